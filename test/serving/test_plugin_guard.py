@@ -23,7 +23,7 @@ from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, runner, support
 
 HERE = Path(plugin.__file__).parent
-MODEL = ("attention", "connectors", "model", "prompt_graphs", "ranks")
+MODEL = ("attention", "connectors", "lora", "model", "prompt_graphs", "ranks")
 WORKER = ("decode_steps", *MODEL)
 
 
@@ -343,7 +343,19 @@ def test_gpus_that_are_ours() -> None:
             {},
             "a loader that leaves out other experts than ours",
         ),
-        ({"lora_config": object()}, {}, "LoRA"),
+        ({"lora_config": object()}, {}, None),
+        ({"lora_config": SimpleNamespace(fully_sharded_loras=True)}, {}, "LoRA with fully_sharded_loras"),
+        (
+            {"lora_config": object(), "data_parallel_size": 2, "all2all_backend": "naive"},
+            {},
+            "LoRA with data parallelism",
+        ),
+        ({"lora_config": object(), "pipeline_parallel_size": 2}, {}, "LoRA with pipeline parallelism"),
+        (
+            {"lora_config": object(), "speculative_config": SimpleNamespace(method="ngram")},
+            {},
+            "LoRA with drafts",
+        ),
         ({"speculative_config": SimpleNamespace(method="mtp")}, {}, "drafts by mtp"),
     ],
 )
@@ -379,6 +391,7 @@ def test_quantization_of_the_checkpoint(asked: str, reason: str | None) -> None:
         (support.BATCH_INVARIANT, {}, None),
         (support.BATCH_INVARIANT, {"speculative_config": SimpleNamespace(method="ngram")}, "with drafts"),
         (support.BATCH_INVARIANT, {"pipeline_parallel_size": 2}, "with pipeline parallelism"),
+        (support.BATCH_INVARIANT, {"lora_config": object()}, "with LoRA"),
         (support.BATCH_INVARIANT, {"kv_transfer_config": object()}, "with a transfer of caches"),
         (support.BATCH_INVARIANT, {"max_num_seqs": 1025}, "with 1025 requests, more than 1024"),
         (support.BATCH_INVARIANT, {"use_v2_model_runner": True}, "with vLLM's second model runner"),

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ def serve(
     tmp_path: Path,
     environment: dict[str, str],
     stock: bool = False,
+    swaps: Sequence[tuple[str, str]] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """What vllm_requests.py answers: chunked prompts beside decodes, CUDA graphs, pages that are used again."""
     environment = {**environment, **(STOCK if stock else {})}
     asked, result = tmp_path / "asked.json", tmp_path / "result.json"
-    asked.write_text(json.dumps({"dtype": "bfloat16", "requests": job, "options": {**OPTIONS, **options}}))
+    about = {"dtype": "bfloat16", "requests": job, "swaps": swaps, "options": {**OPTIONS, **options}}
+    asked.write_text(json.dumps(about))
     done = subprocess.run(
         [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
         capture_output=True, text=True, env={**os.environ, **environment}, timeout=600,

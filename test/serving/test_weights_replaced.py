@@ -13,7 +13,7 @@ from torch import Tensor
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.layer_step import LayerStep
-from kimi_k2.errors import TensorDtypeError
+from kimi_k2.errors import MissingTensorError, TensorDtypeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.serving.paged.heads import pad_heads
@@ -95,6 +95,31 @@ def test_as_in_a_fresh_model(
         model.load(part)
     found = read(model)
     assert {key: tensor.data_ptr() for key, tensor in found.items()} == places
+    assert found.keys() == fresh.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), fresh[key].contiguous().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize(("name", "heads"), [("fp8", 8), ("thinking", 4)])
+def test_weights_that_a_sleep_has_not_kept(
+    name: str, heads: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step before all have come again; then all that steps read is there, whatever the memory held."""
+    monkeypatch.setattr(KimiK2ForCausalLM, "prepare", put_in_order)
+    config = KimiK2Config.from_pretrained(checkpoints[name])
+    model, given = serving(checkpoints[name], config, heads), weights(checkpoints[name], config)
+    fresh = {key: tensor.clone() for key, tensor in read(model).items()}
+    for tensor in model.plain.state_dict().values():
+        tensor.copy_(torch.full_like(tensor.to(torch.float32), 3).to(tensor.dtype))
+    model.loader.forget()
+    for part in ([], given[::2]):
+        model.load(part)
+        with pytest.raises(MissingTensorError):
+            model.batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, config.hidden_size))
+    model.load(given[1::2])
+    model.loader.check()
+    assert not model.loader.emptied
+    found = read(model)
     assert found.keys() == fresh.keys()
     for key, tensor in found.items():
         assert torch.equal(tensor.contiguous().view(torch.uint8), fresh[key].contiguous().view(torch.uint8)), key

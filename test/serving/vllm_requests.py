@@ -1,7 +1,8 @@
 """Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
 
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
-arguments of vLLM's SamplingParams) and `options`, which are EngineArgs'. With several ranks the calls counted are none:
+arguments of vLLM's SamplingParams, and `adapter`, its number and directory) and `options`, which are EngineArgs'. With
+several ranks the calls counted are none:
 the workers make them. With `pieces`, steps of so many new tokens at
 most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages
 were taken back. With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each;
@@ -116,9 +117,12 @@ def count_preempted() -> list[str]:
 
 def swap(engine: Any, way: str, directory: str) -> None:
     """Other weights: by vLLM's own reload, or by the model's method, whole or in parts of any tensors."""
-    if way == "sleep":  # weights go to the host and come back
-        engine.sleep(1)
-        engine.wake_up()
+    if way.startswith("sleep"):  # weights go to the host and come back; at level 2 they are read again
+        engine.sleep(1 + way.endswith("2"))
+        if way.endswith("2"):
+            engine.wake_up(["weights"])
+            engine.collective_rpc("reload_weights")
+        engine.wake_up(["kv_cache"] if way.endswith("2") else None)
     elif way == "reload":
         engine.collective_rpc("reload_weights", kwargs={"weights_path": directory})
     else:
@@ -157,7 +161,9 @@ def main(model: str, job_file: str, result_file: str) -> None:
     }
     for way, directory in job.get("swaps", ()):
         swap(engine, way, directory)
-        result["again"].append(serve(engine, job["requests"])["tokens"])
+        served = serve(engine, job["requests"])
+        result["again"].append(served["tokens"])
+        result["logprobs_again"] = served["logprobs"]
     from kimi_k2.ops.registry import TABLE
 
     counts = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
@@ -170,6 +176,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
 def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
     """Tokens and their log-probabilities by request, and the number of steps."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(requests))
@@ -185,7 +192,9 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
             if "structured_outputs" in drawn:
                 drawn["structured_outputs"] = StructuredOutputsParams(**drawn["structured_outputs"])
             sampling = SamplingParams(max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, **drawn)
-            engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
+            adapter = one.get("adapter")  # its number and directory
+            asked = adapter and LoRARequest(adapter[1], *adapter)
+            engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling, lora_request=asked)
         # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests.
         for output in engine.step() if not steps or engine.has_unfinished_requests() else ():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name

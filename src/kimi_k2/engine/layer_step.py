@@ -123,9 +123,9 @@ class LayerStep:
         """The attention half before the sum over ranks [T, H], and the residual x + delta."""
         qkv_a, x = self.enter(x, delta)
         if batch is None or cache is None:
-            return project(x.new_zeros(len(x), self.width), self.o), x
+            return self.output(x.new_zeros(len(x), self.width)), x
         made = self.expand(qkv_a, batch.rotation) if batch.chunks else None
-        return project(self.attend(qkv_a, made, batch, cache), self.o), x
+        return self.output(self.attend(qkv_a, made, batch, cache)), x
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs of q_a and kv_a [T, q_lora_rank + cache_dim], and the residual x + delta."""
@@ -138,16 +138,24 @@ class LayerStep:
         Returns:
             Queries [T, 1, H, qk_head_dim], the last of each rotated, and what the cache is to hold [T, cache_dim].
         """
-        attention, config = self.attention, self.attention.config
-        q_norm, kv_norm, (cos, sin) = attention.q_a_layernorm, attention.kv_a_layernorm, rotation
+        config, kv_norm, (cos, sin) = self.attention.config, self.attention.kv_a_layernorm, rotation
         q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q = project(q_a, self.q_b, q_norm.weight, q_norm.eps).view(len(qkv_a), 1, -1, config.qk_head_dim)
+        q = self.queries(q_a).view(len(qkv_a), 1, -1, config.qk_head_dim)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin, in_place=True)
         if q_rope.data_ptr() != q[..., config.qk_nope_head_dim :].data_ptr():  # not in its place
             q = torch.cat((q_nope, q_rope), dim=-1)
         normed = rms_norm(latent, kv_norm.weight, kv_norm.eps).unsqueeze(1)
         return q, cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
+
+    def queries(self, q_a: Tensor) -> Tensor:
+        """Of [T, q_lora_rank], before its norm: [T, H * qk_head_dim], not rotated."""
+        norm = self.attention.q_a_layernorm
+        return project(q_a, self.q_b, norm.weight, norm.eps)
+
+    def output(self, values: Tensor) -> Tensor:
+        """Of the attention's values [T, H * v_head_dim] what the layer adds, before the sum over ranks [T, H]."""
+        return project(values, self.o)
 
     def attend(
         self, qkv_a: Tensor, made: tuple[Tensor, Tensor] | None, batch: Batch, cache: Tensor, out: Tensor | None = None
@@ -215,7 +223,7 @@ class LayerStep:
 
     def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Behind attention, whose values are [T, H * v_head_dim]: as a call returns."""
-        return self.finish(x, project(values, self.o))
+        return self.finish(x, self.output(values))
 
     def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """The layer behind its attention half."""

@@ -88,6 +88,7 @@ class PagedModel:
         self.group, self.held, self.positions = group, held, positions
         self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
         self.places: Mapping[int, Place] = {}
+        self.make_step: Callable[[DecoderLayer, int], LayerStep] = self._make_step
         self._steps: list[LayerStep] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -136,12 +137,15 @@ class PagedModel:
         for number in self.layers:
             layer = self.plain.model.layers[number]
             assert isinstance(layer, DecoderLayer)
-            step = LayerStep(layer, self.reduce, self.exchange, self.places.get(number))
+            step = self.make_step(layer, number)
             heads = kernel_heads(len(step.w_uk)) if step.w_uk.is_cuda else None
             if heads is not None:
                 pad_heads(step, heads)
             self._steps.append(step)
         return self._steps
+
+    def _make_step(self, layer: DecoderLayer, number: int) -> LayerStep:
+        return LayerStep(layer, self.reduce, self.exchange, self.places.get(number))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """int64 [T] to [T, H]."""
@@ -152,7 +156,12 @@ class PagedModel:
         """What all layers are told of the new tokens, int64 [T], whose embeddings are x; None before there is a cache.
 
         Attention over pages takes lengths from the engine's batch.
+
+        Raises:
+            MissingTensorError: the weights have been emptied (`RankLoader.forget`), and have not all come again.
         """
+        if self.loader.emptied:
+            self.loader.check()
         if self._angles is None:  # from here on a step looks angles up, which takes a fifth of the launches
             self._angles = self.plain.model.rotary.table(self.positions, x.dtype, x.device)
         cos, sin = (embedding(positions, angles, 0) for angles in self._angles)

@@ -30,6 +30,7 @@ class RankLoader:
     Attributes:
         touched: layers some of whose weights have been replaced; whoever renews them clears it.
         held: the experts that this rank holds of a stacked tensor, by their rows.
+        emptied: whether all must come again before a step.
     """
 
     def __init__(self, model: KimiK2ForCausalLM, plan: ShardingPlan, rank: int, layers: range | None = None) -> None:
@@ -41,6 +42,12 @@ class RankLoader:
         self.held: Callable[[PlannedTensor], Sequence[int]] = lambda planned: planned.experts_of(rank)
         self._rows: dict[int, dict[int, list[int]]] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}  # of matrices that come quantized and are held in BF16
+        self.emptied = False
+
+    def forget(self) -> None:
+        """Take note that nothing that came is there any more."""
+        self.filled = dict.fromkeys(self.filled, 0)
+        self.emptied = True
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take tensors by their names in the checkpoint.
@@ -65,18 +72,19 @@ class RankLoader:
         return {name for name, count in self.filled.items() if count}
 
     def check(self) -> None:
-        """Refuse a model of which a part has come and another is missing.
+        """Refuse a model of which a part has come and another is missing, or anything that has been emptied.
 
         Raises:
             MissingTensorError: naming the first.
         """
-        if not any(self.filled.values()):  # an engine's random weights
+        if not self.emptied and not any(self.filled.values()):  # an engine's random weights
             return
         for name, planned in self.planned.items():
             # Experts come one by one, gate and up apart.
             parts = len(self.held(planned)) * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
             if self.filled[name] < parts:
                 raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
+        self.emptied = False
 
     def _implied(self, name: str) -> bool:
         module, _, suffix = name.rpartition(".")

@@ -20,6 +20,7 @@ from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.ops.registry import batch_invariant
 from kimi_k2.serving.vllm.connectors import LatentBatch
+from kimi_k2.serving.vllm.lora import may_touch_experts
 
 NAME = "KIMI_K2_MLA"
 
@@ -40,8 +41,12 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Of vLLM's graphs: in batch-invariant mode none, as they take a prompt's last token alone for a decode."""
-        return AttentionCGSupport.NEVER if batch_invariant() else cls._cudagraph_support
+        """Of vLLM's graphs: none in batch-invariant mode, as they take a prompt's last token alone for a decode.
+
+        And none where adapters may touch routed experts.
+        """
+        never = batch_invariant() or may_touch_experts(vllm_config.lora_config)
+        return AttentionCGSupport.NEVER if never else cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The batch of a step, for all layers."""

@@ -41,6 +41,7 @@ OBEYED = _names("""
     compilation_config.compile_mm_encoder compilation_config.cudagraph_mm_encoder
     compilation_config.encoder_cudagraph_token_budgets compilation_config.encoder_cudagraph_max_vision_items_per_batch
     compilation_config.encoder_cudagraph_max_frames_per_batch
+    max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules specialize_active_lora
 """)
 
 # Before the model and behind it: scheduler, sampler, tokenizer, API, records.
@@ -75,9 +76,7 @@ OF_OTHERS = _names("""
     dp_sync_interval disable_nccl_for_dp_synchronization
     dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size eplb_config ubatch_size
     dbo_decode_token_threshold dbo_prefill_token_threshold
-    max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
-    enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
-    max_lora_cls_labels spec_model spec_tokens elastic_ep_max_dp_size
+    default_mm_loras enable_tower_connector_lora max_lora_cls_labels spec_model spec_tokens elastic_ep_max_dp_size
     kv_offloading_backend enable_flashinfer_autotune kernel_config.enable_flashinfer_autotune
     kernel_config.enable_cutedsl_warmup kernel_config.enable_jit_warmup
     kernel_config.enable_rocm_segmented_attn_autotune kernel_config.sparse_indexer_topk_backend
@@ -89,7 +88,8 @@ NOT_COMPILED = _names("compilation_config optimization_level")
 # Decided by vLLM's configuration as it stands in the end, which the environment changes too (`support.refusal`).
 DECIDED_LATER = _names("""
     pipeline_parallel_size data_parallel_size all2all_backend prefill_context_parallel_size
-    decode_context_parallel_size enable_dbo enable_eplb enable_ep_weight_filter enable_lora speculative_config
+    decode_context_parallel_size enable_dbo enable_eplb enable_ep_weight_filter speculative_config
+    enable_lora fully_sharded_loras enable_mixed_moe_lora_format enable_moe_shared_loras
     spec_method kv_cache_dtype quantization
 """)
 

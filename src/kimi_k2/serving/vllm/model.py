@@ -29,6 +29,7 @@ from kimi_k2.serving.vllm.connectors import move_caches
 from kimi_k2.serving.vllm.data_parallel import Exchange
 from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
+from kimi_k2.serving.vllm.lora import Loras
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
 from kimi_k2.sharding.layout import engine_serves
@@ -43,6 +44,7 @@ class _Ours:
     """What stands in for the methods of vLLM's class; see `KimiK2ForVllm`."""
 
     stock: type
+    lora_manager: Any  # vLLM's, which puts itself here
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
         """Our model, or vLLM's own where ours cannot serve the deployment."""
@@ -87,6 +89,8 @@ class _Ours:
         )  # fmt: skip
         if vllm_config.parallel_config.enable_eplb:
             self._let_experts_be_moved()
+        lora = vllm_config.lora_config
+        self.loras = None if lora is None else Loras(self.paged, self, lora, lora.lora_dtype)
         if vllm_config.load_config.load_format == "dummy":
             self.paged.randomize()
         self._vllm_config, self._recorded = vllm_config, False
@@ -192,6 +196,8 @@ class _Ours:
             x = inputs_embeds
         states = HiddenStates(self._seen) if self._seen else None
         batch = self.paged.batch(positions, x)
+        if self.loras is not None:
+            self.loras.tell(self.lora_manager)
         if batch is not None:
             move_caches(batch, dict(zip(self.paged.layers, cast(Sequence[LatentAttention], self.held), strict=True)))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
@@ -223,8 +229,9 @@ class _Ours:
 
     def _record(self, x: Tensor) -> Tensor | None:
         """Make the graphs of steps with prompts, once; memory of their size."""
-        # Other replicas have another number of tokens each time, and of a stage not every piece is here.
-        if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1:
+        # Other replicas have another number of tokens each time, and of a stage not every piece is here; adapters'
+        # additions are not in the pieces.
+        if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1 or self.loras is not None:
             return None
         self._recorded = True
         self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)

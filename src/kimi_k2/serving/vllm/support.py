@@ -73,7 +73,7 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
             redundant_experts(vllm_config) % layout_of(vllm_config).moe_ep > 0,
         ),
         ("a loader that leaves out other experts than ours", _loads_other_experts(parallel)),
-        ("LoRA", vllm_config.lora_config is not None),
+        *((f"LoRA with {what}", holds) for what, holds in _beside_lora(vllm_config)),
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in DRAFTS),
         (f"{MLA_DISABLE}={os.environ.get(MLA_DISABLE)}", _is_set(MLA_DISABLE)),
         *((f"{BATCH_INVARIANT} with {what}", holds) for what, holds in _varying(vllm_config)),
@@ -110,14 +110,29 @@ def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     if not invariant():
         return
     parallel, most = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_seqs
+    yield "LoRA", vllm_config.lora_config is not None
     yield "drafts", _drafts(vllm_config) is not None
     yield "data parallelism", parallel.data_parallel_size > 1
     yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
     yield "expert load balancing", parallel.enable_eplb  # which copy of an expert serves goes by a token's place
+    yield "expert load balancing", parallel.enable_eplb
     yield "a transfer of caches", vllm_config.kv_transfer_config is not None
     yield f"{most} requests, more than {MOST_INVARIANT}", most > MOST_INVARIANT
     # It puts a prompt's last token among the decodes.
     yield "vLLM's second model runner", bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def _beside_lora(vllm_config: Any) -> Iterator[tuple[str, bool]]:
+    """With what LoRA has not been tried, or is not built."""
+    given, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    if given is None:
+        return
+    yield "drafts", _drafts(vllm_config) is not None
+    yield "data parallelism", parallel.data_parallel_size > 1
+    yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
+    yield "expert load balancing", parallel.enable_eplb
+    for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
+        yield name, bool(getattr(given, name, False))
 
 
 def against_decode_steps(vllm_config: Any) -> str | None:
@@ -128,6 +143,7 @@ def against_decode_steps(vllm_config: Any) -> str | None:
         ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
         # Others draft as many tokens as they find, another number for each request.
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in (None, "eagle3")),
+        ("LoRA", vllm_config.lora_config is not None),
         ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
         ("pipeline parallelism", vllm_config.parallel_config.pipeline_parallel_size > 1),
         ("expert load balancing", vllm_config.parallel_config.enable_eplb),

@@ -26,10 +26,8 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         done = super().compile_or_warm_up_model()
         try:
             from kimi_k2.serving.vllm.decode_steps import DecodeSteps, decode_steps
-            from kimi_k2.serving.vllm.model import _Ours
 
-            modules = self.model_runner.get_model().modules()
-            ours = next((module for module in modules if isinstance(module, _Ours)), None)
+            ours = self._ours()
             kind = DecodeSteps
             if getattr(self.model_runner, "num_spec_tokens", 0):
                 from kimi_k2.serving.vllm.verify_steps import VerifySteps
@@ -41,6 +39,33 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         except (ImportError, AttributeError, TypeError) as error:
             logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return done
+
+    def _ours(self) -> Any:
+        """Our model in vLLM's; None without."""
+        from kimi_k2.serving.vllm.model import _Ours
+
+        modules = self.model_runner.get_model().modules()
+        return next((module for module in modules if isinstance(module, _Ours)), None)
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's, which at level 2 keeps no weights: no step runs before they have come again."""
+        super().sleep(level)
+        if level == 2 and not current_platform.is_cpu() and (ours := self._ours()) is not None:
+            ours.paged.loader.forget()
+
+    @torch.inference_mode()
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """vLLM's; what comes back without its values holds zeros, as at start: masked values may be no NaN."""
+        super().wake_up(tags)
+        ours = None if current_platform.is_cpu() else self._ours()
+        if ours is None:
+            return
+        if tags is None or "kv_cache" in tags:
+            for held in ours.held:
+                held.cache.view(torch.uint8).zero_()
+        if (tags is None or "weights" in tags) and ours.paged.loader.emptied and ours.loras is not None:
+            ours.loras.forget()
+            self.model_runner.lora_manager.remove_all_adapters()  # read anew when a request asks for one
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -1,0 +1,220 @@
+"""Adapters (LoRA): vLLM reads them, keeps them and says which token has which; what they add is computed by ours.
+
+vLLM's manager looks for linears in a model's tree of modules. Ours is a tree of stand-ins, by the names that adapters
+of the published checkpoints have, each of which holds one linear's matrices. An adapter that touches anything else
+(kv_b_proj, the router, embeddings) is refused by vLLM, which names the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.utils import is_in_target_modules
+from vllm.model_executor.layers.linear import LinearBase
+
+from kimi_k2.errors import TensorShapeError
+from kimi_k2.model.decoder import DecoderLayer
+from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
+from kimi_k2.serving.paged.model import PagedModel
+from kimi_k2.sharding.planned import PlannedTensor
+
+# By vLLM's names of joined linears, for `--lora-target-modules`.
+PACKED = {"gate_up_proj": ["gate_proj", "up_proj"], "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}
+
+
+class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """Stands for one linear, or for the routed experts of a layer.
+
+    Args:
+        name: in the checkpoint.
+        loras: what all sites share.
+        sizes: rows and columns of each projection, whole.
+    """
+
+    def __init__(self, name: str, loras: Loras, sizes: list[tuple[int, int]]) -> None:
+        nn.Module.__init__(self)
+        self.name, self.loras, self.sizes, self.n_slices = name, loras, sizes, len(sizes)
+        self.made: list[LowRank] = []
+        self.touched: set[int] = set()  # slots whose adapters have matrices here
+
+    def set_mapping(self, punica_wrapper: Any) -> None:
+        """Called of every site that adapters may touch, before the first."""
+        super().set_mapping(punica_wrapper)
+        self.made = [self.loras.empty(self.planned(place), *size) for place, size in enumerate(self.sizes)]
+        # What vLLM makes its empty adapters by: whole sizes, without memory.
+        shapes = [(self.loras.slots, self.loras.rank, columns) for _, columns in self.sizes]
+        self.lora_a_stacked = tuple(torch.empty(shape, dtype=self.loras.dtype, device="meta") for shape in shapes)
+        shapes = [(self.loras.slots, rows, self.loras.rank) for rows, _ in self.sizes]
+        self.lora_b_stacked = tuple(torch.empty(shape, dtype=self.loras.dtype, device="meta") for shape in shapes)
+        self.loras.wrapper = punica_wrapper
+
+    def planned(self, place: int) -> PlannedTensor:
+        """How ranks share a projection."""
+        names = self.loras.paged.loader.planned
+        target = self.name
+        if target.endswith(EXPERTS):
+            target += ".down_proj" if PROJECTIONS[place] == "down_proj" else ".gate_up_proj"
+            return next(held for name, held in names.items() if name.startswith(target))
+        return next(held for name, held in names.items() if name.startswith(f"{target}.weight"))
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """Take an adapter's matrices: of routed experts three of all experts, else one pair.
+
+        Raises:
+            TensorShapeError: they are not of the linear's sizes.
+        """
+        several = isinstance(lora_a, list)
+        pairs = zip(lora_a, lora_b, strict=True) if several else [(lora_a, lora_b)]
+        for place, (a, b) in enumerate(pairs):
+            if a is None or b is None:
+                self.made[place].put(index, None, None)
+                continue
+            rows, columns = self.sizes[place]
+            if a.shape[-1] != columns or b.shape[-2] != rows:
+                raise TensorShapeError(
+                    f"lora_A and lora_B are {list(a.shape)} and {list(b.shape)}, of a linear [{rows}, {columns}]",
+                    tensor=self.name,
+                )
+            self.made[place].put(index, *self.loras.local(self.planned(place), a, b))
+        self.touched.add(index)
+        if several and any(
+            a is not None and a.dim() == 2 for a in lora_a
+        ):  # what vLLM warms up with, of no expert: zeros
+            self.touched.discard(index)
+
+    def reset_lora(self, index: int) -> None:
+        """An adapter that does not touch this."""
+        self.touched.discard(index)
+        for one in self.made:
+            one.put(index, None, None)
+
+
+class Loras:
+    """All sites of a model, as its submodules `model.layers.N...`.
+
+    Args:
+        paged: the model, whose layers are then made by `step`.
+        model: vLLM's, which takes the sites.
+        config: vLLM's `LoRAConfig`.
+        dtype: of the adapters' matrices.
+    """
+
+    def __init__(self, paged: PagedModel, model: Any, config: Any, dtype: torch.dtype) -> None:
+        self.paged, self.slots, self.rank, self.dtype = paged, config.max_loras, config.max_lora_rank, dtype
+        self.wrapper: Any = None
+        self.adapters = Adapters(self.slots, torch.empty(0))
+        self.sites: dict[str, _Site] = {}
+        experts = paged.plain.config.n_routed_experts
+        expert_names = [f"experts.{number}.{name}" for number in range(experts) for name in PROJECTIONS]
+        model.packed_modules_mapping = {**PACKED, "experts": expert_names}
+        for number in paged.layers:
+            layer = paged.plain.model.layers[number]
+            assert isinstance(layer, DecoderLayer)
+            for name, sizes in _linears(layer, number):
+                whole = f"model.layers.{number}.{name}"
+                self.sites[whole] = _Site(whole, self, sizes)
+                _put(model, whole, self.sites[whole])
+        paged.make_step = self.step
+
+    def step(self, layer: DecoderLayer, number: int) -> AdaptedStep:
+        """The layer with what its sites hold."""
+        prefix = f"model.layers.{number}."
+        held = {name.removeprefix(prefix): one for name, one in self.sites.items() if name.startswith(prefix)}
+        routed = held.pop(EXPERTS, None)
+        experts = {} if routed is None else dict(zip(PROJECTIONS, routed.made, strict=False))
+        touched = set() if routed is None else routed.touched
+        added = {name: one.made[0] for name, one in held.items() if one.made}
+        return AdaptedStep(layer, self.paged.reduce, self.adapters, added, experts, touched)
+
+    def empty(self, planned: PlannedTensor, rows: int, columns: int) -> LowRank:
+        """Zeros for this rank's part of a linear."""
+        device = self.paged.plain.lm_head.weight.device
+        a, b = torch.empty(self.rank, columns, device="meta"), torch.empty(rows, self.rank, device="meta")
+        a, b = self.local(planned, a, b)
+        experts = [len(planned.experts_of(self.paged.loader.rank))] if _of_experts(planned) else []
+        shape = [self.slots, *experts, self.rank]
+        made = (torch.zeros(*shape, size, dtype=self.dtype, device=device) for size in (a.shape[-1], b.shape[-2]))
+        return LowRank(*made)
+
+    def local(self, planned: PlannedTensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of A [..., r, K] and B [..., N, r]."""
+        rank, dim = self.paged.loader.rank, planned.dim
+        if _of_experts(planned):
+            held = planned.experts_of(rank)
+            if a.dim() == 3:
+                a, b = a[held.start : held.stop], b[held.start : held.stop]
+            if dim is not None:
+                part, parts = rank % planned.parts, planned.parts
+                a, b = (a, b.chunk(parts, -2)[part]) if dim == 1 else (a.chunk(parts, -1)[part], b)
+            return a, b
+        if dim == 0:
+            b = _cut(planned, rank, b, 0)
+        elif dim == 1:
+            a = _cut(planned, rank, a, 1)
+        return a, b
+
+    def forget(self) -> None:
+        """Hold no adapter."""
+        for site in self.sites.values():
+            for slot in range(self.slots):
+                site.reset_lora(slot)
+
+    def tell(self, manager: Any) -> None:
+        """Note which token of the step has which adapter, as vLLM's manager has it."""
+        mapping = manager._last_mapping  # noqa: SLF001
+        if mapping is None or self.wrapper is None:
+            self.adapters.host = []
+            return
+        slots = {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
+        self.adapters.host = [slots.get(number, -1) for number in mapping.index_mapping]
+        self.adapters.ids = self.wrapper._token_lora_indices  # noqa: SLF001
+
+
+def _linears(layer: DecoderLayer, number: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Modules of a layer that adapters may touch, and whole sizes; of routed experts each projection's."""
+    config = layer.self_attn.config
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    yield "self_attn.q_a_proj", [(config.q_lora_rank, hidden)]
+    yield "self_attn.kv_a_proj_with_mqa", [(config.cache_dim, hidden)]
+    yield "self_attn.q_b_proj", [(heads * config.qk_head_dim, config.q_lora_rank)]
+    yield "self_attn.o_proj", [(hidden, heads * config.v_head_dim)]
+    dense, width = "mlp", config.intermediate_size
+    if config.is_moe_layer(number):
+        wide = config.moe_intermediate_size, hidden
+        yield EXPERTS, [wide[::-1] if name == "down_proj" else wide for name in PROJECTIONS]
+        dense, width = "mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts
+    if width:
+        for name in ("gate_proj", "up_proj"):
+            yield f"{dense}.{name}", [(width, hidden)]
+        yield f"{dense}.down_proj", [(hidden, width)]
+
+
+def _of_experts(planned: PlannedTensor) -> bool:
+    return ".mlp.experts." in planned.name
+
+
+def may_touch_experts(lora_config: Any) -> bool:
+    """Whether adapters may touch routed experts: a CUDA graph can hold no step of theirs."""
+    return lora_config is not None and is_in_target_modules(f"model.{EXPERTS}", lora_config.target_modules, PACKED)
+
+
+def _put(root: nn.Module, name: str, site: nn.Module) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        children = dict(root.named_children())
+        if part not in children:
+            children[part] = nn.Module()
+            root.add_module(part, children[part])
+        root = children[part]
+    root.add_module(last, site)
+
+
+def _cut(planned: PlannedTensor, rank: int, tensor: Tensor, dim: int) -> Tensor:
+    cuts = [region[dim] for region in planned.regions(rank)]
+    whole, size = planned.shape[dim], tensor.shape[dim]  # packed values are fewer
+    parts = [tensor.narrow(dim, one.start * size // whole, (one.stop - one.start) * size // whole) for one in cuts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
