@@ -256,7 +256,7 @@ class KimiK2Config(BaseModel):
         path = PRESET_DIR / f"{name}.json"
         if not path.is_file():
             raise ConfigError(f"unknown preset '{name}'; expected one of: {', '.join(published())}")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = _preset(name)
         text = raw.get("text_config", raw)
         if "vision_config" in raw:
             raw["media_placeholder_token_id"] += overrides.get("vocab_size", text["vocab_size"]) - text["vocab_size"]
@@ -356,6 +356,19 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
     if own is not None and parse_quantization(own) != found:
         raise ConfigError(f"says something else than {MODELOPT}", field="quantization_config", file=path.parent)
     return {**raw, "quantization_config": given} if own is None else raw
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """A file of presets/; one with `like` says what differs from another of them."""
+    raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text(encoding="utf-8"))
+    return _changed(_preset(raw.pop("like")), raw) if "like" in raw else raw
+
+
+def _changed(base: Any, changes: Any) -> Any:
+    """An object with other members, and with other members of its members."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return {**base, **{name: _changed(base.get(name), value) for name, value in changes.items()}}
 
 
 def published() -> list[str]:

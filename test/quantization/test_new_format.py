@@ -205,8 +205,13 @@ def test_a_member_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (tmp_path / preset.name).write_text(preset.read_text())
     member = json.loads((tmp_path / "kimi-k2-instruct-0905.json").read_text()) | {"num_hidden_layers": 7}
     (tmp_path / "kimi-k2-toy.json").write_text(json.dumps(member))
+    changes = {"like": "kimi-k2-toy", "num_hidden_layers": 5, "rope_scaling": {"factor": 8.0}}
+    (tmp_path / "kimi-k2-other.json").write_text(json.dumps(changes))
     monkeypatch.setattr(config_module, "PRESET_DIR", tmp_path)
-    assert KimiK2Config.load("kimi-k2-toy").num_hidden_layers == 7
+    toy, other = (KimiK2Config.load(f"kimi-k2-{name}") for name in ("toy", "other"))
+    assert (toy.num_hidden_layers, other.num_hidden_layers) == (7, 5)
+    assert toy.rope_scaling is not None
+    assert other.rope_scaling == toy.rope_scaling.model_copy(update={"factor": 8.0})
     for command in (["plan", "kimi-k2-toy"], ["make-checkpoint", str(tmp_path / "made"), "--model", "kimi-k2-toy"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
