@@ -12,18 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.config import KimiK2Config, published, raw_preset
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.synthetic.config import hf_config, tiny_config
 
-PRESETS = sorted(path.stem for path in PRESET_DIR.glob("*.json"))
-
-
-def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
-    return result
+PRESETS = published()
 
 
 # name: (max_position, eps, factor, beta_fast, quantization, prefix, softmax scale), from the facts file

@@ -256,7 +256,7 @@ class KimiK2Config(BaseModel):
         path = PRESET_DIR / f"{name}.json"
         if not path.is_file():
             raise ConfigError(f"unknown preset '{name}'; expected one of: {', '.join(published())}")
-        raw = _preset(name)
+        raw = raw_preset(name)
         text = raw.get("text_config", raw)
         if "vision_config" in raw:
             raw["media_placeholder_token_id"] += overrides.get("vocab_size", text["vocab_size"]) - text["vocab_size"]
@@ -358,10 +358,10 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
     return {**raw, "quantization_config": given} if own is None else raw
 
 
-def _preset(name: str) -> dict[str, Any]:
+def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
     """A file of presets/; one with `like` says what differs from another of them."""
     raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text(encoding="utf-8"))
-    return _changed(_preset(raw.pop("like")), raw) if "like" in raw else raw
+    return _changed(raw_preset(raw.pop("like")), raw) if "like" in raw else raw
 
 
 def _changed(base: Any, changes: Any) -> Any:

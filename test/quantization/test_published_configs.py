@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import formats, parse_quantization
 
@@ -26,8 +26,8 @@ FORMS = [name for name, held in formats().items() if held.method]
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 
 
-def raw_preset(name: str) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
+def unquantized_preset(name: str) -> dict[str, Any]:
+    raw = raw_preset(name)
     raw.pop("quantization_config")
     raw.get("text_config", {}).pop("quantization_config", None)
     return raw
@@ -40,10 +40,10 @@ def test_each_place_and_spelling(name: str, prefix: str) -> None:
     held = form(ignore=tuple(entry.format(prefix) for entry in IGNORED[name if name in IGNORED else form.rule]))
     said = json.loads(json.dumps(held.to_hf_dict()))
     for key in ("quantization_config", "compression_config"):
-        plain, wrapped = raw_preset("kimi-k2-thinking"), raw_preset("kimi-k2.5")
+        plain, wrapped = unquantized_preset("kimi-k2-thinking"), unquantized_preset("kimi-k2.5")
         plain[key] = said
         for places in ([wrapped], [wrapped["text_config"]], [wrapped, wrapped["text_config"]]):
-            raw = copy.deepcopy(raw_preset("kimi-k2.5"))
+            raw = copy.deepcopy(unquantized_preset("kimi-k2.5"))
             for place in places:
                 (raw if place is wrapped else raw["text_config"])[key] = said
             assert KimiK2Config.from_dict(raw).quantization == held
@@ -172,7 +172,7 @@ def test_drawn_configs(seed: int) -> None:
         wrong, value = draw.choice(sorted(REFUSED[form.method].items(), key=str))
         said[wrong] = value
     key, inner = draw.choice(["quantization_config", "compression_config"]), draw.random() < 0.5
-    raw = raw_preset(draw.choice(["kimi-k2.5", "kimi-k2-thinking"]))
+    raw = unquantized_preset(draw.choice(["kimi-k2.5", "kimi-k2-thinking"]))
     place = raw["text_config"] if inner and "text_config" in raw else raw
     place[key] = dict(draw.sample(sorted(said.items(), key=str), len(said)))
     if wrong is not None:
