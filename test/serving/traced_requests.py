@@ -14,10 +14,10 @@ from traced_files import traced
 serve = vllm_requests.serve
 
 
-def serve_traced(*given: Any) -> dict[str, Any]:
+def serve_traced(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
     """As `serve`."""
     with traced() as files:
-        answer = serve(*given)
+        answer = serve(engine, requests, steps)
     return answer | {"files": sorted(files)}
 
 
