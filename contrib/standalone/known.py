@@ -87,10 +87,11 @@ KNOWN: dict[str, Known] = {
     ),
     "kimi_k2.sharding.plan": Known(
         reworded={
-            "_neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(config, layout, "
+            "_neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(held, layout, "
             "layer)": "_neuron_layer(config, layout, layer, experts)",
         },
         values={
+            "held": None,
             "layout.target": "neuron",
             "layout.query_group": 0,
             "layout.attention_tiles(config)": "",
@@ -102,6 +103,7 @@ KNOWN: dict[str, Known] = {
     ),
     "kimi_k2.sharding.convert": Known(
         values={
+            "self.held": None,
             "layout.kernels": False,
             "self.layout.target": "neuron",
             "layout.target": "neuron",
@@ -125,7 +127,7 @@ KNOWN: dict[str, Known] = {
             "_FOLDED",
         ),
         reworded={
-            "if experts is None and layout.experts != STORED:": "if experts is None:",
+            "if experts is None and not layout.keeps:": "if experts is None:",
             "{'shared_experts' if shared else 'mlp_op'}": "mlp_op",
         },
     ),
