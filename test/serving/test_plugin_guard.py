@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -470,75 +469,3 @@ def test_asked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert support.refusal(deployment(), model()) == "no nvcc, which the kernels are built with"
     monkeypatch.setattr(support, "_is_hopper", lambda: False)
     assert support.refusal(deployment(), model()) == "a GPU that is no Hopper"
-
-
-class OfSecond(SimpleNamespace):
-    """The configuration of a version whose default is the second runner, as vLLM 0.33 has it."""
-
-    lacking: tuple[str, ...] = ()
-    second_alone = False
-
-    @property
-    def use_v2_model_runner(self) -> bool:
-        first = os.environ.get(runner.ENVIRONMENT) == "0"
-        if first and self.second_alone:
-            raise ValueError("HiSparse requires Model Runner V2")
-        return not first
-
-    def _get_v1_model_runner_unsupported_features(self) -> tuple[str, ...]:
-        return self.lacking
-
-
-def of_second(sizes: dict[str, int], **changed: Any) -> OfSecond:
-    fields = {"hf_text_config": model(**sizes), "enforce_eager": False, **changed}
-    made: OfSecond = deployment(OfSecond, **fields)
-    return made
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("invariant", ["0", "1"])
-def test_first_runner_where_the_second_would_be(
-    invariant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake_vllm(monkeypatch, without="")
-    monkeypatch.setenv(support.BATCH_INVARIANT, invariant)
-    table = sys.modules["vllm.model_executor.models.config"]
-    plugin.register()
-    one = of_second({}, worker_cls="auto")
-    with caplog.at_level(logging.INFO):
-        table.MODELS_CONFIG_MAP["DeepseekV3ForCausalLM"].verify_and_update_config(one)
-    assert not one.use_v2_model_runner
-    assert one.worker_cls == plugin.WORKER
-    assert one.enable_prefix_caching == (invariant == "0")
-    assert caplog.text.count("VLLM_USE_V2_MODEL_RUNNER=1 keeps the second") == 1
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("changed", "sizes", "environment"),
-    [
-        ({}, {}, {runner.ENVIRONMENT: "1"}),
-        ({}, {}, {support.ON_GPU: "0"}),
-        ({}, {}, {support.DECODE_GRAPHS: "0"}),
-        ({}, {"kv_lora_rank": 256}, {}),
-        ({"pipeline_parallel_size": 2}, {}, {}),
-        ({"device_type": "cpu"}, {}, {}),
-        ({"enforce_eager": True}, {}, {}),
-        ({"kv_transfer_config": object()}, {}, {}),
-        ({"lacking": ("dspark speculative decoding",)}, {}, {}),
-        ({"second_alone": True}, {}, {}),
-    ],
-)
-def test_runner_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], sizes: dict[str, int], environment: dict[str, str]
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    runner.choose_runner(of_second(sizes, **changed))
-    assert os.environ.get(runner.ENVIRONMENT) == environment.get(runner.ENVIRONMENT)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_versions_without_a_second_runner() -> None:
-    runner.choose_runner(deployment())
-    assert runner.ENVIRONMENT not in os.environ
