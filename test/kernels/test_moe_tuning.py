@@ -128,11 +128,11 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take(model: str) -> None
                     check_choice(choice)
 
 
-def test_a_launch_that_stands_skew_is_preferred_within_two_percent() -> None:
+def test_a_launch_that_stands_skew_is_preferred_within_four_percent() -> None:
     from kimi_k2.bench.kernels.tune import Timed, best
 
     fast, even, slow = (ExpertChoice(False, rows, 1, 1, 1) for rows in (32, 64, 128))
-    timed = [Timed(fast, 100.0, 90.0, 1.0), Timed(even, 101.9, 40.0, 1.0), Timed(slow, 102.1, 10.0, 1.0)]
+    timed = [Timed(fast, 100.0, 90.0, 1.0), Timed(even, 103.9, 40.0, 1.0), Timed(slow, 104.1, 10.0, 1.0)]
     assert best(timed).choice == even
     assert best(timed[::2]).choice == fast
 
