@@ -55,7 +55,7 @@ class Oracle:
         made, at = own.clone(), positions[:, 0].tolist()
         for row, text in enumerate(self.batch.get("oracle", [])):
             token = text[at[row] + 2] if at[row] + 2 < len(text) else 0
-            made[row] = token + 1 if self.random.random() < self.batch["wrong"] else token
+            made[row] = token ^ 1 if self.random.random() < self.batch["wrong"] else token  # in the vocabulary too
         for row, token in enumerate(tokens[:, 0].tolist() if "table" in self.batch else ()):
             made[row] = self.batch["table"].get(str(token), 0)
         self.notes.append((at, own.flatten().tolist(), made.flatten().tolist()))
