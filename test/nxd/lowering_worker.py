@@ -1,6 +1,6 @@
 """Lowers one graph at Kimi-K2's real shapes (fewer layers) and prints its counts as JSON.
 
-python lowering_worker.py PRESET LAYERS STAGE [all-experts | without-kernels]
+python lowering_worker.py PRESET LAYERS STAGE [all-experts | without-kernels | MEMBER]
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def of_experts(graph: Any) -> list[dict[str, Any]]:
         if one.op != "parameter" and seen.intersection(one.operands):
             if one.op != "dot":
                 seen.add(one.name)
+            if len(one.shapes) > 1:  # a kernel's results
+                continue
             (shape,) = one.shapes
             found.append({"op": one.op, "type": shape.dtype, "shape": list(shape.dims), "users": users[one.name]})
     return found
@@ -52,14 +54,15 @@ def of_experts(graph: Any) -> list[dict[str, Any]]:
 def main() -> None:
     name, layers, stage, *path = sys.argv[1:]
     preset = Deployment.load(name)
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=int(layers))
+    member = path[0] if path and path[0].startswith("kimi") else "kimi-k2-instruct-0905"
+    config = KimiK2Config.from_preset(member, num_hidden_layers=int(layers))
     if path == ["all-experts"]:
         experts = contrib.load("experts").KimiK2ExpertMLPs
         # Upstream's only path that runs with expert parallelism.
         experts.forward_selective = experts.forward_all_experts_EP
     if path == ["without-kernels"]:
         environment.leave_out(["NkiKernel"])
-    app = build_application(preset, config, "kimi-k2-instruct-0905", **without_nki(preset))
+    app = build_application(preset, config, member, **without_nki(preset))
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)
     kinds = {f"{one.kind} {one.ranks}": times for one, times in counts.collectives.items()}

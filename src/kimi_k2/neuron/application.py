@@ -84,8 +84,8 @@ def cpu_deployment(
     )
     cores = math.gcd(preset.cache_ranks, ranks)
     decode = preset.neuron_config.decode
-    # Positions divide among the ranks of a group, and among the tiles of both cores.
-    step = {"xla": cores, "kernels": math.lcm(cores, ATTENTION_TILE), "layers": cores * ATTENTION_TILE}[decode]
+    # Positions divide among the ranks of a group, and on kernels a rank's among the tiles of both cores.
+    step = cores if decode == "xla" else cores * ATTENTION_TILE
     length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,
