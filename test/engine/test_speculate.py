@@ -22,7 +22,7 @@ from kimi_k2.engine.cache import PagedCache
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator, generate, prefill
-from kimi_k2.engine.rejection import Proposal
+from kimi_k2.engine.rejection import Proposal, keep
 from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.engine.speculate import speculative_steps
 from kimi_k2.errors import KimiK2Warning
@@ -394,6 +394,16 @@ def test_sampled_pairs_have_the_targets_distribution(kind: type[Table], setting:
     chance = np.minimum(one, draft).sum() if kind is Table else one[table.draft[first].argmax()]
     rate = sum(one > 0 for one in accepted) / count
     assert abs(rate - chance) < 4.5 * np.sqrt(chance * (1 - chance) / count) + 1e-9
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.2, 0), (0.7, 1)])
+def test_what_follows_a_whole_draft_is_the_targets(number: float, token: int) -> None:
+    """Nothing is taken off its probabilities, whatever the token before was drawn from."""
+    target, drafted = torch.tensor([[[1.0, 0, 0], [1.0, 1.0, 0]]]), torch.tensor([[0]])
+    uniform = torch.tensor([[0.5, number]], dtype=torch.float64)
+    for draft in (None, torch.tensor([[[1.0, 0, 0]]])):
+        found = keep(target, drafted, torch.tensor([1]), draft, uniform)
+        assert [one.tolist() for one in found] == [[1], [token]]
 
 
 def test_lookup_takes_the_longest_and_latest() -> None:

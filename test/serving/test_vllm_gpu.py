@@ -201,7 +201,7 @@ def test_drafts(form: Form, ahead: bool, judged: tuple[Path, Judge], tmp_path: P
     print(f"{sum(map(list.__eq__, ours['tokens'], theirs['tokens']))} of {len(job)} answers the same")
     assert "prepared by vLLM" not in ours["log"]
     assert ours["verified"] > ours["steps"] / 3
-    assert ours["drafted"] <= 24  # in graphs
+    assert ours["drafted"] == 0  # in graphs
     assert theirs["verified"] == 0
     assert ours["accepted"] > ours["draft"] / 20
     assert abs(ours["accepted"] / ours["draft"] - theirs["accepted"] / theirs["draft"]) < 0.1
@@ -214,6 +214,21 @@ def test_two_ranks(judged_for_two: tuple[Path, Judge], experts: str, tmp_path: P
     (directory, judge), job = judged_for_two, requests()
     answer = serve(directory, job, tmp_path, {}, tensor_parallel_size=2, enable_expert_parallel=experts == "whole")
     assert answer["log"].count("are replayed") == 2
+    check(judge, job, answer)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("judged_for_two", ["kimi-k2-instruct-0905"], ids=["fp8"], indirect=True)
+def test_drafts_of_two_ranks(judged_for_two: tuple[Path, Judge], tmp_path: Path) -> None:
+    """Verified in graphs of ours; the head, whose sums are vLLM's, runs as vLLM has it."""
+    (directory, judge), job = judged_for_two, requests()
+    plain = serve(directory, job, tmp_path, {}, tensor_parallel_size=2)
+    write_following_head(tmp_path / "head", judge.model, plain["tokens"], intermediate_size=1024)
+    drafts = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    answer = serve(directory, job, tmp_path, {}, tensor_parallel_size=2, speculative_config=drafts)
+    assert answer["log"].count("passes of the drafter are prepared by vLLM: a head of several ranks") == 2
+    assert answer["log"].count("decode steps of up to") == 2
+    assert answer["accepted"] > answer["draft"] / 20
     check(judge, job, answer)
 
 

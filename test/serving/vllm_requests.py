@@ -54,23 +54,24 @@ def run_in_pieces(widest: int) -> list[int]:
     return count
 
 
-def count_verified() -> Counter[str]:
-    """Steps that ours prepare for drafts, and drafts that follow them from our buffers, from now on."""
-    from kimi_k2.serving.vllm import draft_passes, verify_steps
-
+def count_verified(engine: Any) -> Counter[str]:
+    """Steps that ours prepare for drafts, and drafts that they launch behind them, from now on."""
     counts = Counter({"verified": 0, "drafted": 0})
+    worker = getattr(getattr(engine.model_executor, "driver_worker", None), "worker", None)
 
-    class Verify(verify_steps.VerifySteps):
-        def run(self, *given: Any) -> None:
-            counts["verified"] += 1
-            super().run(*given)
+    def count(held: Any, method: str, name: str) -> None:
+        called = getattr(held, method)
 
-    class Passes(draft_passes.DraftPasses):
-        def work(self, *given: Any) -> Any:
-            counts["drafted"] += 1
-            return super().work(*given)
+        def counted(*given: Any) -> Any:
+            counts[name] += 1
+            return called(*given)
 
-    vars(verify_steps).update(VerifySteps=Verify, DraftPasses=Passes)
+        setattr(held, method, counted)
+
+    steps: Any = getattr(worker, "_steps", None)
+    if getattr(steps, "width", 1) > 1:
+        count(steps, "run", "verified")
+        count(steps.passes, "work", "drafted")
     return counts
 
 
@@ -147,13 +148,13 @@ def main(model: str, job_file: str, result_file: str) -> None:
 
         batch_invariant.enable_batch_invariant_mode = lambda: None
     preempted = count_preempted()
-    verified = count_verified()
     if job.get("ahead"):
         ahead()
     replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
     usual = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
     arguments = EngineArgs(model=model, dtype=job["dtype"], **{**usual, **job["options"]})
     engine = LLMEngine.from_engine_args(arguments)
+    verified = count_verified(engine)
     result = serve(engine, job["requests"], job.get("steps", 0)) | {
         "replays": replays[0],
         "preempted": len(preempted),

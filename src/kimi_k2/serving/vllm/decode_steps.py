@@ -152,10 +152,18 @@ class DecodeSteps:
             event.record()
         size = self.size(count)
         hidden, logits = (self._replays.get(size) or self._work(size))()
-        made = {"scheduler_output": scheduled, "logits": logits[:count], "hidden_states": hidden[:count]}
-        made["sample_hidden_states"] = made["hidden_states"]
-        runner.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | made)
-        runner.kv_connector_output = None
+        self.leave(scheduled, logits[:count], hidden[:count])
+
+    def leave(self, scheduled: Any, logits: Tensor, hidden: Tensor, **others: Any) -> None:
+        """What a step has made, for the runner's `sample_tokens`."""
+        made = {
+            "scheduler_output": scheduled,
+            "logits": logits,
+            "hidden_states": hidden,
+            "sample_hidden_states": hidden,
+        }
+        self.runner.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | made | others)
+        self.runner.kv_connector_output = None
 
     def _work(self, size: int) -> Forward:
         """A step of so many rows over the runner's buffers: hidden states [size, H], logits [size, vocab_size]."""
@@ -163,15 +171,20 @@ class DecodeSteps:
         ids, positions, seq_lens = runner.input_ids.gpu[:size], runner.positions[:size], runner.seq_lens[:size]
         pages, slots = table.block_table.gpu[:size], table.slot_mapping.gpu[:size]
         batch = Batch(size, size, seq_lens, slots, pages)
-        metadata = {held.name: batch for held in self.model.held}
 
         def work() -> tuple[Tensor, ...]:
             next_step(seq_lens, ids, positions, slots, pages, table.block_size)
-            with set_forward_context(metadata, runner.vllm_config, num_tokens=size):
-                hidden = self.model(input_ids=ids, positions=positions)
-            return hidden, self.model.compute_logits(hidden)
+            return self.through(batch, ids, positions)
 
         return work
+
+    def through(self, batch: Batch, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The model's hidden states of a batch, logits, and the states that a draft's head wants."""
+        metadata = {held.name: batch for held in self.model.held}
+        with set_forward_context(metadata, self.runner.vllm_config, num_tokens=len(ids)):
+            made = self.model(input_ids=ids, positions=positions)
+        hidden, aux = made if isinstance(made, tuple) else (made, [])
+        return hidden, self.model.compute_logits(hidden), *aux
 
 
 def replaying(replay: Callable[[], Any], made: tuple[Tensor, ...]) -> Forward:

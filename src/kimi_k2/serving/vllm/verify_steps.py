@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import CANNOT, Recorded, Recorder
 from kimi_k2.ops.cache import chunk_slots
-from kimi_k2.serving.vllm.decode_steps import STATE, DecodeSteps, Forward
+from kimi_k2.serving.vllm.decode_steps import DecodeSteps, Forward
 from kimi_k2.serving.vllm.draft_passes import DraftPasses, against_draft_passes
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -140,13 +138,10 @@ class VerifySteps(DecodeSteps):
                 self.lengths[count:size].fill_(-1)
         hidden, logits, *aux = (self._replays.get(size) or self._work(size))()
         common = self.common(count, int(runner.optimistic_seq_lens_cpu[:count].max()))
-        made = {
-            "scheduler_output": scheduled, "logits": logits[:new], "hidden_states": hidden[:new],
-            "sample_hidden_states": hidden[:new], "aux_hidden_states": [one[:new] for one in aux] or None,
-            "spec_decode_metadata": self.metadata(count), "spec_decode_common_attn_metadata": common,
-        }  # fmt: skip
-        runner.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | made)
-        runner.kv_connector_output = None
+        self.leave(
+            scheduled, logits[:new], hidden[:new], aux_hidden_states=[one[:new] for one in aux] or None,
+            spec_decode_metadata=self.metadata(count), spec_decode_common_attn_metadata=common,
+        )  # fmt: skip
         if self.passes is not None:
             self.passes.follow(scheduled, size, aux)
         if correct is not None:
@@ -192,7 +187,6 @@ class VerifySteps(DecodeSteps):
         lengths, pages, slots = self.lengths[:size], self.pages[:size], table.slot_mapping.gpu[:rows]
         row_lens, row_pages, drafted = self.row_lens[:rows], self.row_pages[:rows], self.drafted[: size * (width - 1)]
         batch = Batch(rows, rows, row_lens, slots, row_pages)
-        metadata = {held.name: batch for held in self.model.held}
 
         def work() -> tuple[Tensor, ...]:
             there = lengths.unsqueeze(1) >= 0
@@ -206,9 +200,6 @@ class VerifySteps(DecodeSteps):
             ids.view(size, width).mul_(there)
             drafted.view(size, width - 1).copy_(ids.view(size, width)[:, 1:])
             runner.discard_request_mask.gpu[:size].zero_()
-            with set_forward_context(metadata, runner.vllm_config, num_tokens=rows):
-                made = self.model(input_ids=ids, positions=positions)
-            hidden, aux = made if isinstance(made, tuple) else (made, [])
-            return hidden, self.model.compute_logits(hidden), *aux
+            return self.through(batch, ids, positions)
 
         return work
