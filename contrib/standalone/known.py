@@ -87,11 +87,11 @@ KNOWN: dict[str, Known] = {
     ),
     "kimi_k2.sharding.plan": Known(
         reworded={
+            "    held = layout.held(config)\n": "",
             "_neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(held, layout, "
             "layer)": "_neuron_layer(config, layout, layer, experts)",
         },
         values={
-            "held": None,
             "layout.target": "neuron",
             "layout.query_group": 0,
             "layout.attention_tiles(config)": "",
