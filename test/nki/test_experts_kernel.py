@@ -105,11 +105,15 @@ def test_experts_of_other_ranks_cost_no_read() -> None:
     assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
 
 
-@pytest.mark.parametrize(("width", "tokens", "cores"), [(32, 3, 2), (64, 4, 1)])
+@pytest.mark.parametrize(("width", "tokens", "cores"), [(32, 3, 2), (64, 4, 1), (32, 4, 2)])
 @pytest.mark.parametrize("form", ["float32", "float8_e4m3", "bfloat16"])
 def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form: str) -> None:
-    """Its weights with block scales, or (BF16, as in INT4 checkpoints) without; the routed ones are of other ranks."""
-    shared, routed = Rank(width, 1, 0, form), Rank(32, 2, 20, form)
+    """Its weights with block scales, or (BF16, as in INT4 checkpoints) without; the routed ones are of other ranks.
+
+    Or they weigh nothing, where each of two cores takes half of the tokens, which it does where it holds all experts.
+    """
+    divided = cores == 2 and tokens % 2 == 0
+    shared, routed = Rank(width, 1, 0, form), Rank(32, 8, 0, form) if divided else Rank(32, 2, 20, form)
     dtype = torch.float32 if form == "float32" else torch.bfloat16
     gate_up, gate_up_scales, down, down_scales = (part[0] for part in shared.tiles())
     if form == "bfloat16":
@@ -120,9 +124,10 @@ def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form
         gate_up, _, down, _ = (part[0] for part in shared.tiles())
         gate_up_scales = down_scales = None
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype)
-    index, weights = torch.arange(8).repeat(tokens, 1), torch.ones(tokens, TOP_K)
+    index, weights = torch.arange(8).repeat(tokens, 1), torch.full((tokens, TOP_K), 0.0 if divided else 1.0)
+    experts = 8 if divided else 96
     got = selective_experts[cores](
-        x, *routed.tiles(), index.int(), weights, routed.first, 96, gate_up, gate_up_scales, down, down_scales
+        x, *routed.tiles(), index.int(), weights, routed.first, experts, gate_up, gate_up_scales, down, down_scales
     )
     result = torch.from_numpy(got).view(tokens, HIDDEN).double()
     one = torch.zeros(tokens, 1), torch.ones(tokens, 1)

@@ -89,6 +89,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "grouped": lambda: layers.test_layers_in_float32(1, 2, 2),
     "columns": lambda: experts.test_early_down_projections(32, 2, 3, "float32", 12, True),
     "divided": lambda: experts.test_early_down_projections(32, 2, 4, "float8_e4m3", 12, True),
+    "exchanged": lambda: experts.test_the_shared_expert_rides_along(32, 4, 2, "float32"),
     "part": lambda: attention.test_a_part_of_the_cache_is_read(2),
     "early": lambda: attention.test_early_router(4, 2, 64, 2, torch.float32),
 }
@@ -142,8 +143,8 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
         "factors = _spread(self.out_scales[:, 0:1], self.spread_out).reshape", "columns"),
     ("experts", "tile = self.early_tiles[group]", "tile = self.early_tiles[0]", "columns"),
     ("early_qkv_a", "token = self.begin + token", "token = token", "divided"),
-    ("exchange", "other = tokens - self.begin", "other = self.begin", "divided"),
-    ("exchange", "mine, theirs = nl.program_id() * half", "mine, theirs = (1 - nl.program_id()) * half", "divided"),
+    ("exchange", "other = tokens - self.begin", "other = self.begin", "exchanged"),
+    ("exchange", "mine, theirs = nl.program_id() * half", "mine, theirs = (1 - nl.program_id()) * half", "exchanged"),
     ("attention", "latents.shape[1] if attended == None else attended", "latents.shape[1]", "part"),
 )  # fmt: skip
 
