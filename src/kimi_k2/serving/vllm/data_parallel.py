@@ -20,7 +20,8 @@ class Exchange:
         """Of each tensor [T, n] all ranks' rows, one rank's behind the other's."""
         group, sizes = get_dp_group(), self._sizes()
         if tensors[0].is_cuda:
-            gathered: list[Tensor] = group.all_gatherv(tensors, 0, sizes)
+            # NCCL reads them as they lie: the plain router's indices are part of wider rows.
+            gathered: list[Tensor] = group.all_gatherv([tensor.contiguous() for tensor in tensors], 0, sizes)
             return gathered
         mine, gathered = self._mine(sizes), []
         for tensor in tensors:
