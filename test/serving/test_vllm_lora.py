@@ -12,9 +12,11 @@ from adapters import merge, write_adapter
 from plain_tokens import expected
 from vllm_engine import OURS, requests, serve
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
@@ -62,3 +64,14 @@ def test_adapters_in_one_batch(name: str, checkpoints: dict[str, Path], tmp_path
     assert [one == other for one, other in zip(wanted, base, strict=True)] == [not number % 3 for number in range(10)]
     calls = {one: sum(entries.values()) for one, entries in answer["calls"].items()}
     assert calls["absorb_and_store"] > calls["query_and_entry"] > 0  # the fused one, where no token has an adapter
+
+
+def test_weights_replaced_under_adapters(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Another checkpoint's by vLLM's reload: the adapters stay, on the new weights."""
+    job = with_adapters(checkpoints["thinking"], tmp_path, count=4)[:3]
+    other = tmp_path / "other"
+    write_synthetic_checkpoint(other, KimiK2Config.from_pretrained(checkpoints["thinking"]), seed=66)
+    swaps = [("reload", str(other))]
+    answer, log = serve(checkpoints["thinking"], "float32", job, tmp_path, swaps=swaps, **OPTIONS)
+    assert OURS in log
+    assert answer["again"] == [expected_of_adapters(other, job)]
