@@ -9,13 +9,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plain_tokens import expected
+from torch import Tensor
 from vllm_engine import OURS, requests, serve
+
+from kimi_k2.ops.router import route
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 LAYERS, MOE_LAYERS, RANKS, STEPS = 3, 2, 2, 200
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is there."""
+
+    is_cuda = property(lambda self: True)
+
+
+class Nccl:
+    """vLLM's group of two ranks with the same rows; as NCCL does, it reads the values that follow a tensor's first."""
+
+    rank_in_group = 1
+
+    def all_gatherv(self, tensors: list[Tensor], dim: int, sizes: list[int]) -> list[Tensor]:
+        rows = [one.as_strided(one.shape, (one.shape[1], 1), one.storage_offset()) for one in tensors]
+        return [torch.cat((one, one), dim) for one in rows]
+
+
+def test_rows_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain router's experts are a view of all experts' order."""
+    from kimi_k2.serving.vllm import data_parallel
+
+    monkeypatch.setattr(data_parallel, "get_dp_group", Nccl)
+    monkeypatch.setattr(data_parallel.Exchange, "_sizes", staticmethod(lambda: [5, 5]))
+    x = torch.randn(5, 32)
+    indices, weights = route(x, torch.randn(16, 32), torch.zeros(16), 8)
+    assert not indices.is_contiguous()
+    given: list[Tensor] = [one.as_subclass(OnGpu) for one in (x, indices, weights)]
+    for found, wanted in zip(data_parallel.Exchange().gather(given), (x, indices, weights), strict=True):
+        assert torch.equal(found, torch.cat((wanted, wanted)))
 
 
 @pytest.mark.parametrize("experts", [True, False], ids=["shared out", "cut"])
