@@ -345,6 +345,11 @@ def test_gpus_that_are_ours() -> None:
         ({"lora_config": object()}, {}, None),
         ({"lora_config": SimpleNamespace(fully_sharded_loras=True)}, {}, "LoRA with fully_sharded_loras"),
         (
+            {"lora_config": object(), "tensor_parallel_size": 16},
+            {},
+            "LoRA with 4 heads a rank, the kernels add 4 of zeros",
+        ),
+        (
             {"lora_config": object(), "data_parallel_size": 2, "all2all_backend": "naive"},
             {},
             "LoRA with data parallelism",
@@ -360,6 +365,14 @@ def test_gpus_that_are_ours() -> None:
 )
 def test_reasons_on_a_gpu(changed: dict[str, Any], sizes: dict[str, int], reason: str | None) -> None:
     assert support.refusal(deployment(**changed), model(**sizes)) == reason
+
+
+@pytest.mark.usefixtures("hopper")
+def test_batch_invariant_mode_of_the_routers_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(support.BATCH_INVARIANT, "1")
+    assert support.refusal(deployment(), model()) is None
+    reason = support.refusal(deployment(), model(n_routed_experts=16))
+    assert reason == "VLLM_BATCH_INVARIANT with 16 experts, its router takes (256, 384)"
 
 
 def test_arguments_that_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

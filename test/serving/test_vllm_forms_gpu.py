@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 import torch
 from adapters import merge, write_adapter
-from judge import Judge, write_slice
+from judge import Judge, slice_config, write_slice
 from sampling import PROCESSORS, forced
 from test_vllm_gpu import check, judged, pytestmark, requests, serve  # noqa: F401
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
 
-def test_a_request_alone_and_among_others(judged: tuple[Path, Judge], tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("name", ["kimi-k2-instruct-0905", "kimi-k2-thinking"], ids=["fp8", "int4"])
+def test_a_request_alone_and_among_others(name: str, tmp_path: Path) -> None:
     """The same bits in parts of 512 beside decodes, and whole by itself; our decode steps run in both."""
-    (directory, judge), job = judged, requests()
+    directory, job = tmp_path / "model", requests()
+    # The router of batch-invariant mode takes the real model's experts.
+    write_synthetic_checkpoint(directory, slice_config(name).model_copy(update={"n_routed_experts": 384}), seed=3)
+    judge = Judge(directory)
     job[0]["prompt"], job[1]["prompt"] = job[1]["prompt"][:513], job[1]["prompt"][:1]  # the first: 512, then one
     among = serve(directory, job, tmp_path, INVARIANT)
     alone = [{**one, "arrival": 90 * number} for number, one in enumerate(job)]

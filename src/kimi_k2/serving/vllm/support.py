@@ -10,7 +10,9 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.kernels.router.gate import PACKED_EXPERTS
 from kimi_k2.model.cache import kv_cache_dtype
+from kimi_k2.serving.paged.heads import kernel_heads
 from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.serving.vllm import flags
 from kimi_k2.sharding.layout import Layout, served_experts
@@ -182,10 +184,17 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     """Why our kernels cannot serve."""
     if os.environ.get(ON_GPU) == "0":
         return f"{ON_GPU}=0"
+    experts, ranks = config.n_routed_experts, layout_of(vllm_config).dense
+    heads = config.num_attention_heads // ranks
+    if invariant() and experts not in PACKED_EXPERTS:
+        return f"{BATCH_INVARIANT} with {experts} experts, its router takes {PACKED_EXPERTS}"
+    padded = kernel_heads(heads) or heads
+    if vllm_config.lora_config is not None and padded > heads:
+        return f"LoRA with {heads} heads a rank, the kernels add {padded - heads} of zeros"
     cache = vllm_config.cache_config
     given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
     page = cache.block_size if given else None
-    return refusal_of_gpu(config, layout_of(vllm_config).dense, vllm_config.model_config.dtype, page, _is_hopper())
+    return refusal_of_gpu(config, ranks, vllm_config.model_config.dtype, page, _is_hopper())
 
 
 def _is_hopper() -> bool:
