@@ -57,7 +57,8 @@ def run_in_pieces(widest: int) -> list[int]:
 def count_verified(engine: Any) -> Counter[str]:
     """Steps that ours prepare for drafts, and drafts that they launch behind them, from now on."""
     counts = Counter({"verified": 0, "drafted": 0})
-    worker = getattr(getattr(engine.model_executor, "driver_worker", None), "worker", None)
+    executor = getattr(engine, "model_executor", None)  # none where the engine has a process of its own
+    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
 
     def count(held: Any, method: str, name: str) -> None:
         called = getattr(held, method)
