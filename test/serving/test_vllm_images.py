@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from heads import write_following_head
 
 from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
@@ -73,6 +75,30 @@ def draw_video(directory: Path) -> list[Path]:
     return files
 
 
+def request(model: MultimodalModel, prompt: list[int], media: list[list[Path]]) -> dict[str, Any]:
+    """For vllm_images.py: vLLM makes as many of each media token as the image has."""
+    pad = model.encoder.config.image_token_id
+    runs = ((token, len(list(run))) for token, run in itertools.groupby(prompt))
+    short = [token for token, count in runs for _ in range(1 if token == pad else count)]
+    assert short.count(pad) == len(media)
+    return {"prompt": short, "media": [[str(path) for path in files] for files in media]}
+
+
+def serve(checkpoint: Path, requests: list[dict[str, Any]], tmp_path: Path, **options: Any) -> Any:
+    """What vllm_images.py answers."""
+    job, result = tmp_path / "job.json", tmp_path / "result.json"
+    about = {"dtype": "float32", "new_tokens": NEW_TOKENS, "requests": requests, "options": options}
+    job.write_text(json.dumps(about))
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(checkpoint), str(job), str(result)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert OURS in log
+    return json.loads(result.read_text())
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "int4"])
 def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text alone, one image, three images, one of them again, a video behind an image; all in one batch."""
@@ -91,7 +117,6 @@ def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("kimi_k2.media.prompt.process_video", decoded)
     model = MultimodalModel.from_pretrained(checkpoint)
-    pad = model.encoder.config.image_token_id
     requests: list[dict[str, Any]] = []
     wanted = []
     for images, video in (([], []), ([first], []), ([first, second, third], []), ([third], []), ([first], frames)):
@@ -99,24 +124,29 @@ def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: p
         content += [{"type": "video", "video": "video"}] if video else []
         wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
         media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
-        # vLLM makes as many of each media token as the image has.
-        short = [
-            token
-            for token, run in itertools.groupby(wanted[-1]["prompt"])
-            for _ in range(1 if token == pad else len(list(run)))
-        ]
-        assert short.count(pad) == len(media)
-        requests.append({"prompt": short, "media": [[str(path) for path in files] for files in media]})
-    job, result = tmp_path / "job.json", tmp_path / "result.json"
-    job.write_text(json.dumps({"dtype": "float32", "new_tokens": NEW_TOKENS, "requests": requests}))
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(checkpoint), str(job), str(result)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
-    assert OURS in log
-    assert json.loads(result.read_text()) == wanted
+        requests.append(request(model, wanted[-1]["prompt"], media))
+    assert serve(checkpoint, requests, tmp_path) == wanted
+
+
+def test_drafts_behind_images(tmp_path: Path) -> None:
+    """An Eagle3 head that knows what often follows a token; steps of ours, and drafts in them, behind every prompt."""
+    checkpoint, head = tmp_path / "model", tmp_path / "head"
+    write_checkpoint(checkpoint, "bf16")
+    files = draw_images(tmp_path)
+    model = MultimodalModel.from_pretrained(checkpoint)
+    wanted, requests = [], []
+    for images in ([], files[:1], files, files[2:]):
+        content = [{"type": "image", "image": str(path)} for path in images]
+        wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
+        requests.append(request(model, wanted[-1]["prompt"], [[path] for path in images]))
+    answers = [one["tokens"] for one in wanted]
+    write_following_head(head, model.language_model, answers, dtype=torch.float32, head_dim=64)
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"speculative_config": drafts, "disable_log_stats": False, "block_size": 32}
+    *found, counts = serve(checkpoint, requests, tmp_path, **options)
+    assert found == wanted
+    assert counts["verified"] == counts["drafted"] >= NEW_TOKENS / 4
+    assert counts["accepted"] > 0
 
 
 def test_images_over_http(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class VerifySteps(DecodeSteps):
         size, new = self.size(count), count * self.width
         computed, ids = runner.num_computed_tokens[:count], runner.input_ids.gpu[:new].view(count, self.width)
         with runner.synchronize_input_prep():
-            correct = runner._update_states(scheduled)
+            # What this defers corrects lengths on the host, which the next step's schedule overwrites before any use.
+            runner._update_states(scheduled)
             if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
                 batch.block_table.commit_block_table(count)
             known = batch.num_computed_tokens_cpu_tensor[:count]
@@ -144,8 +145,6 @@ class VerifySteps(DecodeSteps):
         )  # fmt: skip
         if self.passes is not None:
             self.passes.follow(scheduled, size, aux)
-        if correct is not None:
-            correct()  # waits for what the step before has accepted
 
     def metadata(self, count: int) -> Any:
         """What vLLM's rejection sampler is told of `count` requests."""
