@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 from collections import Counter
@@ -19,7 +21,7 @@ from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.drafts.ngram import lookup
 from kimi_k2.engine.cache import PagedCache
-from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
+from kimi_k2.engine.draft_length import OPERATIONS, DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.rejection import Proposal, keep
@@ -94,9 +96,21 @@ def head_drafters(model: KimiK2ForCausalLM, directory: Path) -> dict[str, Drafte
     return found
 
 
+def off_now_and_then(monkeypatch: pytest.MonkeyPatch, lengths: Sequence[int]) -> None:
+    """Drafts of these lengths again and again; what steps without gave is read three at a time."""
+    turns = itertools.cycle(lengths)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, sequences: min(next(turns), self.most))
+    monkeypatch.setattr("kimi_k2.engine.speculate.PAUSE", 3)
+
+
 @pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")
-def test_greedy_is_token_for_token_that_without(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [None, (2, 0, 0, 1, 0, 0, 0, 0, 0, 5)], ids=["always", "off at times"])
+def test_greedy_is_token_for_token_that_without(
+    model: KimiK2ForCausalLM, tmp_path: Path, lengths: Sequence[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In batches of drawn sizes and lengths, over end tokens amid a draft, whatever the quality."""
+    if lengths:
+        off_now_and_then(monkeypatch, lengths)
     prompts = drawn(0, DRAWN, model.config.vocab_size)
     rng, heads = random.Random(2), head_drafters(model, tmp_path)
     while prompts:
@@ -188,11 +202,19 @@ def test_hidden_states_are_those_of_the_plain_model(model: KimiK2ForCausalLM, tm
 
 
 @pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning")
-def test_chains_are_those_of_a_head_without_a_cache(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
-    """Each drafted token is what the head makes of the whole text so far in one pass, after rejections too."""
+@pytest.mark.parametrize("off", [False, True])
+def test_chains_are_those_of_a_head_without_a_cache(
+    model: KimiK2ForCausalLM, tmp_path: Path, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drafted token is what the head makes of the whole text so far in one pass, after rejections too.
+
+    And after steps without drafts.
+    """
+    if off:
+        off_now_and_then(monkeypatch, (2, 0, 0, 1, 0, 0, 0, 0, 0, 3))
     write_synthetic_head(tmp_path, model.config, "llama")
     head = Eagle3Head.from_pretrained(tmp_path, model)
-    prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_new_tokens=9)
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_new_tokens=20 if off else 9)
     drafts: list[tuple[list[int], list[int]]] = []
 
     class Noting(HeadDrafter):
@@ -420,20 +442,74 @@ def test_lengths_follow_acceptance_and_the_batch() -> None:
     assert length.choose(1) == 3
     for _ in range(300):
         length.observe(3, 0)
-    assert length.choose(1) == 0
-    assert [length.choose(1) for _ in range(40)].count(1) == 1  # one is tried again
+    tries = [step for step in range(1000) if length.choose(1)]  # one is tried again, less and less often
+    assert tries == [31, 95, 223, 479, 735, 991]
+    length.observe(1, 0)
+    assert sum(length.choose(1) for _ in range(256)) == 1
+    for _ in range(100):
+        length.observe(3, 3)
+    assert length.choose(1) == 3
+    for _ in range(300):
+        length.observe(3, 0)
+    assert sum(length.choose(1) for _ in range(32)) == 1
     steep = DraftLength(3, lambda rows: 1.0 if rows <= 4 else rows)
     assert (steep.choose(1), steep.choose(4)) == (3, 0)
 
 
 def test_a_step_of_more_rows_reads_more_experts(model: KimiK2ForCausalLM) -> None:
-    """Weights of a checkpoint: with one row the chosen experts' share, with very many all."""
-    cost, config = weights_cost(model.config), model.config
+    """Weights of a checkpoint: with one row the chosen experts' share, with very many all; and operations a row."""
+    cost, config = step_cost(model.config), model.config
     specs = {spec.name: spec.nbytes for spec in expected_tensors(config)}
     every = sum(specs.values()) - specs["model.embed_tokens.weight"] - specs["model.norm.weight"]
-    assert cost(10**6) == pytest.approx(every)
+    row = (cost(2 * 10**6) - cost(10**6)) / 10**6
+    assert cost(10**6) - 10**6 * row == pytest.approx(every)
     expert = sum(size for name, size in specs.items() if ".experts.0." in name)  # in all layers
-    assert cost(10**6) - cost(1) == pytest.approx(expert * (config.n_routed_experts - config.num_experts_per_tok))
+    reads = cost(10**6) - cost(1) - (10**6 - 1) * row
+    assert reads == pytest.approx(expert * (config.n_routed_experts - config.num_experts_per_tok), rel=1e-4)
+    routed = expert * config.num_experts_per_tok  # of one byte each; their scales are few
+    others = [spec for spec in expected_tensors(config) if ".experts." not in spec.name]
+    active = routed + sum(math.prod(spec.shape) for spec in others if "embed" not in spec.name)
+    assert row == pytest.approx(2 * active / OPERATIONS, rel=0.01)
+
+
+class Wrong(Table):
+    """Drafts the unlikeliest token where the next one follows; notes what is verified and read."""
+
+    def __init__(self) -> None:
+        super().__init__(3, vocabulary=256)
+        self.target += 20 * torch.eye(256).roll(1, dims=1)
+        self.widths, self.reads, self.furthest = list[int](), list[int](), torch.tensor([0, 0])
+
+    def verify(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.widths.append(tokens.shape[1])
+        self.furthest = torch.maximum(self.furthest, positions.amax(dim=1))
+        return self.target[tokens], tokens[..., None].float()
+
+    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
+        assert last.aux is not None
+        self.reads.append(max(map(len, last.tokens)))
+        for own, aux in zip(last.tokens, last.aux, strict=True):
+            assert aux[1 : len(own), 0].tolist() == own[:-1]  # states at each token
+        return super().propose(last, wanted, lambda logits, place: (logits.argmin(dim=-1), None))
+
+
+def test_drafts_that_are_never_accepted_are_left_out() -> None:
+    """Steps are then of one token a sequence, and the drafter reads 32 of them at once; it is tried twice again."""
+    drafter, prompts = Wrong(), [[5], [6, 7]]
+    sampler = Sampler(SamplingParams(max_new_tokens=110, eos_token_ids=frozenset([169])), prompts)
+    length = DraftLength(3, lambda rows: rows**0.4)
+
+    def begin() -> tuple[Tensor, Tensor | None]:
+        return torch.tensor([0, 150]), torch.zeros(2, 1, 1)
+
+    steps = list(speculative_steps(prompts, sampler, begin, drafter.verify, drafter, length, DraftStats()))
+    first, second = zip(*(step.tokens for step in steps), strict=True)
+    assert first == (*range(110),) and second == (*range(150, 170), *[None] * 90)
+    assert drafter.furthest.tolist() == [109, 20]  # the last tokens are not run
+    begun = drafter.widths.index(1)
+    assert 0 < begun < 8
+    assert sum(width > 1 for width in drafter.widths[begun:]) == 2
+    assert max(drafter.reads) == 32 and len(drafter.reads) <= begun + 8
 
 
 def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_path: Path) -> None:

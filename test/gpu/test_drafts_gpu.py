@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 from kimi_k2.bench.kernels.drafts import synthetic_head
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine import drafters
+from kimi_k2.engine import drafters, speculate
 from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.draft_length import DraftLength
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
@@ -72,7 +75,10 @@ def said(steps: list[Step], row: int) -> list[tuple[int | None, object]]:
 def test_greedy_is_bit_for_bit_that_without(
     model: KimiK2ForCausalLM, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens and log-probabilities, in batch-invariant mode, over graphs of several widths and a second generation."""
+    """Tokens and log-probabilities, in batch-invariant mode, over graphs of several widths and a second generation.
+
+    The first has steps without drafts.
+    """
     monkeypatch.setattr(drafters, "MAX_GRAPHS", 3 if kind == "mla" else 8)  # some are given up and captured anew
     params = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
     plain = Generator(model)
@@ -85,9 +91,13 @@ def test_greedy_is_bit_for_bit_that_without(
     else:
         drafter = NgramDrafter() if kind == "ngram" else Half([reply + [0] * 8 for reply in replies])
     generator = Generator(model, drafter=drafter, draft_tokens=3, adaptive=False)
-    for _ in range(2):
-        found = list(generator.stream(PROMPTS, params))
+    for off in (True, False):
+        with monkeypatch.context() as patch:
+            if off:
+                patch.setattr(DraftLength, "choose", partial(next, itertools.cycle((3, 0, 0, 1, 0, 0, 0, 0, 0, 2))))
+                patch.setattr(speculate, "PAUSE", 3)
+            found = list(generator.stream(PROMPTS, params))
         for row in range(len(PROMPTS)):
             assert said(found, row) == said(wanted, row)
-        assert kind != "half" or generator.stats.tokens_per_step > 1.5
+        assert kind != "half" or off or generator.stats.tokens_per_step > 1.5
     generator.close()

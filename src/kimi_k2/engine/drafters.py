@@ -23,7 +23,7 @@ MAX_GRAPHS = 8
 
 
 class Accepted(NamedTuple):
-    """What the last step gave each sequence.
+    """What the steps since the last draft gave each sequence.
 
     Attributes:
         tokens: new tokens of each; none of one that has ended.
@@ -94,7 +94,7 @@ class NgramDrafter:
         for held, tokens in zip(self._held, last.tokens, strict=True):
             held += tokens
         found = [lookup(held, count) if count else [] for held, count in zip(self._held, wanted, strict=True)]
-        made = torch.zeros(len(found), max(wanted), dtype=torch.int64)
+        made = torch.zeros(len(found), max(map(len, found)), dtype=torch.int64)
         for row, drafted in zip(made, found, strict=True):
             row[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
         return Proposal(made.to(self._device), tuple(map(len, found)))
@@ -163,12 +163,10 @@ class HeadDrafter:
         """See `Drafter`."""
         assert self._cache is not None and last.aux is not None
         device, width = self._cache.data.device, last.aux.shape[1]
-        tokens = torch.zeros(len(wanted), width, dtype=torch.int64)
-        positions = torch.full_like(tokens, -1)
-        for row, own, start in zip(range(len(tokens)), last.tokens, last.starts, strict=True):
-            tokens[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
-            positions[row, : len(own)] = torch.arange(start, start + len(own))
-        ends = torch.tensor([max(len(own) - 1, 0) for own in last.tokens])
+        tokens = torch.tensor([[*own, *[0] * (width - len(own))] for own in last.tokens])
+        counts, columns = torch.tensor([len(own) for own in last.tokens]), torch.arange(width)
+        positions = torch.where(columns < counts[:, None], torch.tensor(last.starts)[:, None] + columns, -1)
+        ends = (counts - 1).clamp(min=0)
         at = positions.gather(1, ends[:, None])  # of the last hidden state of each
         most = max(wanted)
         # Sequences of which more is wanted go on; the others become padding.

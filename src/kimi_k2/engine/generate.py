@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.engine.cache import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
-from kimi_k2.engine.draft_length import DraftLength, DraftStats, weights_cost
+from kimi_k2.engine.draft_length import DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.engine.media_rows import MediaRows
@@ -309,7 +309,7 @@ class Generator:
         drafter, verifies, self.stats = self.drafter, self._verify, DraftStats()
         assert drafter is not None and verifies is not None
         adaptive = self.model.lm_head.weight.is_cuda if self.adaptive is None else self.adaptive
-        cost = weights_cost(self.model.config) if adaptive else None
+        cost = step_cost(self.model.config) if adaptive else None
         length = DraftLength(self.draft_tokens, cost, drafter.cost)
 
         def begin() -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.sampler import Sampler, check_finite
+from kimi_k2.engine.sampler import Sampler, check_finite, draw
 
 
 class Proposal(NamedTuple):
@@ -27,14 +27,6 @@ class Proposal(NamedTuple):
     tokens: Tensor
     counts: tuple[int, ...]
     probabilities: Tensor | None = None
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens int64 [B] with the probabilities of weights [B, V], by numbers float64 [B] from 0 up to 1."""
-    ends = weights.double().cumsum(dim=-1)
-    whole = ends[:, -1:]
-    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
-    return torch.searchsorted(ends, at, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)  # of NaN: the end
 
 
 def keep(
@@ -96,13 +88,12 @@ def verify(sampler: Sampler, logits: Tensor, proposal: Proposal, running: list[b
             taken.append(chosen[: kept + 1] if alive else [])
         return taken
     probabilities = sampler.probabilities(processed.float().flatten(0, 1)).unflatten(0, logits.shape[:2])
-    uniform = torch.zeros(len(running), drafts.shape[1] + 1, dtype=torch.float64)
-    for own, count, generator, alive in zip(uniform, proposal.counts, sampler.generators, running, strict=True):
-        if alive:
-            drawn = torch.rand(count + 1, dtype=torch.float64, generator=generator)
-            own[:count], own[-1] = drawn[:-1], drawn[-1]
-    counts = torch.tensor(proposal.counts)
-    counts, uniform = counts.to(logits.device), uniform.to(logits.device)
+    rows = []
+    for count, generator, alive in zip(proposal.counts, sampler.generators, running, strict=True):
+        numbers = [generator.random() if alive else 0.0 for _ in range(count + 1)]
+        rows.append([*numbers[1:], *[0.0] * (drafts.shape[1] - count), numbers[0]])
+    uniform = torch.tensor(rows, dtype=torch.float64).to(logits.device)
+    counts = torch.tensor(proposal.counts).to(logits.device)
     accepted, following = keep(probabilities, drafts, counts, proposal.probabilities, uniform)
     both = torch.cat((accepted[:, None], following[:, None], drafts), dim=1).tolist()
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,23 @@ def check_finite(logits: Tensor) -> None:
         )
 
 
+def _shares(weights: Tensor) -> Tensor:
+    """Weights [B, V] in 2**-45 of each row's largest, int64.
+
+    Their sums are the same in any order: ranks must choose the same, though a GPU adds floats as its blocks happen to
+    run.
+    """
+    return (weights.double() / weights.amax(dim=-1, keepdim=True) * 2.0**45).long()
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens int64 [B] with the probabilities of weights [B, V], by numbers float64 [B] from 0 up to 1."""
+    ends = _shares(weights).cumsum(dim=-1)
+    whole = ends[:, -1:]
+    at = torch.minimum((uniform.unsqueeze(1) * whole).long(), whole - 1)
+    return torch.searchsorted(ends, at, right=True).squeeze(1).clamp(max=weights.shape[1] - 1)  # of NaN: any
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
     """Of logits [B, vocab_size] and chosen tokens int64 [B], with so many of the likeliest."""
     found = logits.float().log_softmax(dim=-1)
@@ -125,7 +143,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
         self.params = params
-        self.generators = [torch.Generator().manual_seed(params.seed + i) for i in range(len(prompts))]
+        self.generators = [random.Random(params.seed + i) for i in range(len(prompts))]
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self._prompts, self._counts = prompts, torch.empty(0)
 
@@ -141,10 +159,8 @@ class Sampler:
         if self.params.temperature == 0:
             tokens = penalized.argmax(dim=-1)
         else:
-            probabilities = self.probabilities(penalized.float().cpu())
-            rows = zip(probabilities, self.generators, strict=True)
-            drawn = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
-            tokens = torch.cat(drawn).to(logits.device)
+            uniform = torch.tensor([one.random() for one in self.generators], dtype=torch.float64)
+            tokens = draw(self.probabilities(penalized.float()), uniform.to(logits.device))
         if self.params.penalizes:
             self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
         if self.params.logprobs is not None:
@@ -196,7 +212,9 @@ class Sampler:
         if self.params.top_p < 1:
             ordered, order = probabilities.sort(dim=-1, descending=True)
             # A token stays if the mass before it is still below top_p, so the first one always stays.
-            ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= self.params.top_p, 0)
+            shares = _shares(ordered)
+            before, whole = shares.cumsum(dim=-1) - shares, shares.sum(dim=-1, keepdim=True)
+            ordered = ordered.masked_fill(before >= self.params.top_p * whole.double(), 0)
             probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
         if self.params.min_p > 0:
             least = self.params.min_p * probabilities.amax(dim=-1, keepdim=True)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.draft_length import DraftLength, DraftStats
+from kimi_k2.engine.draft_length import PAUSE, DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.rejection import draw, verify
-from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, token_logprobs
+from kimi_k2.engine.rejection import verify
+from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, draw, token_logprobs
 from kimi_k2.engine.step import Step
 from kimi_k2.errors import KimiK2Warning
 
@@ -83,44 +83,116 @@ def speculative_steps(
         length: how many tokens to draft.
         stats: are added to.
     """
-    params, began = sampler.params, time.perf_counter()
+    began = time.perf_counter()
     first, aux = begin()
-    device = first.device
     new = [[token] for token in first.tolist()]
     yield Step(tuple(own[0] for own in new), time.perf_counter() - began, sampler.logprobs)
-    starts = [len(prompt) - 1 for prompt in prompts]  # of the last token whose hidden state is known
-    made = [1] * len(new)
-    running = [params.max_new_tokens > 1 and not _ended(own, sampler) for own in new]
-    while any(running):
-        began = time.perf_counter()
-        most = length.choose(sum(running))
-        room = [params.max_new_tokens - 1 - count for count in made]
+    sequences = _Sequences(prompts, new, aux, first.device, sampler, verifies, drafter, stats)
+    while any(sequences.running):
+        most = length.choose(sum(sequences.running))
+        # The drafter reads what came of its last draft, and then now and then.
+        if most or not 0 < sequences.behind < PAUSE:
+            yield from sequences.drafted(most, length)
+        else:
+            yield sequences.plain()
+
+
+class _Sequences:
+    """Where each sequence is.
+
+    Attributes:
+        running: which have not ended.
+        behind: steps of a token a sequence that the drafter has not read; 0 where it has not read a verification.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new: list[list[int]],
+        aux: Tensor | None,
+        device: torch.device,
+        sampler: Sampler,
+        verifies: Verify,
+        drafter: Drafter,
+        stats: DraftStats,
+    ) -> None:
+        self._sampler, self._verifies, self._drafter, self._stats = sampler, verifies, drafter, stats
+        self.behind = 0
+        self._new, self._aux, self._device = new, aux, device  # as `Accepted`; `aux` of the last step alone
+        self._starts = [len(prompt) - 1 for prompt in prompts]
+        self._made = [0] * len(new)
+        self.running = [True] * len(new)
+        for row, tokens in enumerate(new):
+            self._took(row, tokens)
+        self._held: Tensor | None = None
+        self._next: tuple[Tensor, Tensor] | None = None
+
+    def _took(self, row: int, tokens: list[int]) -> None:
+        self._made[row] += len(tokens)
+        self.running[row] = self._made[row] < self._sampler.params.max_new_tokens and not _ended(tokens, self._sampler)
+
+    def _hold(self) -> None:
+        """Keep the last step's hidden states, which the next one overwrites, for the drafter."""
+        if self._aux is not None:
+            if self._held is None:  # of one width, for which a graph is then kept
+                self._held = self._aux.new_zeros(len(self._aux), PAUSE, self._aux.shape[2])
+            self._held[:, self.behind - 1] = self._aux[:, 0]
+
+    def plain(self) -> Step:
+        """A token a sequence, from the last step's where they lie."""
+        began, running = time.perf_counter(), self.running
+        if self._next is None:
+            given = list(zip(self._new, self._starts, running, strict=True))
+            tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in given]).to(self._device)
+            at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in given]).to(self._device)
+            self._next = tokens, at
+        self._hold()
+        tokens, at = self._next
+        logits, self._aux = self._verifies(tokens, at)
+        tokens, at = self._sampler(logits[:, 0]), torch.where(at < 0, at, at + 1)
+        taken = [token if alive else None for token, alive in zip(tokens.tolist(), running, strict=True)]
+        for row, token in enumerate(taken):
+            if token is not None:
+                self._new[row].append(token)
+                self._took(row, [token])
+                if not running[row]:
+                    at[row] = -1
+        count = len(taken) - taken.count(None)
+        self._stats.steps += count
+        self._stats.tokens += count
+        self.behind += 1
+        self._next = tokens[:, None], at
+        return Step(tuple(taken), time.perf_counter() - began, self._sampler.logprobs)
+
+    def drafted(self, most: int, length: DraftLength) -> Iterator[Step]:
+        """A verification of at most so many tokens."""
+        began, sampler, running = time.perf_counter(), self._sampler, self.running
+        room = [sampler.params.max_new_tokens - 1 - count for count in self._made]
         wanted = [min(most, left) if alive else 0 for left, alive in zip(room, running, strict=True)]
-        kept = [own if alive else [] for own, alive in zip(new, running, strict=True)]
-        proposal = drafter.propose(Accepted(kept, starts, aux), wanted, _chooser(sampler, wanted))
-        width = proposal.tokens.shape[1] + 1
-        starts = [start + len(own) for start, own in zip(starts, kept, strict=True)]
-        tokens, positions = torch.zeros(len(new), width, dtype=torch.int64), torch.full((len(new), width), -1)
-        for row, (own, start, count) in enumerate(zip(kept, starts, proposal.counts, strict=True)):
-            if own:
-                tokens[row, 0] = own[-1]
-                positions[row, : count + 1] = torch.arange(start, start + count + 1)
-        tokens = tokens.to(device)
-        tokens[:, 1:] = proposal.tokens
-        logits, aux = verifies(tokens, positions.to(device))
+        kept = [own if alive else [] for own, alive in zip(self._new, running, strict=True)]
+        aux = self._aux
+        if self.behind > 1:
+            self._hold()
+            aux = self._held
+        proposal = self._drafter.propose(Accepted(kept, self._starts, aux), wanted, _chooser(sampler, wanted))
+        self._starts = [start + len(own) for start, own in zip(self._starts, kept, strict=True)]
+        counts = [count if alive else -1 for count, alive in zip(proposal.counts, running, strict=True)]
+        columns = torch.arange(proposal.tokens.shape[1] + 1)
+        at = torch.tensor(self._starts)[:, None] + columns
+        at = torch.where(columns <= torch.tensor(counts)[:, None], at, -1).to(self._device)
+        newest = torch.tensor([[own[-1] if own else 0] for own in kept]).to(self._device)
+        logits, self._aux = self._verifies(torch.cat((newest, proposal.tokens.to(self._device)), dim=1), at)
         taken = verify(sampler, logits, proposal, running)
         for row, (found, count) in enumerate(zip(taken, proposal.counts, strict=True)):
             if running[row]:
                 length.observe(count, len(found) - 1)
-                whole = up_to_end(found, sampler.params)
-                stats.add(count, len(found) - 1, len(whole))
-                made[row] += len(whole)
-                running[row] = made[row] < params.max_new_tokens and not _ended(whole, sampler)
-                taken[row] = whole
-        _warn(drafter, stats)
+                taken[row] = up_to_end(found, sampler.params)
+                self._stats.add(count, len(found) - 1, len(taken[row]))
+                self._took(row, taken[row])
+        _warn(self._drafter, self._stats)
         sampler.count(taken)
-        new = taken
-        yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, params.logprobs))
+        self._new, self.behind, self._next = taken, int(len(columns) == 1), None
+        yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, sampler.params.logprobs))
 
 
 def _ended(tokens: Sequence[int], sampler: Sampler) -> bool:
@@ -144,10 +216,8 @@ def _chooser(sampler: Sampler, wanted: Sequence[int]) -> Choose:
     def drawn(logits: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
         probabilities = sampler.probabilities(logits.float())
         probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-        uniform = torch.zeros(len(wanted), dtype=torch.float64)
-        for row, count in enumerate(wanted):
-            if place < count:
-                uniform[row] = torch.rand((), dtype=torch.float64, generator=sampler.generators[row])
+        rows = zip(wanted, sampler.generators, strict=True)
+        uniform = torch.tensor([one.random() if place < count else 0.0 for count, one in rows], dtype=torch.float64)
         return draw(probabilities, uniform.to(logits.device)), probabilities
 
     return drawn
