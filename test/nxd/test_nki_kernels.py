@@ -148,7 +148,6 @@ def test_a_shared_expert_of_three_linears(tmp_path: Path, layout: str) -> None:
 TORCH = {"block_size": 16, "use_torch_block_wise": False}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("decode", {"decode": "fast"}),
-    ("lora_config", {"lora_config": {"max_loras": 2}}),
     ("rpl_reduce_dtype", {"rpl_reduce_dtype": "bfloat16"}),
     ("seq_len", {"seq_len": 128 * 3}),
     ("token_generation_buckets", {"token_generation_buckets": [128, 256]}),
