@@ -94,8 +94,8 @@ def run(app: Any, script: list[list[Any]]) -> list[torch.Tensor]:
 def script(rows: list[list[int]], common: int) -> tuple[list[list[Any]], list[list[int]]]:
     """A script over four sequences of which the first `common` tokens are the same, and what each logit row is of.
 
-    Sequence 0 is prefilled whole, 1 and 2 behind its blocks, 3 in two calls, of which the second is longer than a
-    prefill graph takes; then steps of all, and of some.
+    Sequence 0 is prefilled whole, 1 and 2 behind its blocks, 3 in a call of one token and again in two,
+    of which the last is longer than a prefill graph takes; then steps of all, and of some.
     """
     steps: list[list[Any]] = []
     of: list[list[int]] = []
@@ -109,7 +109,7 @@ def script(rows: list[list[int]], common: int) -> tuple[list[list[Any]], list[li
     for row in (1, 2):
         steps.append(["share", row, 0, common])
         prefill(row, at[row], common)
-    for begin, end in ((0, 8), (8, at[3])):
+    for begin, end in ((0, 1), (0, 8), (8, at[3])):
         prefill(3, end, begin)
     for chosen in ([0, 1, 2, 3], [2, 0], [3], [1, 3, 0, 2], [3, 1]):
         steps.append(["decode", chosen, [rows[row][at[row]] for row in chosen], [at[row] for row in chosen]])

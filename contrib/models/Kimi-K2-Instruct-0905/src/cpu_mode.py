@@ -89,7 +89,7 @@ def with_modular_flow(arguments: str) -> str:
 
 
 class KimiK2ModelWrapper(ModelWrapper):
-    """ModelWrapper for sequences in any order of their cache lines, and padded batches in CPU mode too.
+    """ModelWrapper for cache lines in any order, prompts of one token, and padded batches in CPU mode too.
 
     Its prefill is compiled with NxDI's threshold of the modular flow.
     """
@@ -129,6 +129,13 @@ class KimiK2ModelWrapper(ModelWrapper):
             return outputs[back]
         first = len(outputs) if self.is_neuron() else len(outputs) - len(states(self.model))
         return [*rows(outputs[:first], back), *outputs[first:]]
+
+    def pad_inputs(self, *args: Any, pad_type: str = "first_fit") -> tuple[Any, ...]:
+        """NxDI's; pads beside a single token, all of whose row is at position 0, are there too."""
+        padded: tuple[Any, ...] = tuple(super().pad_inputs(*args, pad_type=pad_type))
+        if self.tag != CONTEXT_ENCODING_MODEL_TAG:
+            return padded
+        return (*padded[:2], padded[2] * (args[2] > 0).any(dim=1, keepdim=True), *padded[3:])
 
     def _forward_with_pad(self, *args: Any) -> Any:
         # With block tables sequences lie in the batch as they come. On a device NxDI takes the first rows of the
