@@ -68,7 +68,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
     ),
     "modeling_kimi_k2": (
         "NeuronKimiK2ForCausalLM: Kimi-K2 on NxD Inference.",
-        _of("nxdi", "modeling_kimi_k2", "patches", "prefill", "capture", "kv_cache", "block_kv_cache"),
+        _of("nxdi", "modeling_kimi_k2", "mlp", "patches", "prefill", "capture", "kv_cache", "block_kv_cache"),
     ),
 }
 

@@ -365,6 +365,7 @@ KNOWN: dict[str, Known] = {
     "medusa_speculation_length"''',
         },
     ),
+    "nxdi.mlp": Known(values={"config.neuron_config.kernels": False}, parameters={"following": None}),
     "nxdi.modeling_kimi_k2": Known(
         values={
             "config.neuron_config.kernels": False,

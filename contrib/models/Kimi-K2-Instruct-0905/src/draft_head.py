@@ -22,7 +22,8 @@ from .attention import KimiK2Attention
 from .config import KimiK2InferenceConfig
 from .draft_config import AUX_LAYERS, KimiK2DraftConfig
 from .kv_cache import LatentKVCacheManager
-from .modeling_kimi_k2 import KimiK2MLP, NeuronKimiK2Model
+from .mlp import KimiK2MLP
+from .modeling_kimi_k2 import NeuronKimiK2Model
 from .norm import make_rms_norm
 from .products import dot_float32
 

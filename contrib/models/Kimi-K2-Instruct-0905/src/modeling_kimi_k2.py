@@ -12,8 +12,7 @@ import torch
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from neuronx_distributed.parallel_layers.mappings import gather_from_sequence_parallel_region
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from neuronx_distributed.quantization.quantize import convert
 from neuronx_distributed_inference.models.layer_boundary_marker import (
     ModuleMarkerEndWrapper,
@@ -28,7 +27,6 @@ from neuronx_distributed_inference.models.model_wrapper import (
 from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.hidden_states import HiddenStates
@@ -43,41 +41,16 @@ from .config import KimiK2InferenceConfig
 from .decode_layers import DecodeLayersKernel, WholeLayers
 from .draft_config import draft_state_dict, fused_state_dict, of_rank
 from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
-from .early_router import EarlyLogits, EarlyRouter, OutputProjection
+from .early_router import EarlyLogits, EarlyRouter
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .fused_speculation import KimiK2FusedSpecModel
 from .kv_cache import LatentKVCacheManager
+from .mlp import KimiK2MLP
 from .norm import make_rms_norm
 from .presharding import preshard
 from .quantized import block_size, q_config, tile_dtype
 from .router import KimiK2Router
-
-
-class KimiK2MLP(nn.Module):
-    """SwiGLU MLP of the first, dense layers."""
-
-    def __init__(self, config: KimiK2InferenceConfig) -> None:
-        super().__init__()
-        hidden, width, dtype = config.hf.hidden_size, config.hf.intermediate_size, config.neuron_config.torch_dtype
-        column = {"bias": False, "gather_output": False, "dtype": dtype}
-        self.sequence_parallel = config.neuron_config.sequence_parallel_enabled
-        self.gate_proj = ColumnParallelLinear(hidden, width, **column)
-        self.up_proj = ColumnParallelLinear(hidden, width, **column)
-        down = OutputProjection if config.neuron_config.kernels else RowParallelLinear
-        self.down_proj = down(
-            width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
-            reduce_dtype=config.neuron_config.rpl_reduce_dtype,
-            sequence_parallel_enabled=self.sequence_parallel, sequence_dimension=1,
-        )  # fmt: skip
-
-    def forward(self, hidden_states: Tensor, following: Following | None = None) -> Tensor:
-        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism; `following.sums` is set."""
-        if self.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
-        inner = F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
-        out: Tensor = self.down_proj(inner) if following is None else self.down_proj(inner, following)
-        return out
 
 
 def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE:
