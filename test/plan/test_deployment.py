@@ -139,7 +139,7 @@ def test_a_preset_is_one_file(tmp_path: Path) -> None:
         ("tp_degree: 8", "tp_degree: 16", "tp_degree.*expected moe_tp_degree x moe_ep_degree"),
         ("moe_tp_degree: 4", "moe_tp_degree: four", "moe_tp_degree.*integer"),
         ("tp_degree: 8\nmoe_tp_degree: 4", "tp_degree: 16\nmoe_tp_degree: 8", "tp_degree.*at most 8 on h200"),
-        ("experts: stored", "experts: blockwise", "experts.*expected bf16 or stored for cuda"),
+        ("experts: stored", "experts: blockwise", "experts.*expected bf16 or stored or w2_bf16 for cuda"),
         ("max_context_length: 512", "max_context_length: 2048", r"max_context_length.*at most seq_len \(1024\)"),
         ("seq_len: 1024", "seq_len: 1024\nenvironment: {A: b}", "environment.*expected none on h200"),
         ("seq_len: 1024", "seq_length: 1024", "seq_len"),

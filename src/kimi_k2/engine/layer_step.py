@@ -191,12 +191,16 @@ class LayerStep:
 
     def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
-        attention, (cos, sin, slots, seq_lens, table) = self.attention, batch.single
+        query, (_, _, _, seq_lens, table) = self.query(qkv_a, batch, cache), batch.single
+        return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
+
+    def query(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """Absorbed queries [B, H, cache_dim] of sequences with one new token, which is stored."""
+        attention, (cos, sin, slots, _, _) = self.attention, batch.single
         q_norm, kv_norm = attention.q_a_layernorm, attention.kv_a_layernorm
-        query = query_and_entry(
+        return query_and_entry(
             qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos, sin, slots, self.w_uk, cache, q_norm.eps, kv_norm.eps
         )
-        return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
 
     def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
         """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""

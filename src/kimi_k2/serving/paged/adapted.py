@@ -19,7 +19,7 @@ from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts, silu_and_mul
 from kimi_k2.ops.linear import project
-from kimi_k2.ops.mla_decode import absorb_and_store, attend_values
+from kimi_k2.ops.mla_decode import absorb_and_store
 from kimi_k2.ops.norm import add_norm, rms_norm
 from kimi_k2.ops.weights import Weight, dequantize
 
@@ -155,14 +155,14 @@ class AdaptedStep(LayerStep):
         norm = self.attention.q_a_layernorm
         return self._project(rms_norm(q_a, norm.weight, norm.eps), self.q_b, "q_b")
 
-    def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def query(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """See `LayerStep`."""
         if not self.adapters.active:
-            return super()._decode(qkv_a, batch, cache)
-        attention, (cos, sin, slots, seq_lens, table) = self.attention, batch.single
+            return super().query(qkv_a, batch, cache)
+        attention, (cos, sin, slots, _, _) = self.attention, batch.single
         rank, norm = attention.config.q_lora_rank, attention.kv_a_layernorm
         q, kv_a = self.queries(qkv_a[:, :rank]), qkv_a[:, rank:]
-        query = absorb_and_store(q, kv_a, norm.weight, cos, sin, slots, self.w_uk, cache, norm.eps)
-        return attend_values(query, cache, seq_lens, self.w_uv, attention.config.softmax_scale, batch.plan, table)
+        return absorb_and_store(q, kv_a, norm.weight, cos, sin, slots, self.w_uk, cache, norm.eps)
 
     def output(self, values: Tensor) -> Tensor:
         """See `LayerStep`."""
