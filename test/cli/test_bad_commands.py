@@ -192,6 +192,6 @@ def test_drawn_lines(
     names: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    lines = random.Random(14).sample(all_lines(), 80)
+    lines = random.Random(14).sample(all_lines(), 48)
     wrong = [found for line in lines if (found := check(line, names, capsys))]
     assert not wrong, "\n".join(wrong)
