@@ -65,7 +65,7 @@ class Oracle:
             self.said[row] += len(own)
             for place in range(wanted[row]):
                 right = self.replies[row][self.said[row] + place]
-                tokens[row, place] = right + 1 if self.random.random() < self.wrong else right
+                tokens[row, place] = abs(right - 1) if self.random.random() < self.wrong else right
         return Proposal(tokens, tuple(wanted))
 
 
