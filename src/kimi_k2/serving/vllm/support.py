@@ -111,13 +111,9 @@ def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     """With what batch-invariant mode has not been tried, or does not hold."""
     if not invariant():
         return
-    parallel, most = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_seqs
+    most = vllm_config.scheduler_config.max_num_seqs
     yield "LoRA", vllm_config.lora_config is not None
-    yield "drafts", _drafts(vllm_config) is not None
-    yield "data parallelism", parallel.data_parallel_size > 1
-    yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
-    yield "expert load balancing", parallel.enable_eplb  # which copy of an expert serves goes by a token's place
-    yield "expert load balancing", parallel.enable_eplb
+    yield from _more_than_ranks(vllm_config)  # which copy of a balanced expert serves goes by a token's place
     yield "a transfer of caches", vllm_config.kv_transfer_config is not None
     yield f"{most} requests, more than {MOST_INVARIANT}", most > MOST_INVARIANT
     # It puts a prompt's last token among the decodes.
@@ -126,15 +122,21 @@ def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
 
 def _beside_lora(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     """With what LoRA has not been tried, or is not built."""
-    given, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    given = vllm_config.lora_config
     if given is None:
         return
+    yield from _more_than_ranks(vllm_config)
+    for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
+        yield name, bool(getattr(given, name, False))
+
+
+def _more_than_ranks(vllm_config: Any) -> Iterator[tuple[str, bool]]:
+    """What beside tensor parallelism may have been asked for."""
+    parallel = vllm_config.parallel_config
     yield "drafts", _drafts(vllm_config) is not None
     yield "data parallelism", parallel.data_parallel_size > 1
     yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
     yield "expert load balancing", parallel.enable_eplb
-    for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
-        yield name, bool(getattr(given, name, False))
 
 
 def against_decode_steps(vllm_config: Any) -> str | None:
