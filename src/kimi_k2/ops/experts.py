@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,27 @@ def routed_experts(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk
     Returns:
         [T, H] in x's dtype, accumulated in the wider of x's and the weights' dtype.
     """
+
+    def mlp(number: int, token: Tensor) -> Tensor:
+        gate_up = linear_rows(x[token], dequantize(experts.gate_up.expert(number), x.dtype))
+        return linear_rows(silu_and_mul(gate_up), dequantize(experts.down.expert(number), x.dtype))
+
+    return sum_by_expert(x, experts, topk_indices, topk_weights, mlp)
+
+
+def sum_by_expert(
+    x: Tensor,
+    experts: ExpertWeights,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    mlp: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """`routed_experts` with an MLP of one's own, one expert after the other.
+
+    Args:
+        x, experts, topk_indices, topk_weights: as `routed_experts` takes them.
+        mlp: of an expert's place in `experts` and the tokens int64 [n] that chose it, its outputs [n, H].
+    """
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, topk_weights.dtype), device=x.device)
     local_indices = topk_indices - experts.first_expert
     # Read back to the host: a CUDA graph cannot hold this function.
@@ -87,9 +109,7 @@ def routed_experts(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk
         if not 0 <= number < experts.num_experts:
             continue
         token, slot = torch.where(local_indices == number)
-        gate_up = linear_rows(x[token], dequantize(experts.gate_up.expert(number), x.dtype))
-        y = linear_rows(silu_and_mul(gate_up), dequantize(experts.down.expert(number), x.dtype))
-        out.index_add_(0, token, y * topk_weights[token, slot, None])
+        out.index_add_(0, token, mlp(number, token) * topk_weights[token, slot, None])
     return out.to(x.dtype)
 
 

@@ -17,7 +17,7 @@ from kimi_k2.engine.layer_step import LayerStep, Reduce, Routing
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops.experts import routed_experts, silu_and_mul
+from kimi_k2.ops.experts import routed_experts, silu_and_mul, sum_by_expert
 from kimi_k2.ops.linear import project
 from kimi_k2.ops.mla_decode import absorb_and_store
 from kimi_k2.ops.norm import add_norm, rms_norm
@@ -192,16 +192,12 @@ class AdaptedStep(LayerStep):
         """`routed_experts` with what adapters add inside each expert."""
         experts = self.experts
         assert experts is not None
-        out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
-        local = indices - experts.first_expert
-        for number in local.unique().tolist():
-            if not 0 <= number < experts.num_experts:
-                continue
-            token, place = torch.where(local == number)
+
+        def mlp(number: int, token: Tensor) -> Tensor:
             some, own = x[token], mask[token]
             gate, up, down = (self.routed[name].expert(number) for name in ("gate_proj", "up_proj", "down_proj"))
             gate_up = some @ dequantize(experts.gate_up.expert(number), x.dtype).T
             hidden = silu_and_mul(gate_up + torch.cat((gate(some, own), up(some, own)), dim=-1))
-            made = hidden @ dequantize(experts.down.expert(number), x.dtype).T + down(hidden, own)
-            out.index_add_(0, token, made * weights[token, place, None])
-        return out.to(x.dtype)
+            return hidden @ dequantize(experts.down.expert(number), x.dtype).T + down(hidden, own)
+
+        return sum_by_expert(x, experts, indices, weights, mlp)
