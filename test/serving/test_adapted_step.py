@@ -55,8 +55,8 @@ class Adapted(Layers):
             self.steps[number] = AdaptedStep(layer, lambda x: x, self.adapters, added, experts, touched)
 
     def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
-        self.adapters.host = [HELD.get(row, -1) for row, count in new.items() for _ in range(count)]
-        self.adapters.ids = torch.tensor([*self.adapters.host, *[1] * padding])  # what the buffer held
+        host = [HELD.get(row, -1) for row, count in new.items() for _ in range(count)]
+        self.adapters.tell(host, torch.tensor([*host, *[1] * padding]))  # behind them what the buffer held
         return super().step(new, ids, padding)
 
 

@@ -73,16 +73,17 @@ class Adapters:
         slots: S.
         ids: [T or more] on the device, the slot of each token, -1 without an adapter.
         host: the same on the host, of tokens that are no padding.
+        active: whether some token has an adapter.
     """
 
     slots: int
     ids: Tensor
     host: list[int] = field(default_factory=list)
+    active: bool = False
 
-    @property
-    def active(self) -> bool:
-        """Whether some token has an adapter."""
-        return any(slot >= 0 for slot in self.host)
+    def tell(self, host: list[int], ids: Tensor) -> None:
+        """Begin a step of these tokens; every linear of every layer asks whether one has an adapter."""
+        self.host, self.ids, self.active = host, ids, any(slot >= 0 for slot in host)
 
     def mask(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count, S], 1 at the slot of each of the first tokens."""

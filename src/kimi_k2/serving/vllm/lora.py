@@ -167,11 +167,11 @@ class Loras:
         """Note which token of the step has which adapter, as vLLM's manager has it."""
         mapping = manager._last_mapping  # noqa: SLF001
         if mapping is None or self.wrapper is None:
-            self.adapters.host = []
+            self.adapters.tell([], self.adapters.ids)
             return
         slots = {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
-        self.adapters.host = [slots.get(number, -1) for number in mapping.index_mapping]
-        self.adapters.ids = self.wrapper._token_lora_indices  # noqa: SLF001
+        host = [slots.get(number, -1) for number in mapping.index_mapping]
+        self.adapters.tell(host, self.wrapper._token_lora_indices)  # noqa: SLF001
 
 
 def _linears(layer: DecoderLayer, number: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
