@@ -129,7 +129,8 @@ class _Sequences:
 
     def _took(self, row: int, tokens: list[int]) -> None:
         self._made[row] += len(tokens)
-        self.running[row] = self._made[row] < self._sampler.params.max_new_tokens and not _ended(tokens, self._sampler)
+        params = self._sampler.params
+        self.running[row] = self._made[row] < params.max_new_tokens and not ended(tokens, params)
 
     def _hold(self) -> None:
         """Keep the last step's hidden states, which the next one overwrites, for the drafter."""
@@ -195,8 +196,8 @@ class _Sequences:
         yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, sampler.params.logprobs))
 
 
-def _ended(tokens: Sequence[int], sampler: Sampler) -> bool:
-    params = sampler.params
+def ended(tokens: Sequence[int], params: SamplingParams) -> bool:
+    """Whether the last token ends the sequence."""
     return not params.ignore_eos and bool(tokens) and tokens[-1] in params.eos_token_ids
 
 

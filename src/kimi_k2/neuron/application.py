@@ -19,7 +19,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.generate import prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams
-from kimi_k2.engine.speculate import steps_of, up_to_end
+from kimi_k2.engine.speculate import ended, steps_of, up_to_end
 from kimi_k2.engine.step import Step
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.files import read_json
@@ -354,8 +354,7 @@ class NeuronApplication:
         while True:
             new = [up_to_end(own, params)[:count] for own, count in zip(new, left, strict=True)]
             for row, own in enumerate(new):
-                ended = bool(own) and not params.ignore_eos and own[-1] in params.eos_token_ids
-                left[row] = 0 if ended else left[row] - len(own)
+                left[row] = 0 if ended(own, params) else left[row] - len(own)
             yield from steps_of(new, time.perf_counter() - began)
             if not any(left):
                 return
