@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import random
 from collections import Counter
@@ -17,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.drafts.ngram import lookup
 from kimi_k2.engine.cache import PagedCache
-from kimi_k2.engine.draft_length import OPERATIONS, DraftLength, DraftStats, step_cost
+from kimi_k2.engine.draft_length import DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.rejection import Proposal, keep
@@ -432,44 +430,6 @@ def test_lookup_takes_the_longest_and_latest() -> None:
     assert lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 2) == [9, 2]  # three agree
     assert lookup([1, 2, 7, 2, 8, 2], 3) == [8, 2]
     assert lookup([1, 2, 3], 3) == [] == lookup([1], 2)
-
-
-def test_lengths_follow_acceptance_and_the_batch() -> None:
-    """All of them while they are accepted, none once they are not, and fewer where more rows cost more."""
-    length = DraftLength(3, lambda rows: 1 + 0.3 * rows, 0.02)
-    for _ in range(100):
-        length.observe(3, 3)
-    assert length.choose(1) == 3
-    for _ in range(300):
-        length.observe(3, 0)
-    tries = [step for step in range(1000) if length.choose(1)]  # one is tried again, less and less often
-    assert tries == [31, 95, 223, 479, 735, 991]
-    length.observe(1, 0)
-    assert sum(length.choose(1) for _ in range(256)) == 1
-    for _ in range(100):
-        length.observe(3, 3)
-    assert length.choose(1) == 3
-    for _ in range(300):
-        length.observe(3, 0)
-    assert sum(length.choose(1) for _ in range(32)) == 1
-    steep = DraftLength(3, lambda rows: 1.0 if rows <= 4 else rows)
-    assert (steep.choose(1), steep.choose(4)) == (3, 0)
-
-
-def test_a_step_of_more_rows_reads_more_experts(model: KimiK2ForCausalLM) -> None:
-    """Weights of a checkpoint: with one row the chosen experts' share, with very many all; and operations a row."""
-    cost, config = step_cost(model.config), model.config
-    specs = {spec.name: spec.nbytes for spec in expected_tensors(config)}
-    every = sum(specs.values()) - specs["model.embed_tokens.weight"] - specs["model.norm.weight"]
-    row = (cost(2 * 10**6) - cost(10**6)) / 10**6
-    assert cost(10**6) - 10**6 * row == pytest.approx(every)
-    expert = sum(size for name, size in specs.items() if ".experts.0." in name)  # in all layers
-    reads = cost(10**6) - cost(1) - (10**6 - 1) * row
-    assert reads == pytest.approx(expert * (config.n_routed_experts - config.num_experts_per_tok), rel=1e-4)
-    routed = expert * config.num_experts_per_tok  # of one byte each; their scales are few
-    others = [spec for spec in expected_tensors(config) if ".experts." not in spec.name]
-    active = routed + sum(math.prod(spec.shape) for spec in others if "embed" not in spec.name)
-    assert row == pytest.approx(2 * active / OPERATIONS, rel=0.01)
 
 
 class Wrong(Table):
