@@ -84,14 +84,18 @@ def errors(directory: Path, job: list[dict[str, Any]], answers: list[dict[str, A
     return [torch.cat(made) for made in found]
 
 
+TWO = pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))
+
+
 @pytest.mark.parametrize("experts", [False, True], ids=["attention", "experts"])
+@pytest.mark.parametrize("ranks", [1, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["kimi-k2-instruct-0905", "kimi-k2-thinking"], ids=["fp8", "int4"])
-def test_adapters_no_farther_from_float64_than_vllms(name: str, experts: bool, tmp_path: Path) -> None:
+def test_adapters_no_farther_from_float64_than_vllms(name: str, ranks: int, experts: bool, tmp_path: Path) -> None:
     """Two adapters and none in one batch; without routed experts in CUDA graphs. Stock where it serves that at all."""
     directory = tmp_path / "model"
-    write_slice(directory, name)
+    write_slice(directory, name, ranks)
     job, wanted = with_adapters(directory, tmp_path, experts=experts)
-    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "tensor_parallel_size": ranks}
     if not experts:
         names = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         options["lora_target_modules"] = [*names, "fused_qkv_a_proj", "gate_up_proj"]
