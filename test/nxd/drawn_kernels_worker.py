@@ -147,7 +147,8 @@ class Worker:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         if rank() == 0 and not directory.exists():
-            write_synthetic_checkpoint(directory, config, seed=5)
+            write_synthetic_checkpoint(part := directory.with_name("part"), config, seed=5)
+            part.rename(directory)  # whole, for ranks that wait for it
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         while not directory.exists():  # before there are process groups

@@ -32,19 +32,14 @@ QUICK = {
 }  # fmt: skip
 
 
-# The plan reads the whole cache there, where the graph writes a line of it.
-CACHE = pytest.mark.xfail(reason="plan: a prefill of continuous batching reads no cache", strict=False)
-
-
 def cases(*more: str) -> list[Any]:
     """Presets with members of each stored form; all but QUICK are slow, and so are graphs of batches."""
     made = []
     for name in PRESETS:
         batched = Deployment.load(name).neuron_config.ctx_batch_size is not None
-        known = [CACHE] if batched and more == (PREFILL,) else []
         for stored in STORED:
             quick = (name, stored) in QUICK and not (more and batched)
-            made.append(pytest.param(name, stored, *more, marks=known if quick else [SLOW, *known]))
+            made.append(pytest.param(name, stored, *more, marks=[] if quick else SLOW))
     return made
 
 

@@ -80,9 +80,14 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         keys = target.context if target.torch_native.kv_segment_size_buckets else keys
         counts.read["cache"] = cache_bytes(config, replace(target, batch=1)) if keys > target.prompt else 0
     else:
-        # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it.
-        rewritten = target.is_neuron and (target.prompt < target.context or target.reserved_slots > 0)
+        # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it; with continuous
+        # batching it writes the prompt's rows in place.
+        filled = target.prompt == target.context and not target.reserved_slots
+        rewritten = target.is_neuron and not (target.continuous or filled)
         counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
+        if target.continuous:
+            written = cache_bytes_read(config, replace(target, batch=sequences), target.prompt)
+            counts.moved["scatter"] = 2 * written  # updates read and written
     if target.tower_buckets:  # a row for every token, an image's or none
         counts.read["rows of images"] = tokens * config.hidden_size * BF16
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
@@ -102,9 +107,9 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
         groups = -(-blocks // blocks_at_once(target))
         rows = slots + groups * tokens * config.num_experts_per_tok
-        counts.moved = {"gather": _moe_layers(config) * rows * config.hidden_size * BF16}
-        # Where those outputs lie is scattered into a table: updates read and written.
-        counts.moved["scatter"] = _moe_layers(config) * slots * 2 * 8
+        counts.moved["gather"] = _moe_layers(config) * rows * config.hidden_size * BF16
+        # Where those outputs lie is scattered into a table.
+        counts.moved["scatter"] = counts.moved.get("scatter", 0) + _moe_layers(config) * slots * 2 * 8
     return counts
 
 

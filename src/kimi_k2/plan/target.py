@@ -76,6 +76,7 @@ class Target:
         prefill_batch: sequences of it; `batch` if None.
         cache_ranks: ranks that share one latent cache (flash decoding); 1 where each holds it whole.
         reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
+        continuous: NxDI's continuous batching.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
         arrangement: see Arrangement.
         tower_ranks: ranks that share the vision tower; None for as many as can.
@@ -99,6 +100,7 @@ class Target:
     prefill_batch: int | None = None
     cache_ranks: int = 1
     reserved_slots: int = 0
+    continuous: bool = False
     tower_ranks: int | None = None
     tower_buckets: tuple[tuple[int, int], ...] = ()
     prefill_rows_at_once: int = 16384
@@ -183,6 +185,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         prefill_batch=1 if line else options.ctx_batch_size,
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
+        continuous=options.is_continuous_batching,
         tower_ranks=images.tp_degree if images else None,
         tower_buckets=images.buckets if images else (),
         prefill_rows_at_once=BLOCK * blocks_at_once(columns) if line else options.prefill_rows_at_once,
