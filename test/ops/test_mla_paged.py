@@ -47,6 +47,27 @@ def test_padding_is_finite() -> None:
     assert mla_decode(torch.randn(2, 3, DIM).double(), pages, seq_lens, 0.3, RANK, None, table).isfinite().all()
 
 
+@pytest.mark.parametrize("lengths", [[1, 600], [0, 13, 4]])
+def test_parts_of_a_context_are_joined_by_their_sums(lengths: list[int]) -> None:
+    """Every other slot in a cache of its own: logarithms of sums as torch has them, and the whole context's result."""
+    whole, pages, table = scattered(lengths)
+    query = torch.randn(len(lengths), 3, DIM, dtype=torch.float64)
+    found, logs = [], []
+    for part in range(3):  # the last one is the whole
+        some = whole[:, part::2] if part < 2 else whole
+        seen = torch.tensor([len(range(length)[part::2]) if part < 2 else length for length in lengths]).int()
+        lse = query.new_empty(query.shape[:2])
+        cache, pages_of = (some, None) if part < 2 else (pages, table)
+        found.append(mla_decode(query, cache, seen, 0.3, RANK, None, pages_of, lse))
+        hidden = (torch.arange(some.shape[1]) >= seen[:, None])[:, None]
+        scores = (query @ some.mT * 0.3).masked_fill(hidden, float("-inf"))
+        torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+        logs.append(lse)
+    shares = torch.stack(logs[:2]).softmax(0).unsqueeze(-1)
+    joined, there = shares[0] * found[0] + shares[1] * found[1], torch.tensor(lengths) > 0
+    torch.testing.assert_close(joined[there], found[2][there], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_stored_where_it_belongs(dtype: torch.dtype) -> None:
     cache = torch.randn(5, PAGE, DIM).to(dtype)

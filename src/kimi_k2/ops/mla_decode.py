@@ -117,6 +117,7 @@ def mla_decode(
     rank: int,
     plan: Tensor | None = None,
     block_table: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query a sequence over its first `seq_lens` slots.
 
@@ -128,16 +129,19 @@ def mla_decode(
         rank: kv_lora_rank.
         plan: of `attention_plan`, for kernels.
         block_table: int32 [B, pages]; entries past a sequence's end may be any page.
+        lse: float32 or wider [B, H], takes the natural logarithms of the sums of exponentials; -inf of padding.
 
     Returns:
         [B, H, rank], sums of latents.
     """
     # On a CPU, where reading a length waits for nothing, slots that no sequence uses are left out.
     longest = max(int(seq_lens.max()), 1) if query.device.type == "cpu" and len(query) else None
+    if lse is not None and block_table is None:
+        block_table = torch.arange(len(cache), dtype=torch.int32, device=cache.device).unsqueeze(1)
     if block_table is not None:
         block_table = block_table if longest is None else block_table[:, : -(-longest // cache.shape[1])]
-        if not in_blocks(query):
-            return _attend_pages(query, cache, block_table, seq_lens, softmax_scale, rank)
+        if lse is not None or not in_blocks(query):
+            return _attend_pages(query, cache, block_table, seq_lens, softmax_scale, rank, lse)
         cache = gather_pages(cache, block_table, block_table.shape[1] * cache.shape[1])
     cache = cache if longest is None else cache[:, :longest]
     latent, rope = query.unsqueeze(1).split([rank, query.shape[-1] - rank], dim=-1)
@@ -146,8 +150,9 @@ def mla_decode(
 
 
 def _attend_pages(
-    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int
-) -> Tensor:
+    query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int,
+    lse: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`mla_decode` over pages by an online softmax: some pages are copied at a time, and nothing is read back."""
     wide, page = torch.promote_types(query.dtype, torch.float32), cache.shape[1]
     last = (seq_lens.long() - 1).clamp(min=0)[:, None, None]  # padding sees its first slot
@@ -164,6 +169,8 @@ def _attend_pages(
         total = total * shrink + weights.sum(-1, keepdim=True)
         summed = summed * shrink + torch.matmul(weights.to(query.dtype), entries[..., :rank])
         top = best
+    if lse is not None:
+        lse.copy_((top + total.log()).squeeze(-1).masked_fill(seq_lens.unsqueeze(1) <= 0, float("-inf")))
     return (summed / total).to(query.dtype)
 
 

@@ -113,15 +113,17 @@ ops_decode.attention_plan.entry(
 
 def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
-    block_table: Tensor | None = None,
+    block_table: Tensor | None = None, lse: Tensor | None = None,
 ) -> bool:  # fmt: skip
+    if batch_invariant() and lse is not None:  # no engine asks for it
+        return False
     supports = mla_invariant.supports_decode if batch_invariant() else mla_decode.supports
     return rank == LATENT and supports(query, cache, seq_lens, block_table)
 
 
 def decode_attention(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
-    block_table: Tensor | None = None, *, rounded: bool = False,
+    block_table: Tensor | None = None, lse: Tensor | None = None, *, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """`mla_decode`.
 
@@ -129,7 +131,8 @@ def decode_attention(
     """
     if batch_invariant():
         return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan, block_table)
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan, rounded=rounded)
+    given = query, cache, seq_lens, softmax_scale, block_table
+    out: Tensor = mla_decode.mla_decode(*given, plan=plan, rounded=rounded, lse=lse)
     return out
 
 

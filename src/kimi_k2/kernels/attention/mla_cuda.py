@@ -105,6 +105,7 @@ def arguments_of(
     tokens: int = 1,
     uniform: bool = False,
     whole: bool = False,
+    lse: Tensor | None = None,
 ) -> Structure:
     """`mla::Arguments` of a launch."""
     value_scale = cache_scale if cache.dtype != q.dtype else 1.0
@@ -118,7 +119,7 @@ def arguments_of(
         batch=q.shape[0], heads=q.shape[1], splits=splits, table_stride=pages, capacity=capacity,
         share=q.shape[0] // seq_lens.shape[0], row_share=q.shape[0] // sequences, tokens=tokens,
         scale=softmax_scale * LOG2_E * value_scale, value_scale=value_scale, plan=plan, blocks=blocks, sm_count=blocks,
-        uniform=uniform, whole=whole,
+        uniform=uniform, whole=whole, lse=lse,
     )  # fmt: skip
 
 
@@ -138,6 +139,7 @@ def run(
     launch: CudaLaunch,
     cache_scale: float = 1.0,
     tokens: int = 1,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`mla_decode` with the launch pinned, arguments unchecked; `tokens` as `folded` says.
 
@@ -149,9 +151,12 @@ def run(
     if batch == 0:
         return out
     if cache.numel() == 0 or (block_table is not None and block_table.shape[1] == 0):
+        if lse is not None:
+            lse.fill_(-torch.inf)
         return out.zero_()
     parts = _parts(q, launch.splits) if launch.splits > 1 else None
-    _launch(q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts, None, tokens)
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts, None, tokens
+    _launch(*given, lse=lse)
     return out
 
 
@@ -166,6 +171,7 @@ def run_planned(
     tokens: int = 1,
     uniform: bool = False,
     whole: bool = False,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
 
@@ -178,7 +184,7 @@ def run_planned(
     """
     out = q.new_empty(*q.shape[:2], LATENT)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale
-    _launch(*given, 0, out, None if whole else _planned_parts(q, plan), plan, tokens, uniform, whole)
+    _launch(*given, 0, out, None if whole else _planned_parts(q, plan), plan, tokens, uniform, whole, lse)
     return out
 
 

@@ -114,7 +114,16 @@ def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
     return (seq_lens[:, None] - behind).clamp_min(0).flatten()
 
 
-@kernel_operation("mla_decode")
+def check_lse(q: Tensor, lse: Tensor) -> None:
+    """KernelError unless it takes the logarithms of these queries' sums, one query a sequence."""
+    if q.dim() != 3 or lse.shape != q.shape[:2] or lse.dtype != torch.float32:
+        found = f"{lse.dtype} {tuple(lse.shape)}"
+        raise KernelError(f"lse is {found}, expected torch.float32 [B, H] of q [B, H, {ROW}], here {tuple(q.shape)}")
+    if lse.device != q.device or not lse.is_contiguous():
+        raise KernelError(f"lse must be contiguous and on {q.device}")
+
+
+@kernel_operation("mla_decode", mutates_args=("lse",))
 def mla_decode(
     q: Tensor,
     cache: Tensor,
@@ -124,6 +133,7 @@ def mla_decode(
     cache_scale: float = 1.0,
     plan: Tensor | None = None,
     rounded: bool = False,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query a sequence over its cached rows.
 
@@ -142,6 +152,8 @@ def mla_decode(
             of parts. With it `block_table` must not be written after the plan's launch.
         rounded: over an e4m3 cache by a plan, queries and weights are rounded to e4m3 too: about 3.7 % off instead of
             0.2 to 0.3 %. The plan should be one for that.
+        lse: float32 [B, H], takes the logarithms of the sums of exponentials, -inf of a sequence without rows; of one
+            query a sequence.
 
     Returns:
         bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
@@ -149,6 +161,8 @@ def mla_decode(
     Raises:
         KernelError: a shape, dtype or device that the kernel does not take, there is no nvcc, or a failed launch.
     """
+    if lse is not None:
+        check_lse(q, lse)
     if q.dim() == 4:
         return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan, rounded)
     check_arguments(q, cache, seq_lens, block_table)
@@ -157,13 +171,13 @@ def mla_decode(
     if plan is not None and capacity:
         check_plan(q, plan)
         given = q, cache, seq_lens, softmax_scale, block_table
-        return _by_plan(*given, plan, cache_scale, 1, capacity, rounded)
+        return _by_plan(*given, plan, cache_scale, 1, capacity, rounded, lse)
     rows = q
     if mla_cuda.by_eights(*shape):
         shape = mla_cuda.eights(*shape)
         rows = q.view(*shape[:2], ROW)
     chosen = mla_cuda.choose_launch(*shape)
-    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale)
+    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale, lse=lse)
     return out.view(*q.shape[:2], LATENT)
 
 
@@ -181,14 +195,14 @@ mla_decode.fake(_check_queries, lambda q: q.new_empty(*q.shape[:-1], LATENT))
 
 def _by_plan(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, plan: Tensor,
-    cache_scale: float, tokens: int, capacity: int, rounded: bool,
+    cache_scale: float, tokens: int, capacity: int, rounded: bool, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
     # Short contexts, which no plan cuts, are converted as fast. The largest score is found before it is multiplied.
     if cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole)):
-        return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2)
-    return mla_cuda.run_planned(*given, whole=whole)
+        return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2, lse=lse)
+    return mla_cuda.run_planned(*given, whole=whole, lse=lse)
 
 
 def _several(

@@ -26,6 +26,7 @@ def run_planned(
     tokens: int = 1,
     whole: bool = False,
     terms: int = 1,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`mla_cuda.run_planned` over an e4m3 cache, its arguments, in one term or two.
 
@@ -40,6 +41,6 @@ def run_planned(
         items = plan_items(q, plan)
         parts = q.new_empty(items, heads, LATENT, dtype=float16), q.new_empty(items, heads, 2, dtype=float32)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, 0, out, parts
-    arguments = arguments_of(*given, plan, tokens, whole=whole)
+    arguments = arguments_of(*given, plan, tokens, whole=whole, lse=lse)
     launch("attention/mla_fp8", "kimi_mla_fp8", "mla_decode", q.device, q, arguments, terms)
     return out

@@ -37,7 +37,13 @@ struct Arguments {
   int blocks, sm_count;
   int uniform;  // parts are merged in the same steps whatever the number of requests
   int whole;    // the plan cuts no context: no merge follows
+  float* lse;   // [batch, heads], natural logarithms of the sums of exponentials, -inf without rows; or null
 };
+
+// `head` of all requests', its base-2 logarithm given.
+__device__ __forceinline__ void store_lse(const Arguments& a, int64_t head, float log) {
+  if (a.lse != nullptr) a.lse[head] = log * 0.693147180559945f;
+}
 
 // What a block works on: a part of a request's context, stored as part number `slot` of all. Without a plan that is
 // part `split` of `a.splits`.

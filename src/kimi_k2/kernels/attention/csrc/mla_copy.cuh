@@ -172,6 +172,7 @@ __device__ __forceinline__ void clear_empty(const Arguments& a) {
     if (__ldcg(&requests[request].parts) > 0) continue;
     uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(request) * a.heads * kLatent);
     for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += kConsumers) out[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < a.heads) store_lse(a, int64_t(request) * a.heads + threadIdx.x, -INFINITY);
   }
 }
 

@@ -211,7 +211,10 @@ __device__ __forceinline__ void few_store(FewMemory<HEADS, PLANNED>& m, const Ar
       const float total = total0 * share0 + total1 * share1;
       const float inverse = kEights > 1 && !(total > 0) ? 0.f : a.value_scale / total;  // 0: the token sees no row
       factor[0][h] = share0 * inverse, factor[1][h] = share1 * inverse;
-      if (!work.alone(a) && role == 0 && thread < 4) a.sums[few_part<HEADS>(a, work, head)] = best + log2f(total);
+      if (role == 0 && thread < 4) {
+        if (work.alone(a)) store_lse(a, int64_t(work.request) * HEADS + head, best + log2f(total));
+        else a.sums[few_part<HEADS>(a, work, head)] = best + log2f(total);
+      }
     }
 #pragma unroll
     for (int box = 0; box < 4; ++box) {
@@ -252,6 +255,7 @@ __device__ void few_store_nothing(const Arguments& a, const Work<false>& work) {
   }
   uint4* out = reinterpret_cast<uint4*>(a.out + head0 * kLatent);
   for (int i = threadIdx.x; i < HEADS * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < HEADS) store_lse(a, head0 + threadIdx.x, -INFINITY);
 }
 
 template <bool FP8_CACHE, int HEADS>

@@ -140,9 +140,9 @@ __device__ __forceinline__ void finish_scores(M& m, const Arguments& a, const Sc
     for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
     if (head >= M::kHeads || threadIdx.x % 4 != 0) continue;
     m.inverse[to][head] = total > 0 ? (alone ? a.value_scale : 1.f) / total : 0.f;  // 0: the token sees no row
-    if (!alone)
-      reinterpret_cast<float2*>(a.sums)[item * M::kHeads + head] =
-          make_float2(state.top[lower] - kWeightLog + log2f(total), a.value_scale);
+    const float log = state.top[lower] - kWeightLog + log2f(total);
+    if (!alone) reinterpret_cast<float2*>(a.sums)[item * M::kHeads + head] = make_float2(log, a.value_scale);
+    else store_lse(a, int64_t(item_of(a, int(item)).request) * M::kHeads + head, log);
   }
 }
 

@@ -60,7 +60,7 @@ struct Gathered {
 #pragma unroll
     for (int one = 0; one < GROUPS - 1; ++one) best = fmaxf(best, others[one][VALUES][lane]);
     const float own = top == -INFINITY ? 0.f : ptx::exp2_approximate(top - best);
-    total *= own;
+    top = best, total *= own;
 #pragma unroll
     for (int j = 0; j < VALUES; ++j) sum[j] *= own;
 #pragma unroll

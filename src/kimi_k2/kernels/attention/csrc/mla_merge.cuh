@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
 #pragma unroll
     for (int one = 0; one < kOthers; ++one) best = fmaxf(best, others[one][kValues][lane]);
     const float own = top == -INFINITY ? 0.f : exp2_approximate(top - best);
-    total *= own;
+    top = best, total *= own;
 #pragma unroll
     for (int j = 0; j < kValues; ++j) sum[j] *= own;
 #pragma unroll
@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(kJoinThreads) join(const Arguments a) {
       for (int j = 0; j < kValues; ++j) sum[j] += share * others[one][j][lane];
     }
   }
+  if (source.column == 0) store_lse(a, source.row, top + log2f(total));
   // A context of length zero: every part is empty and the result is zero.
   const float inverse = total > 0 ? 1.f / total : 0.f;
 #pragma unroll

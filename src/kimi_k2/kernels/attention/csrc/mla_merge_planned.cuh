@@ -70,6 +70,7 @@ __device__ __forceinline__ void merge_piece(const Arguments& a, const PlannedMer
     __syncthreads();  // before the next piece
     if (group > 0) return;
   }
+  if (source.column == 0) store_lse(a, source.row, joined.top + log2f(joined.total));
   joined.divide();
   Source<AS>::write(a.out + source.row * kLatent + source.column, joined.sum);
 }

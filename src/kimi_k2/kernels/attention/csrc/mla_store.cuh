@@ -82,6 +82,7 @@ __device__ __forceinline__ void store(const Arguments& a, const float (&acc)[2][
     }
     const float inverse = total[lower] > 0 ? a.value_scale / total[lower] : 0.f;  // 0: the token sees no row
     const int64_t head = int64_t(work.request) * a.heads + warp * 16 + lower * 8 + lane / 4;
+    if (half == 0 && lane % 4 == 0) store_lse(a, head, top[lower] + log2f(total[lower]));
     __nv_bfloat16* out = a.out + head * kLatent + half * 256 + lane % 4 * 8;
 #pragma unroll
     for (int columns = 0; columns < 8; ++columns) {
@@ -106,6 +107,7 @@ __device__ void store_nothing(const Arguments& a, const Work<false>& work) {
   }
   uint4* out = reinterpret_cast<uint4*>(a.out + int64_t(work.request) * a.heads * kLatent);
   for (int i = threadIdx.x; i < a.heads * kLatent / 8; i += blockDim.x) out[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < a.heads) store_lse(a, int64_t(work.request) * a.heads + threadIdx.x, -INFINITY);
 }
 
 }  // namespace mla
