@@ -13,16 +13,24 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.drafts.llama_attention import LlamaAttention
 from kimi_k2.drafts.member import other_member
-from kimi_k2.drafts.names import D2T, T2D, check_tensors, module_name
+from kimi_k2.drafts.names import D2T, LAYER, T2D, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.embedding import Embedding
 from kimi_k2.model.linear import Linear
-from kimi_k2.model.moe import MLP
 from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
+from kimi_k2.ops.experts import swiglu
+from kimi_k2.ops.norm import add_norm
+
+# Weights of the layer, several in one where a launch reads them.
+STACKED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
 
 
 class HeadLayer(nn.Module):
@@ -34,7 +42,9 @@ class HeadLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(size, eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
-        self.mlp = MLP(plain, "midlayer.mlp", config.intermediate_size, dtype=dtype, keep_quantized=False)
+        inner = config.intermediate_size
+        self.gate_up_proj = Linear(plain, "midlayer.mlp.gate_up_proj", 2 * inner, size, dtype=dtype)
+        self.down_proj = Linear(plain, "midlayer.mlp.down_proj", size, inner, dtype=dtype)
         self.norm_before_residual = config.norm_before_residual
         self.self_attn: LlamaAttention | MultiHeadLatentAttention
         if config.form == "llama":
@@ -55,14 +65,15 @@ class HeadLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         cache: LatentCache,
         length: int,
-    ) -> Tensor:
-        """[B, S, H] and [B, S, H] to [B, S, H]; the rest as for MultiHeadLatentAttention."""
+    ) -> tuple[Tensor, Tensor]:
+        """[B, S, H] and [B, S, H] to two [B * S, H] to be added; the rest as for MultiHeadLatentAttention."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        x: Tensor = residual + self.self_attn(both, positions, rotation, cache, length)
-        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
-        return x + fed
+        attended = self.self_attn(both, positions, rotation, cache, length)
+        norm = self.post_attention_layernorm
+        x, read = add_norm(residual.flatten(0, 1), attended.flatten(0, 1), norm.weight, norm.eps)
+        return x, swiglu(read, self.gate_up_proj.stored(), self.down_proj.stored())
 
 
 class Eagle3Head(nn.Module):
@@ -171,8 +182,8 @@ class Eagle3Head(nn.Module):
         """
         embeds = self.embed_tokens(tokens).to(self.dtype)
         rotation = self.rotary(positions.clamp(min=0), self.dtype)
-        x = self.midlayer(embeds, hidden, positions, rotation, cache, length)
-        normed = self.norm(x)
+        x, fed = self.midlayer(embeds, hidden, positions, rotation, cache, length)
+        x, normed = (one.view_as(hidden) for one in add_norm(x, fed, self.norm.weight, self.norm.eps))
         return normed, normed if self.config.norm_output else x
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -192,7 +203,7 @@ def warn_of_other_member(directory: Path, target: Path) -> None:
 
 
 def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tuple[dict[str, Tensor], Tensor | None]:
-    """A head's weights by `module_name`, as they are stored, and `Eagle3Head.tokens`, on the CPU.
+    """A head's weights by `module_name`, those of `STACKED` in one, and `Eagle3Head.tokens`, on the CPU.
 
     Raises:
         CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
@@ -202,7 +213,12 @@ def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tup
         check_tensors(reader, held, config, target)
         tokens = _target_tokens(reader, held, config, directory) if D2T in held else None
         # Copies: a reader's tensors lie in its open files.
-        return {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}, tokens
+        weights = {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}
+        for stacked, parts in STACKED.items():
+            names = [f"{LAYER}{part}.weight" for part in parts]
+            if names[0] in weights:
+                weights[f"{LAYER}{stacked}.weight"] = torch.cat([weights.pop(name) for name in names])
+        return weights, tokens
 
 
 def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:

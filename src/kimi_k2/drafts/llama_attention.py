@@ -34,9 +34,8 @@ class LlamaAttention(nn.Module):
         def linear(name: str, rows: int, columns: int) -> Linear:
             return Linear(plain, f"midlayer.self_attn.{name}", rows, columns, dtype=dtype)
 
-        self.q_proj = linear("q_proj", self.heads * self.width, 2 * config.hidden_size)
-        self.k_proj = linear("k_proj", self.groups * self.width, 2 * config.hidden_size)
-        self.v_proj = linear("v_proj", self.groups * self.width, 2 * config.hidden_size)
+        # Queries, keys and values in one.
+        self.qkv_proj = linear("qkv_proj", (self.heads + 2 * self.groups) * self.width, 2 * config.hidden_size)
         self.o_proj = linear("o_proj", config.hidden_size, self.heads * self.width)
 
     @property
@@ -49,9 +48,9 @@ class LlamaAttention(nn.Module):
     ) -> Tensor:
         """[B, S, 2 * H] to [B, S, H]; arguments as for MultiHeadLatentAttention."""
         batch, new, _ = x.shape
-        q = rotate_halves(self.q_proj(x).view(batch, new, self.heads, self.width), *rotation)
-        k = rotate_halves(self.k_proj(x).view(batch, new, self.groups, self.width), *rotation)
-        entries = torch.cat((k.flatten(2), self.v_proj(x)), dim=-1)
+        both, value = self.qkv_proj(x).view(batch, new, -1, self.width).tensor_split((-self.groups,), dim=2)
+        q, key = rotate_halves(both, *rotation).tensor_split((self.heads,), dim=2)
+        entries = torch.cat((key, value), dim=2).flatten(2)
         held = cache.update(0, entries, positions, length).to(x.dtype)
         keys, values = held.view(batch, held.shape[1], 2, self.groups, self.width).transpose(1, 3).unbind(2)
         seen = torch.arange(held.shape[1], device=x.device) <= positions.clamp(min=0)[:, None, :, None]
