@@ -6,6 +6,9 @@ vLLM on a CPU takes prompts whole, so the parts that a GPU's come in are made he
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from kimi_k2.engine import batch
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.decode_step import through
 from kimi_k2.engine.layer_step import LayerStep, Reduce
+from kimi_k2.engine.spread import Spread
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.model.hidden_states import HiddenStates
 from kimi_k2.ops.norm import add_norm
@@ -38,14 +42,20 @@ STEPS: list[dict[int, int]] = [
 class Layers:
     """The layers of a model, or of a rank's part with its sum over ranks, over caches of their own, step by step."""
 
-    def __init__(self, model: KimiK2ForCausalLM, reduce: Reduce = lambda x: x) -> None:
-        self.model, self.done = model, [0] * len(LENGTHS)
+    def __init__(
+        self,
+        model: KimiK2ForCausalLM,
+        reduce: Reduce = lambda x: x,
+        dtype: torch.dtype = torch.float32,
+        spread: Spread | None = None,
+    ) -> None:
+        self.model, self.done, self.spread = model, [0] * len(LENGTHS), spread
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
         self.table = order.int()
         self.steps: list[LayerStep] = []
         self.caches: list[Tensor] = []
         for layer in model.model.layers:
-            self.caches.append(torch.randn(PAGES, PAGE, model.config.cache_dim))  # what others left
+            self.caches.append(torch.randn(PAGES, PAGE, model.config.cache_dim).to(dtype))  # what others left
             assert isinstance(layer, DecoderLayer)
             self.steps.append(LayerStep(layer, reduce))
 
@@ -54,14 +64,14 @@ class Layers:
         rows, counts = list(new), list(new.values())
         positions = [torch.arange(self.done[row], self.done[row] + count) for row, count in new.items()]
         tables = [self.table[row].long() for row in rows]
-        slots = [table[at // PAGE] * PAGE + at % PAGE for table, at in zip(tables, positions, strict=True)]
+        slots = [self.slots(table, at) for table, at in zip(tables, positions, strict=True)]
         for row, count in new.items():
             self.done[row] += count
         starts, lengths = [0, *itertools.accumulate(counts)], [self.done[row] for row in rows]
         decodes = counts.count(1)
         made = Batch.of_sequences(
             starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], self.table[rows],
-            torch.cat((*slots, torch.full((padding,), -1))), PAGE,
+            torch.cat((*slots, torch.full((padding,), -1))), PAGE, self.spread,
         )  # fmt: skip
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
@@ -69,6 +79,15 @@ class Layers:
         made.rotation = self.model.model.rotary(at, x.dtype)
         found = self.run(x, made)
         return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
+
+    def slots(self, table: Tensor, at: Tensor) -> Tensor:
+        """As vLLM's block tables say where tokens are stored, -1 for those of another rank."""
+        if self.spread is None:
+            return table[at // PAGE] * PAGE + at % PAGE
+        ranks, run, page = self.spread.ranks, self.spread.run, PAGE * self.spread.ranks
+        within = at % page
+        slots = table[at // page] * PAGE + within // (ranks * run) * run + within % run
+        return torch.where(within // run % ranks == self.spread.rank, slots, -1)
 
     def run(self, x: Tensor, made: Batch) -> Tensor:
         """Normed hidden states of embedded tokens."""
@@ -186,3 +205,50 @@ def test_a_connector_is_asked_before_and_behind_each_attention(checkpoints: dict
     through(layers.steps, torch.randn(4, model.config.hidden_size), made, layers.caches)
     both = [(("before", number, False), ("behind", number, True)) for number in range(len(layers.steps))]
     assert seen == [one for pair in both for one in pair]
+
+
+@pytest.mark.parametrize(("ranks", "run", "dtype", "together"), [
+    (2, 1, torch.float32, True),
+    (3, 2, torch.float32, False),
+    (2, 4, torch.float8_e4m3fn, True),
+])  # fmt: skip
+def test_caches_spread_over_ranks(
+    ranks: int, run: int, dtype: torch.dtype, together: bool, checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every rank, here with all heads, has the hidden states of one rank that holds everything."""
+    if not together:
+        monkeypatch.setattr(batch, "MOST_SLOTS", 0)
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=True)
+    model.prepare()
+    ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]
+    meeting, left = threading.Barrier(ranks, timeout=60), dict[int, Tensor]()
+
+    def exchange(rank: int, made: Callable[[list[Tensor]], Tensor], x: Tensor) -> Tensor:
+        left[rank] = x
+        meeting.wait()
+        found = made([left[one] for one in range(ranks)])
+        meeting.wait()
+        return found
+
+    def served(spread: Spread | None) -> list[dict[int, Tensor]]:
+        layers = Layers(model, dtype=dtype, spread=spread)
+        with torch.inference_mode():
+            return [layers.step(new, ids, padding=number % 3) for number, new in enumerate(STEPS)]
+
+    def one(rank: int) -> list[dict[int, Tensor]]:
+        joins = (partial(exchange, rank, made) for made in (torch.cat, lambda x: torch.stack(x).sum(0)))
+        try:
+            return served(Spread(ranks, rank, run, *joins))
+        except BaseException:
+            meeting.abort()
+            raise
+
+    wanted = served(None)
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(one, range(ranks)):
+            for some, step in zip(found, wanted, strict=True):
+                assert some.keys() == step.keys()
+                for row, states in step.items():
+                    atol = 2e-5 * float(states.abs().max())
+                    torch.testing.assert_close(some[row], states, rtol=0, atol=atol)

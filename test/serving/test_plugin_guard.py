@@ -322,8 +322,26 @@ def test_gpus_that_are_ours() -> None:
             "an exchange of tokens by deepep_low_latency",
         ),
         ({"data_parallel_size": 2, "all2all_backend": "allgather_reducescatter"}, {}, None),
-        ({"decode_context_parallel_size": 2}, {}, "context parallelism"),
-        ({"prefill_context_parallel_size": 2}, {}, "context parallelism"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 8}, {}, None),
+        (
+            {"decode_context_parallel_size": 2},
+            {},
+            "decode context parallelism of 128 heads, which the kernels do not take together",
+        ),
+        *(
+            (
+                {"decode_context_parallel_size": 2, "tensor_parallel_size": 8, name: value},
+                {},
+                f"decode context parallelism with {what}",
+            )
+            for name, value, what in (
+                ("speculative_config", SimpleNamespace(method="ngram"), "drafts"),
+                ("kv_transfer_config", object(), "a transfer of caches"),
+                ("dcp_comm_backend", "a2a", "--dcp-comm-backend a2a"),
+                ("dcp_q_replicate", True, "--dcp-q-replicate"),
+            )
+        ),
+        ({"prefill_context_parallel_size": 2}, {}, "context parallelism of prompts"),
         ({"use_ubatching": True}, {}, "microbatches"),
         ({**BALANCED, "eplb_config": SimpleNamespace(num_redundant_experts=16)}, {}, None),
         (

@@ -51,6 +51,29 @@ def test_a_step_of_decodes_alone_reads_nothing_back() -> None:
     assert (made.decodes, made.tokens, made.chunks) == (4, 4, ())
 
 
+def test_lengths_of_what_a_rank_holds() -> None:
+    """As vLLM counts them; a step of decodes alone has vLLM's own, for its graphs."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    from kimi_k2.serving.vllm.attention import BatchBuilder
+    from kimi_k2.serving.vllm.context import ContextRanks
+
+    lengths = torch.arange(70).int()
+    for ranks, run, rank in ((2, 1, 0), (2, 1, 1), (8, 4, 5), (3, 16, 2)):
+        spread = ContextRanks(ranks, rank, run, torch.clone, torch.clone)
+        assert torch.equal(spread.held(lengths), get_dcp_local_seq_lens(lengths, ranks, rank, run).flatten())
+    builder, starts = BatchBuilder.__new__(BatchBuilder), torch.arange(71).int()
+    builder._spread, local = spread, lengths.flip(0)
+    common = SimpleNamespace(
+        num_reqs=70, max_query_len=1, num_actual_tokens=70, query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=lengths, block_table_tensor=torch.zeros(70, 8).int(), slot_mapping=torch.arange(70),
+        is_prefilling=None, dcp_local_seq_lens=local,
+    )  # fmt: skip
+    assert builder.build(0, common).seq_lens is local and builder.build(0, common).spread is spread
+    common.dcp_local_seq_lens = None
+    assert torch.equal(builder.build(0, common).seq_lens, spread.held(lengths))
+
+
 def held(name: str, entered: dict[str, Any]) -> Any:
     from kimi_k2.serving.vllm.attention import LatentAttention
 

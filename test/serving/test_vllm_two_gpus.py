@@ -44,12 +44,16 @@ FORMS: dict[str, dict[str, Any]] = {
                       "eplb_config": {**EPLB, "use_async": False}},
     "experts moved beside steps": {**REPLICAS, "enable_eplb": True, "eplb_config": {**EPLB, "use_async": True}},
     "asleep": {"enable_sleep_mode": True, "swaps": [("sleep", "")]},
+    "caches spread": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "FP8 caches spread": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_dtype": "fp8",
+                          "dcp_kv_cache_interleave_size": 64},
 }  # fmt: skip
 OURS = "kimi-k2: operations are ours ("
 # In the log of an engine of that form; of the first rank, but of the second of two engines that share caches.
 SAID = {
     "experts moved": "Rearranging experts sync mode ...", "experts moved beside steps": "experts (async mode) ...",
     "caches moved": "External Cache Hit", "asleep": "to fall asleep",
+    **dict.fromkeys(("caches spread", "FP8 caches spread"), "decode_context_parallel_size=2"),
 }  # fmt: skip
 STOCK = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 OPTIONS = {

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kimi_k2.engine.spread import Gathered, Spread
 from kimi_k2.ops.mla import Ragged
 
 # Slots whose keys and values are expanded at once: 320 values of a head each, 340 MB for 8 heads in BF16.
@@ -41,13 +42,13 @@ class RaggedChunk(NamedTuple):
         rows: of the batch's, a sequence after the other.
         queries: the new tokens of each sequence.
         keys: the slots of each sequence.
-        places: page and place in it of each slot; None where the new tokens are all there is.
+        places: page and place in it of each slot, or where ranks have it; None where the new tokens are all there is.
     """
 
     rows: slice
     queries: Ragged
     keys: Ragged
-    places: tuple[Tensor, Tensor] | None
+    places: tuple[Tensor, Tensor] | Gathered | None
 
 
 class Single(NamedTuple):
@@ -75,6 +76,7 @@ class Batch:
         chunks: of the sequences with several new tokens.
         rotation: cos and sin of each new token's position, each [T, qk_rope_head_dim / 2].
         plan: of `attention_plan` for the decodes.
+        spread: the ranks that hold the sequences together; `seq_lens` and `block_table` are then of what is here.
         before_attention, after_attention: called with a layer's number, as engines that move caches ask.
     """
 
@@ -86,6 +88,7 @@ class Batch:
     chunks: Sequence[Chunk | RaggedChunk] = ()
     rotation: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
     plan: Tensor | None = None
+    spread: Spread | None = None
     before_attention: Callable[[int], object] | None = None
     after_attention: Callable[[int], object] | None = None
 
@@ -121,6 +124,7 @@ class Batch:
         block_table: Tensor,
         slots: Tensor,
         page: int,
+        spread: Spread | None = None,
     ) -> Batch:
         """Of sequences whose lengths the host knows. Nothing is read back, and nothing copied from the host.
 
@@ -130,22 +134,28 @@ class Batch:
             seq_lens, block_table, slots: see `Batch`.
             lengths: `seq_lens` of the sequences with more than one new token, which are the last.
             page: slots of a page.
+            spread: see `Batch`; the lengths are whole ones all the same.
         """
         decodes = len(starts) - 1 - len(lengths)
         new = tuple(end - start for start, end in zip(starts[decodes:], starts[decodes + 1 :], strict=False))
         chunks: list[Chunk | RaggedChunk] = []
-        if len(lengths) > 1 and sum(lengths) <= MOST_SLOTS:
-            rows, some = slice(starts[decodes], starts[-1]), slice(decodes, len(starts) - 1)
-            begin = query_starts[decodes:]
-            queries = Ragged(new, begin - begin[0])
-            keys = _slots_of(lengths, seq_lens[some], block_table[some], page) if new != tuple(lengths) else None
-            chunks.append(RaggedChunk(rows, queries, *(keys or (queries, None))))
+        together = sum(lengths) <= MOST_SLOTS
+        if (len(lengths) > 1 and together) or (lengths and spread is not None):
+            for some in [slice(0, len(new))] if together else [slice(one, one + 1) for one in range(len(new))]:
+                if not any(new[some]):
+                    continue
+                first, last = decodes + some.start, decodes + some.stop
+                begin, held = query_starts[first : last + 1], (seq_lens[first:last], block_table[first:last])
+                queries, whole = Ragged(new[some], begin - begin[0]), tuple(lengths[some])
+                keys = None if new[some] == whole else _slots_of(queries, whole, *held, page, spread)
+                chunks.append(RaggedChunk(slice(starts[first], starts[last]), queries, *(keys or (queries, None))))
         else:
             for number, (count, length) in enumerate(zip(new, lengths, strict=True), decodes):
                 at = torch.arange(length - count, length, device=slots.device).unsqueeze(0)
                 rows = slice(starts[number], starts[number + 1])
                 chunks += [Chunk(rows, slice(number, number + 1), at, length, whole=True)] if count else []
-        return cls(starts[-1], decodes, seq_lens, slots, block_table, chunks)
+        seq_lens = seq_lens if spread is None else spread.held(seq_lens)
+        return cls(starts[-1], decodes, seq_lens, slots, block_table, chunks, spread=spread)
 
 
 def by_token(starts: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -169,11 +179,13 @@ def by_token(starts: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int) -
 
 
 def _slots_of(
-    lengths: Sequence[int], seq_lens: Tensor, block_table: Tensor, page: int
-) -> tuple[Ragged, tuple[Tensor, Tensor]]:
-    """All slots of sequences, one sequence after the other; page and place in it of each."""
+    new: Ragged, lengths: tuple[int, ...], seq_lens: Tensor, block_table: Tensor, page: int, spread: Spread | None
+) -> tuple[Ragged, tuple[Tensor, Tensor] | Gathered]:
+    """All slots of sequences, one sequence after the other; page and place in it of each, or where ranks have it."""
     ends, count = seq_lens.cumsum(0, dtype=torch.int32), sum(lengths)
-    keys = Ragged(tuple(lengths), torch.cat((seq_lens.new_zeros(1), ends)))
+    keys = Ragged(lengths, torch.cat((seq_lens.new_zeros(1), ends)))
+    if spread is not None:
+        return keys, spread.gathered(new, keys, block_table, page)
     sequence = torch.arange(len(lengths), device=seq_lens.device).repeat_interleave(seq_lens, output_size=count)
     place = torch.arange(count, device=seq_lens.device) - keys.starts[sequence]
     pages = block_table[sequence, place.div(page, rounding_mode="floor")]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk
+from kimi_k2.engine.spread import Gathered
 from kimi_k2.engine.stacking import stack_rows
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.decoder import DecoderLayer
@@ -21,7 +22,7 @@ from kimi_k2.ops.cache import gather_pages, store_slots, to_cache
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import add_project, project
 from kimi_k2.ops.mla import cache_entries, mla_ragged_attention, rotated_queries
-from kimi_k2.ops.mla_decode import attend_values, query_and_entry
+from kimi_k2.ops.mla_decode import attend_values, mla_decode, query_and_entry, value_rows
 from kimi_k2.ops.norm import add_norm, rms_norm
 from kimi_k2.ops.router import add_norm_route
 
@@ -192,7 +193,13 @@ class LayerStep:
     def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
         query, (_, _, _, seq_lens, table) = self.query(qkv_a, batch, cache), batch.single
-        return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
+        if batch.spread is None:
+            return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
+        query = batch.spread.queries(query)
+        lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        rank = self.attention.config.kv_lora_rank
+        summed = mla_decode(query, cache, seq_lens, self.softmax_scale, rank, batch.plan, table, lse)
+        return value_rows(batch.spread.join(summed, lse), self.w_uv)
 
     def query(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Absorbed queries [B, H, cache_dim] of sequences with one new token, which is stored."""
@@ -210,7 +217,13 @@ class LayerStep:
         if len(kv_b) != len(self.w_uk):  # heads of zeros
             kv_b = torch.cat((self.w_uk, self.w_uv), dim=1)
         if isinstance(chunk, RaggedChunk):
-            slots = to_cache(entries, cache.dtype) if chunk.places is None else cache[chunk.places]
+            if chunk.places is None:
+                slots = to_cache(entries, cache.dtype)
+            elif isinstance(chunk.places, Gathered):
+                assert batch.spread is not None
+                slots = batch.spread.slots(cache, entries, chunk.places)
+            else:
+                slots = cache[chunk.places]
             queries = q.squeeze(1).split(parts, dim=-1)
             given = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
             return mla_ragged_attention(*given).flatten(1)

@@ -171,7 +171,8 @@ class PagedModel:
         made = replace(batch, rotation=(cos, sin))
         if made.decodes:
             lengths, table = made.single.seq_lens, made.single.block_table
-            made.plan = attention_plan(lengths, self.held[0].cache, len(self.steps[0].w_uk), table)
+            heads = len(self.steps[0].w_uk) * (1 if made.spread is None else made.spread.ranks)
+            made.plan = attention_plan(lengths, self.held[0].cache, heads, table)
         return made
 
     def run(self, x: Tensor, batch: Batch | None, states: HiddenStates | None = None) -> Tensor:

@@ -17,9 +17,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.engine.batch import Batch, by_token
+from kimi_k2.engine.spread import Spread
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.ops.registry import batch_invariant
 from kimi_k2.serving.vllm.connectors import LatentBatch
+from kimi_k2.serving.vllm.context import context_ranks
 from kimi_k2.serving.vllm.lora import may_touch_experts
 
 NAME = "KIMI_K2_MLA"
@@ -32,12 +34,14 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     reorder_batch_threshold: int = 1
     # A batch of decodes alone reads nothing back, so vLLM may capture it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _spread: Spread | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
         self._held: tuple[Tensor, Tensor] | None = None
+        self._spread = context_ranks(vllm_config.parallel_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -67,12 +71,15 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         else:
             rows = decodes
         if not lengths:  # some of them may be padding, without a token
-            return LatentBatch(rows, rows, seq_lens, common.slot_mapping, block_table)
+            if self._spread is not None:  # vLLM's are where CUDA graphs know; trial runs may have none
+                local = common.dcp_local_seq_lens
+                seq_lens = self._spread.held(seq_lens) if local is None else local
+            return LatentBatch(rows, rows, seq_lens, common.slot_mapping, block_table, spread=self._spread)
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1].tolist()
         before = torch.arange(rows, dtype=torch.int32, device=seq_lens.device)
         return LatentBatch.of_sequences(
             [*range(rows), *starts], torch.cat((before, common.query_start_loc[decodes:])), seq_lens,
-            lengths, block_table, common.slot_mapping, self.kv_cache_spec.block_size,
+            lengths, block_table, common.slot_mapping, self.kv_cache_spec.block_size, self._spread,
         )  # fmt: skip
 
     def _by_token(self, common: Any, decodes: int, rows: int, more: bool) -> tuple[Tensor, Tensor]:
@@ -146,7 +153,8 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """
 
     supports_pcp: ClassVar[bool] = False
-    supports_dcp: ClassVar[bool] = False
+    supports_dcp: ClassVar[bool] = True
+    need_to_return_lse_for_decode: ClassVar[bool] = True
 
     def __init__(self, vllm_config: Any, name: str, cache_dim: int, dtype: torch.dtype) -> None:
         super().__init__()

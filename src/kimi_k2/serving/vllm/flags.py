@@ -42,6 +42,7 @@ OBEYED = _names("""
     compilation_config.encoder_cudagraph_token_budgets compilation_config.encoder_cudagraph_max_vision_items_per_batch
     compilation_config.encoder_cudagraph_max_frames_per_batch
     max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules specialize_active_lora
+    dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
 """)
 
 # Before the model and behind it: scheduler, sampler, tokenizer, API, records.
@@ -74,7 +75,7 @@ OF_OTHERS = _names("""
     data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
     data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
     dp_sync_interval disable_nccl_for_dp_synchronization
-    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size eplb_config ubatch_size
+    eplb_config ubatch_size
     dbo_decode_token_threshold dbo_prefill_token_threshold
     default_mm_loras enable_tower_connector_lora max_lora_cls_labels spec_model spec_tokens elastic_ep_max_dp_size
     kv_offloading_backend enable_flashinfer_autotune kernel_config.enable_flashinfer_autotune
@@ -88,8 +89,8 @@ NOT_COMPILED = _names("compilation_config optimization_level")
 # Decided by vLLM's configuration as it stands in the end, which the environment changes too (`support.refusal`).
 DECIDED_LATER = _names("""
     pipeline_parallel_size data_parallel_size all2all_backend prefill_context_parallel_size
-    decode_context_parallel_size enable_dbo enable_eplb enable_ep_weight_filter speculative_config
-    enable_lora fully_sharded_loras enable_mixed_moe_lora_format enable_moe_shared_loras
+    decode_context_parallel_size dcp_comm_backend dcp_q_replicate enable_dbo enable_eplb enable_ep_weight_filter
+    speculative_config enable_lora fully_sharded_loras enable_mixed_moe_lora_format enable_moe_shared_loras
     spec_method kv_cache_dtype quantization
 """)
 

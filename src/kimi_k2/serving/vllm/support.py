@@ -67,7 +67,8 @@ def refusal(vllm_config: Any, hf_config: Any) -> str | None:
     for reason, holds in (
         ("drafts in a pipeline", parallel.pipeline_parallel_size > 1 and _drafts(vllm_config) is not None),
         (f"an exchange of tokens by {_exchange(parallel)}", _exchange(parallel) not in EXCHANGES),
-        ("context parallelism", _along_the_context(parallel) > 1),
+        ("context parallelism of prompts", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+        *((f"decode context parallelism with {what}", holds) for what, holds in _beside_context_ranks(vllm_config)),
         ("microbatches", bool(getattr(parallel, "use_ubatching", False))),
         ("expert load balancing in a pipeline", parallel.enable_eplb and parallel.pipeline_parallel_size > 1),
         (
@@ -136,6 +137,7 @@ def _more_than_ranks(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     yield "drafts", _drafts(vllm_config) is not None
     yield "data parallelism", parallel.data_parallel_size > 1
     yield "pipeline parallelism", parallel.pipeline_parallel_size > 1
+    yield "decode context parallelism", parallel.decode_context_parallel_size > 1
     yield "expert load balancing", parallel.enable_eplb
 
 
@@ -150,6 +152,7 @@ def against_decode_steps(vllm_config: Any) -> str | None:
         ("LoRA", vllm_config.lora_config is not None),
         ("data parallelism", vllm_config.parallel_config.data_parallel_size > 1),
         ("pipeline parallelism", vllm_config.parallel_config.pipeline_parallel_size > 1),
+        ("decode context parallelism", vllm_config.parallel_config.decode_context_parallel_size > 1),
         ("expert load balancing", vllm_config.parallel_config.enable_eplb),
         ("a transfer of caches", vllm_config.kv_transfer_config is not None),
         ("a transfer of encoders' outputs", getattr(vllm_config, "ec_transfer_config", None) is not None),
@@ -170,10 +173,16 @@ def _drafts(vllm_config: Any) -> str | None:
     return None if given is None else str(given.method)
 
 
-def _along_the_context(parallel: Any) -> int:
-    """Ranks that a sequence's tokens are divided among, in prompts or in decodes."""
-    sizes = (getattr(parallel, f"{phase}_context_parallel_size", 1) for phase in ("prefill", "decode"))
-    return max(sizes)
+def _beside_context_ranks(vllm_config: Any) -> Iterator[tuple[str, bool]]:
+    """With what sequences spread over ranks have not been tried, or it is not built."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return
+    yield "drafts", _drafts(vllm_config) is not None
+    yield "a transfer of caches", vllm_config.kv_transfer_config is not None
+    how = getattr(parallel, "dcp_comm_backend", None)
+    yield f"--dcp-comm-backend {how}", how not in (None, "ag_rs")
+    yield "--dcp-q-replicate", bool(getattr(parallel, "dcp_q_replicate", False))
 
 
 def _loads_other_experts(parallel: Any) -> bool:
@@ -193,6 +202,9 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     padded = kernel_heads(heads) or heads
     if vllm_config.lora_config is not None and padded > heads:
         return f"LoRA with {heads} heads a rank, the kernels add {padded - heads} of zeros"
+    together = padded * vllm_config.parallel_config.decode_context_parallel_size
+    if kernel_heads(together) != together and kernel_heads(heads):
+        return f"decode context parallelism of {together} heads, which the kernels do not take together"
     cache = vllm_config.cache_config
     given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
     page = cache.block_size if given else None

@@ -1,0 +1,104 @@
+"""Caches spread over ranks: each holds every so-many-th run of a sequence's tokens (decode context parallelism).
+
+Of a decode step every rank attends with all ranks' heads over what it holds, and the results are joined by their sums
+of exponentials. Prompts attend with a rank's own heads over entries that all ranks have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_k2.ops.cache import to_cache
+from kimi_k2.ops.mla import Ragged
+
+
+class Gathered(NamedTuple):
+    """Where the slots of a chunk's sequences come from, one sequence after the other.
+
+    Attributes:
+        places: page and place in it of what this rank gives, [M] each, as many as every other rank.
+        order: int64 [S], of each slot its row among what all ranks give and, behind that, the chunk's new entries.
+    """
+
+    places: tuple[Tensor, Tensor]
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The ranks that hold each sequence together, tokens p with p // run % ranks == rank.
+
+    Attributes:
+        ranks: how many.
+        rank: this one.
+        run: tokens after another on one rank.
+        gather: of rows [n, ...] all ranks' [ranks * n, ...], one rank's behind the other's.
+        reduce: the sum over the ranks.
+    """
+
+    ranks: int
+    rank: int
+    run: int
+    gather: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
+
+    def held(self, lengths: Tensor, rank: int | None = None) -> Tensor:
+        """Of sequences' first tokens, int32 or int64 [B], how many a rank holds; this one if it is not said."""
+        turn, first = self.run * self.ranks, self.run * (self.rank if rank is None else rank)
+        return lengths // turn * self.run + (lengths % turn - first).clamp(0, self.run)
+
+    def queries(self, query: Tensor) -> Tensor:
+        """A rank's heads [B, H, C] to all ranks' [B, ranks * H, C]."""
+        by_rank = self.gather(query).view(self.ranks, *query.shape)
+        return by_rank.transpose(0, 1).flatten(1, 2)
+
+    def join(self, summed: Tensor, lse: Tensor) -> Tensor:
+        """Of all heads over what this rank holds [B, ranks * H, rank], this rank's heads over everything.
+
+        Args:
+            summed: of `mla_decode`.
+            lse: its logarithms of sums of exponentials, [B, ranks * H]; without a slot on any rank the result is zero.
+
+        Returns:
+            [B, H, rank].
+        """
+        shares = self.gather(lse).view(self.ranks, *lse.shape).softmax(0).nan_to_num(0)
+        joined = self.reduce(summed * shares[self.rank].unsqueeze(-1))
+        return joined.chunk(self.ranks, dim=1)[self.rank].to(summed.dtype)
+
+    def gathered(self, new: Ragged, keys: Ragged, table: Tensor, page: int) -> Gathered:
+        """Of sequences whose lengths the host knows; nothing is read back, and nothing copied from the host.
+
+        Args:
+            new: new tokens of each sequence.
+            keys: its slots, with the new tokens'.
+            table: int32 [B, pages], pages of what this rank holds.
+            page: slots of a page.
+        """
+        device, turn, count = table.device, self.run * self.ranks, sum(keys.lengths)
+        old = torch.tensor(keys.lengths, device="cpu") - torch.tensor(new.lengths, device="cpu")
+        given = int(self.held(old, 0).sum())  # the first rank has as many as any
+        before = keys.starts.diff() - new.starts.diff()
+        held = self.held(before, 0)
+        firsts = torch.cat((held.new_zeros(1), held.cumsum(0)))
+        numbers = torch.arange(len(table), device=device)
+        sequence = numbers.repeat_interleave(keys.starts.diff(), output_size=count)
+        at = torch.arange(count, device=device) - keys.starts[sequence]
+        theirs = at // self.run % self.ranks * given + firsts[sequence] + at // turn * self.run + at % self.run
+        fresh = self.ranks * given + new.starts[sequence] + at - before[sequence]
+        order = torch.where(at < before[sequence], theirs, fresh)
+        sequence = numbers.repeat_interleave(held, output_size=given)
+        place = torch.arange(given, device=device) - firsts[sequence]
+        return Gathered((table[sequence, place // page].long(), place % page), order)
+
+    def slots(self, cache: Tensor, entries: Tensor, gathered: Gathered) -> Tensor:
+        """What the cache holds of a chunk's sequences, [S, C], of which `entries` [T, C] are new."""
+        own, entries = cache[gathered.places], to_cache(entries, cache.dtype)
+        if cache.dtype == torch.float8_e4m3fn:  # which neither PyTorch joins nor every library sends
+            own, entries = own.view(torch.uint8), entries.view(torch.uint8)
+        return torch.cat((self.gather(own), entries))[gathered.order].view(cache.dtype)
