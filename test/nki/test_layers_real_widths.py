@@ -5,6 +5,7 @@ What other ranks would add is left out, so the all-reduces give back what the ra
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ml_dtypes
@@ -18,16 +19,17 @@ from kimi_k2.ops.router import noaux_tc_gate
 
 from .test_layers_kernel import Layer
 
-HIDDEN, EXPERTS, HELD, WIDTH, BLOCKS, OWN = 7168, 384, 16, 32, 56, 112
+HIDDEN, EXPERTS, HELD, BLOCKS, OWN = 7168, 384, 10, 56, 112
 Q_RANK, RANK, ROPE, NOPE, VALUE, DOWNS = 1536, 512, 64, 128, 128, 2112
-SCALE, SCALING, EPS, SLOTS = 0.1447, 2.827, 1e-6, 4096
+SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
+WHOLE = [(np.float32, np.float32, False, 32, 4096, 1e-5)] if os.environ.get("KIMI_K2_NKI_ALL") else []
 
 
 def drawn(generator: torch.Generator, dtype: Any, *shape: int, scale: float = 1.0) -> Any:
     return (torch.randn(*shape, generator=generator) * scale).numpy().astype(dtype)
 
 
-def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool, plain: bool) -> Any:
+def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last: bool, plain: bool, width: int) -> Any:
     """A rank's weights of one layer, experts as `stored`; if `plain`, the shared one in `dtype` without scales."""
 
     def normal(*shape: int, scale: float = 1.0) -> Any:
@@ -40,8 +42,10 @@ def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last:
         return (torch.rand(*shape, generator=generator) * 4e-4 + 1e-4).numpy()
 
     bias = drawn(generator, np.float32, 1, EXPERTS, scale=0.1)
-    bias[:, :HELD] += 2.0  # the rank holds all that are chosen
-    following = (normal(OWN, DOWNS, scale=0.02), normal(HELD, WIDTH, DOWNS, scale=0.05), normal(32, DOWNS, scale=0.05))
+    # The rank holds all that are chosen, or of 64 columns five.
+    bias[:, : HELD if width == 32 else 5] += 2.0
+    bias[:, 200:203] += 0.0 if width == 32 else 2.0
+    following = (normal(OWN, DOWNS, scale=0.02), normal(HELD, width, DOWNS, scale=0.05), normal(32, DOWNS, scale=0.05))
     shared = [tiles(128, BLOCKS, 64), scales(2, BLOCKS), tiles(32, HIDDEN), scales(BLOCKS)]
     if plain:
         shared = [normal(128, BLOCKS, 64, scale=0.03), None, normal(32, HIDDEN, scale=0.03), None]
@@ -51,7 +55,7 @@ def layer(generator: torch.Generator, dtype: Any, stored: Any, slots: int, last:
         normal(1, 128, RANK // 128, VALUE, scale=0.05), None, normal(VALUE, 1, HIDDEN, scale=0.05), None,
         *(drawn(generator, np.float32, rows, EXPERTS, scale=0.02) for rows in (OWN, VALUE)),
         normal(1, slots, RANK), normal(1, slots, ROPE), 1 + normal(HIDDEN, scale=0.1), bias,
-        tiles(HELD, 128, BLOCKS, 2 * WIDTH), scales(HELD, 2, BLOCKS), tiles(HELD, WIDTH, HIDDEN), scales(HELD, BLOCKS),
+        tiles(HELD, 128, BLOCKS, 2 * width), scales(HELD, 2, BLOCKS), tiles(HELD, width, HIDDEN), scales(HELD, BLOCKS),
         *shared,
     ]  # fmt: skip
     return Layer(*parts, *((None,) * 3 if last else following))
@@ -104,6 +108,8 @@ def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Ten
         if one.next_residual is not None:
             moved = x[:OWN] @ wide(one.next_residual) + inner @ wide(one.next_shared)
         for number, weight in zip(index[0].tolist(), share[0], strict=True):
+            if number >= HELD:
+                continue
             tiles = one.gate_up[number], one.gate_up_scales[number], one.down[number], one.down_scales[number]
             inner, out = expert(normed, *tiles)
             total = total + weight * out
@@ -114,26 +120,27 @@ def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Ten
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stored", "plain", "bound"),
+    ("dtype", "stored", "plain", "width", "slots", "bound"),
     [
-        (np.float32, np.float32, False, 1e-5),
-        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, False, 1e-2),
-        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, True, 1e-2),  # as INT4 members store their shared expert
+        (np.float32, ml_dtypes.float8_e4m3, False, 64, 256, 1e-5),  # others elsewhere, halves on the cores
+        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, False, 32, 4096, 1e-2),
+        (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3, True, 64, 4096, 1e-2),  # as INT4 members store their shared expert
+        *WHOLE,
     ],
 )
-def test_two_layers_of_one_rank(dtype: Any, stored: Any, plain: bool, bound: float) -> None:
+def test_two_layers_of_one_rank(dtype: Any, stored: Any, plain: bool, width: int, slots: int, bound: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = [layer(generator, dtype, stored, SLOTS, last, plain) for last in (False, True)]
+    layers = [layer(generator, dtype, stored, slots, last, plain, width) for last in (False, True)]
     hidden = drawn(generator, np.float32, 1, HIDDEN)
     downs = drawn(generator, np.float32, 1, DOWNS)
     angles = torch.rand(ROPE // 2, generator=generator).double() * 6.28
     cos, sin = angles.cos().repeat_interleave(2), angles.sin().repeat_interleave(2)
     sin[0::2] *= -1
-    used = SLOTS - 3
+    used = slots - 3
     lengths = torch.full((1, 1), used, dtype=torch.int32)
     out, _, _ = decode_layers[2](
         hidden, downs, tuple(map(tuple, layers)), torch.stack((cos, sin))[:, :, None].float(), lengths, 64, ((0,),), 0,
-        HELD, SCALE, SCALING, EPS,
+        HELD if width == 32 else EXPERTS, SCALE, SCALING, EPS,
     )  # fmt: skip
     wanted = reference(wide(hidden)[0], wide(downs)[0], layers, cos, sin, used)
     assert ((wide(out).flatten() - wanted).norm() / wanted.norm()).item() < bound

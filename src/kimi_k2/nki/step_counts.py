@@ -23,10 +23,10 @@ from nki_emulator.rates import TRAINIUM2
 
 FILE = Path(__file__).with_name("step_counts.json")
 SCHEMA = "kimi-k2/nki-step/3"
-# TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest core of all adds up 3 of its 4 slots (3.1
-# expected of uniform routing), and 10 of the 16 of 4 tokens (10.3).
-_ALL, _THREE, _TWO = tuple(range(8)), (0, 1, 2, 4, 5, 6), (0, 1, 4, 5)
-_CHOSEN = {1: (_THREE,), 4: (_THREE, _TWO, _THREE, _TWO)}
+# TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest has 5 (5.1 expected of uniform routing), and 18
+# of the 32 of 4 tokens (18.2).
+_ALL, _FIVE, _FOUR = tuple(range(8)), tuple(range(5)), tuple(range(4))
+_CHOSEN = {1: (_FIVE,), 4: (_FIVE, _FOUR, _FIVE, _FOUR)}
 PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 # Cache slots, and the ranks that share them.
 CONTEXTS = {4096: 1, 131072: 16}

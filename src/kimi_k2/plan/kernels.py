@@ -33,7 +33,7 @@ ASSUMPTIONS = (
     " all cores and ranks arrive together",
     "routed experts in FP8 with scales of 128 x 128, attention in BF16",
     "131,072 tokens: the cache over groups of 16 ranks; at EP2 a rank holds 4 of 8 experts, in one kernel a layer the"
-    " slowest core 3 of its 4",
+    " slowest 5",
     "the dense layer's MLP and the head by their bytes alone; the dense layer's attention as another layer's",
 )
 
@@ -41,8 +41,8 @@ _FORMS = {
     "folded_kernels": "kernels with early sums: as the class calls them with tiles; without XLA's operations between",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
-    "folded_4": "one kernel a layer, 4 tokens of a sequence: at EP2 the slowest core has 10 of its 16 experts (expected"
-    " 10.3 of uniform routing)",
+    "folded_4": "one kernel a layer, 4 tokens of a sequence: at EP2 the slowest rank has 18 of the 32 experts (expected"
+    " 18.2 of uniform routing)",
 }
 # Which of them the class runs.
 _OF_THE_CLASS = (

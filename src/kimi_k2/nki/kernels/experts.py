@@ -18,7 +18,7 @@ from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import OwnTokens, add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
-from kimi_k2.nki.kernels.views import bytes_of, repeated
+from kimi_k2.nki.kernels.views import bytes_of
 
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
@@ -139,13 +139,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     """A rank's routed experts, and the tiles in SBUF that they are loaded into; arguments as `selective_experts`.
 
     `per` experts lie side by side in a stationary tile of gate and up, and `stack` one above the other in one of down:
-    expert slot * per + s in columns s * 2I, expert slot * stack + k in rows k * I.
+    expert slot * per + s in columns s * 2I, expert slot * stack + k in rows k * `rows`, this core's rows of I.
 
     Args:
         first, count: blocks of H of this core.
         early: what is summed beside the experts' output, or None.
         slots: of a token's experts that this core adds up.
-        apart: the other core adds up other experts, and this one all blocks: the cores' sums are to be added.
+        apart: this core's sums are of all blocks, and to be added to the other's, which adds up other experts or, where
+            gate and up are divided by blocks, other rows of down.
         beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
         divided: the other core has other tokens, and this one all blocks, which it adds up as two cores' halves.
     """
@@ -153,6 +154,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     early_tiles: Any
     early_rows: Any
     beside_rows: Any
+    beside_tiles: Any
 
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
@@ -162,36 +164,46 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
         self.apart, self.beside, self.early, self.local = apart, beside, early, local
-        self.divided = divided
+        self.divided, self.num_experts = divided, num_experts
         self.width, self.count, self.slots = width, count, slots
+        self.exchanged = count < blocks
+        out_first, out_count, begin, rows = first, count, 0, width
+        if apart:
+            out_first, out_count = 0, blocks
+            if self.exchanged:
+                begin, rows = share_of(width)
+        self.out_count, self.begin, self.rows = out_count, begin, rows
         self.skips = local < num_experts
-        self.per, self.stack = max(1, BLOCK // double), BLOCK // width
+        self.per, self.stack = max(1, BLOCK // double), BLOCK // rows
         self.narrow = down
         self.gate_up = Table(gate_up, (BLOCK, count, double), (blocks * double, double, 1), first * double)
-        self.down = Table(down, (width, count, BLOCK), (size, BLOCK, 1), first * BLOCK)
+        self.down = Table(down, (rows, out_count, BLOCK), (size, BLOCK, 1), begin * size + out_first * BLOCK)
         self.gate_up_scales = Table(gate_up_scales, (2, count), (blocks, 1), first)
-        self.down_scales = Table(down_scales, (1, count), (blocks, 1), first)
+        self.down_scales = Table(down_scales, (1, out_count), (blocks, 1), out_first)
         pairs, groups = slots // self.per, slots // self.stack
         self.gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
-        self.down_tiles = self._buffers(groups, (BLOCK, count, BLOCK), down.dtype)
+        self.down_tiles = self._buffers(groups, (BLOCK, out_count, BLOCK), down.dtype)
         self.early_tiles = None
         self.early_rows = None
         self.beside_rows = None
+        self.beside_tiles = None
         if early != None:
             columns = early.routed.shape[2]
-            self.early_rows = Table(early.routed, (width, early.count), (columns, 1), early.first)
+            self.early_rows = Table(early.routed, (rows, early.count), (columns, 1), early.first)
             self.early_tiles = self._buffers(groups, (BLOCK, early.count), early.routed.dtype)
             assert len(self.early_tiles) == groups, "expected early columns that fit 64 KiB a partition"
         if beside != None:
-            self.beside_rows = Table(beside, (width, beside.shape[2]), (beside.shape[2], 1), 0)
+            columns = beside.shape[2]
+            self.beside_rows = Table(beside, (rows, columns), (columns, 1), begin * columns)
+            self.beside_tiles = self._buffers(groups, (BLOCK, columns), beside.dtype)
         self.row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
-        self.out_scales = nl.ndarray((slots, count), dtype=nl.float32, buffer=nl.sbuf)
+        self.out_scales = nl.ndarray((slots, out_count), dtype=nl.float32, buffer=nl.sbuf)
         if self.skips:
             nisa.memset(dst=self.row_scales, value=0.0)
             nisa.memset(dst=self.out_scales, value=0.0)
         # Which row of scales goes to which partition: [2 * slots, pairs, 128] for gate and up, [slots, groups, 128].
         self.spread_rows = _selector(2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, width]], pairs)
-        self.spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, width]], groups)
+        self.spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, rows]], groups)
 
     def _buffers(self, wanted: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """Tiles used in turn. A skipped read leaves what is there, which must be a number: they begin as zeros."""
@@ -217,12 +229,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             nisa.dma_copy(dst=tile[begin:end], src=table.part(place, begin, end), oob_mode=mode)
 
     def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
-        """[128, count, T] float32: over each token's experts, with `shared` [128, count, T] where there is one.
+        """[128, n, T] float32: over each token's experts, of n blocks, with `shared` [128, n, T] where there is one.
 
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
             places, kept: of `places`.
-            shared: float32 in SBUF, or None; [128, count + ceil(N / 128), T] with N columns `beside`.
+            shared: float32 in SBUF, or None; [128, n + ceil(N / 128), T] with N columns `beside`.
             exact: identity, float32 [128, 128].
         """
         tokens = columns.shape[2]
@@ -231,7 +243,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=by_slot, src=turned)
         width = 0 if self.beside == None else self.beside.shape[2]
-        whole, rest = self.count + width // BLOCK, width % BLOCK
+        whole, rest = self.out_count + width // BLOCK, width % BLOCK
         blocks = whole + (1 if rest > 0 else 0)
         result = nl.ndarray((BLOCK, blocks, tokens), dtype=nl.float32, buffer=nl.sbuf)
         # One part's sums begin with what is shared; those of several parts have it added.
@@ -247,14 +259,22 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             for slot in range(self.slots):
                 place.append(places[token : token + 1, slot : slot + 1])
             column = halves[:, :, token, :] if parts > 1 else halves[:, :, token : token + 1]
-            inner = self._inner(column, place)
-            weights = by_slot[:, token : token + 1]
+            row_scales, factors = self._scales(place, by_slot[:, token : token + 1])
+            inner = []
+            moving = []
+            for group in range(self.slots // self.stack):
+                inner.append(self._inner(group, column, place, row_scales))
+                weighted = nl.ndarray((BLOCK, 1, self.out_count + 1), dtype=columns.dtype, buffer=nl.sbuf)
+                nisa.tensor_scalar(
+                    dst=weighted[:, 0, :], data=factors[:, group, :], op0=nl.multiply, operand0=inner[group]
+                )
+                moving.append(weighted)
             if begun:
-                total = self._down(inner, place, weights, columns, exact, shared[:, :, token])
+                total = self._down(moving, place, exact, shared[:, :, token])
             else:
-                total = self._down(inner, place, weights, columns, None, None)
+                total = self._down(moving, place, None, None)
             if self.early != None:
-                self._store_early(token, inner, place, weights)
+                self._store_early(token, inner, place, factors)
             if begun:
                 nisa.tensor_copy(dst=result[:, :, token], src=total)
                 continue
@@ -264,7 +284,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         return result
 
     def places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
-        """Local numbers int32 [T, slots], `local` where another rank holds the expert; weights, 0 there.
+        """Local numbers int32 [T, slots], `local` or more where another rank holds the expert; weights, 0 there.
 
         Args:
             index: [T, slots] in SBUF, global numbers, integers or float32.
@@ -286,18 +306,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         if not self.skips:
             nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=first)
             return places, None
-        number = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        # What is negative comes behind the last of this rank's.
+        behind = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=behind, data=index, op0=nl.less, operand0=first, op1=nl.multiply, operand1=1.0 * self.num_experts
+        )
+        nisa.scalar_tensor_tensor(dst=places, data=index, op0=nl.subtract, operand0=first, op1=nl.add, operand1=behind)
         held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=number, data=index, op0=nl.subtract, operand0=first)
-        nisa.tensor_scalar(dst=held, data=number, op0=nl.less, operand0=1.0 * self.local)
-        nisa.scalar_tensor_tensor(
-            dst=held, data=number, op0=nl.greater_equal, operand0=0.0, op1=nl.multiply, operand1=held
-        )
-        # held ? number : local, as (number - local) * held + local
-        nisa.scalar_tensor_tensor(
-            dst=number, data=number, op0=nl.subtract, operand0=1.0 * self.local, op1=nl.multiply, operand1=held
-        )
-        nisa.tensor_scalar(dst=places, data=number, op0=nl.add, operand0=1.0 * self.local)
+        nisa.tensor_scalar(dst=held, data=places, op0=nl.less, operand0=1.0 * self.local)
         return places, held
 
     def kept(self, weights: Any, held: Any) -> Any:
@@ -308,98 +324,111 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=kept, data1=weights, data2=held, op=nl.multiply)
         return kept
 
-    def _inner(self, column: Any, place: list[Any]) -> Any:
-        """silu(gate) * up float32 [128, groups]: expert g * stack + k on partitions k * I and on.
+    def _scales(self, place: list[Any], weights: Any) -> tuple[Any, Any]:
+        """Of a token's experts, on the partitions where they are needed, float32.
 
-        Args:
-            column: [128, count, parts], a token's values, whose parts add up to them.
-            place: of each slot.
+        Gate and up's, [128, pairs, count]; down's times the weight, [128, groups, n + 1], the last of them the weight.
         """
-        parts = column.shape[2]
-        per, width, count, stack = self.per, self.width, self.count, self.stack
-        pairs, groups = self.slots // per, self.slots // stack
-        products = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.psum)
         for slot in range(self.slots):
             self._load(self.row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
+            self._load(self.out_scales[slot : slot + 1], self.down_scales, place[slot])
+        count = self.out_count
+        weighted = nl.ndarray((self.slots, count + 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=weighted[:, 0:count], data=self.out_scales, op0=nl.multiply, operand0=weights)
+        nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
+        return _spread(self.row_scales, self.spread_rows), _spread(weighted, self.spread_out)
+
+    def _inner(self, group: int, column: Any, place: list[Any], row_scales: Any) -> Any:
+        """silu(gate) * up float32 [128, 1] of a group of experts: the k-th on partitions k * `rows` and on.
+
+        Args:
+            group: of those that lie in one tile of down.
+            column: [128, count, parts], a token's values, whose parts add up to them.
+            place: of each slot.
+            row_scales: of `_scales`.
+        """
+        parts = column.shape[2]
+        per, width, count, rows = self.per, self.width, self.count, self.rows
+        pairs = self.stack // per
+        halves = 2 if self.divided else 1
+        sums = nl.ndarray((BLOCK, pairs, halves), dtype=nl.float32, buffer=nl.sbuf)
         for pair in range(pairs):
-            tile = self.gate_up_tiles[pair % len(self.gate_up_tiles)]
+            of_all = group * pairs + pair
+            products = nl.ndarray((BLOCK, count, parts), dtype=nl.float32, buffer=nl.psum)
+            tile = self.gate_up_tiles[of_all % len(self.gate_up_tiles)]
             for number in range(per):
-                self._load(tile[:, number], self.gate_up, place[pair * per + number])
+                self._load(tile[:, number], self.gate_up, place[of_all * per + number])
             for block in range(count):
                 nisa.nc_matmul(
-                    dst=products[:, pair, block, :],
+                    dst=products[:, block, :],
                     stationary=tile[:, :, block, :],
                     moving=column[:, block, :],
                     accumulate=False,
                 )
-        scales = repeated(_spread(self.row_scales, self.spread_rows), parts)
-        halves = 2 if self.divided else 1
-        scaled = nl.ndarray((BLOCK, pairs, count, parts), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-        sums = nl.ndarray((BLOCK, pairs, halves), dtype=nl.float32, buffer=nl.sbuf)
-        by_half = scaled.reshape((BLOCK, pairs, halves, count // halves * parts))
-        nisa.tensor_reduce(dst=sums, op=nl.add, data=by_half, axis=3)
+            scaled = nl.ndarray((BLOCK, count, parts), dtype=nl.float32, buffer=nl.sbuf)
+            pattern = [[row_scales.shape[1] * count, BLOCK], [1, count], [0, parts]]
+            scales = row_scales.ap(pattern=pattern, offset=of_all * count)
+            nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
+            by_half = scaled.reshape((BLOCK, halves, count // halves * parts))
+            nisa.tensor_reduce(dst=sums[:, pair, :], op=nl.add, data=by_half, axis=2)
         both = sums.reshape((BLOCK, pairs * halves))
         if self.divided:
             both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=both, data1=sums[:, :, 0], data2=sums[:, :, 1], op=nl.add)
-        elif not self.apart:
+        elif self.exchanged:
             add_over_cores(both)
-        # Expert pair * per + s = g * stack + k: to the partitions that down's rows lie on.
-        gate = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
-        up = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
-        by_group = both.reshape((BLOCK, groups, stack // per))
-        for row in range(stack):
-            pair, source, target = row // per, (row % per) * 2 * width, row * width
-            given = by_group[source : source + width, :, pair]
-            nisa.activation(dst=gate[target : target + width], op=nl.silu, data=given)
-            given = by_group[source + width : source + 2 * width, :, pair]
-            nisa.tensor_copy(dst=up[target : target + width], src=given)
-        inner = nl.ndarray((BLOCK, groups), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=inner, data1=gate, data2=up, op=nl.multiply)
-        return inner
+        # To the partitions that down's rows lie on.
+        gate = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
+        up = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
+        for row in range(self.stack):
+            pair, source, target = row // per, (row % per) * 2 * width + self.begin, row * rows
+            given = both[source : source + rows, pair : pair + 1]
+            nisa.activation(dst=gate[target : target + rows], op=nl.silu, data=given)
+            given = both[source + width : source + width + rows, pair : pair + 1]
+            nisa.tensor_copy(dst=up[target : target + rows], src=given, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(dst=gate, data1=gate, data2=up, op=nl.multiply)
+        return gate
 
-    def _down(self, inner: Any, place: list[Any], weights: Any, columns: Any, exact: Any, base: Any) -> Any:
-        """The sum over slots of weight * scale * (down . inner): [128, count], then the columns beside.
+    def _down(self, inner: list[Any], place: list[Any], exact: Any, base: Any) -> Any:
+        """The sum over slots of weight * scale * (down . inner): [128, n], then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
-        Beside narrower weights float32 `columns` say that it is not to be rounded. `base`, what the sum begins with,
-        goes through the Tensor Engine, with the identity `exact`, while that waits for weights; None: nothing.
+        `base`, what the sum begins with, goes through the Tensor Engine, with the identity `exact`, while that waits
+        for weights; None: nothing.
+
+        Args:
+            inner: of each group of experts [128, 1, n + 1], what goes into down times `_scales`; float32 beside
+                narrower weights is not to be rounded.
+            place: of each slot.
+            exact, base: see above.
         """
-        parts = parts_of(columns, self.narrow)
-        groups, count, begun = inner.shape[1], self.count, base != None
-        for slot in range(self.slots):
-            self._load(self.out_scales[slot : slot + 1], self.down_scales, place[slot])
-        # Columns beside down's have no scale.
-        weighted = nl.ndarray((self.slots, count + 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=weighted[:, 0:count], data=self.out_scales, op0=nl.multiply, operand0=weights)
-        nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
-        factors = _spread(weighted, self.spread_out)
-        whole = nl.ndarray((BLOCK, groups, count + 1), dtype=columns.dtype, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=whole, data1=factors, data2=repeated(inner, count + 1), op=nl.multiply)
-        own = whole[:, :, count : count + 1]
-        moving = whole
-        if parts > 1:
-            moving = in_parts(whole, parts)
-            own = _of_parts(own, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
+        parts = parts_of(inner[0], self.narrow)
+        groups, count, begun = len(inner), self.out_count, base != None
         beside = 0 if self.beside == None else (self.beside.shape[2] + BLOCK - 1) // BLOCK
         total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
         if begun:
             nisa.nc_matmul(dst=total[:, :, 0], stationary=exact, moving=base, accumulate=False)
+        own = []
         for group in range(groups):
+            moving = inner[group]
+            last = moving[:, :, count : count + 1]
+            if parts > 1:
+                moving = in_parts(moving, parts)
+                last = _of_parts(last, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
+            own.append(last)
             tile = self.down_tiles[group % len(self.down_tiles)]
             for row in range(self.stack):
-                rows = tile[row * self.width : (row + 1) * self.width]
+                rows = tile[row * self.rows : (row + 1) * self.rows]
                 self._load(rows, self.down, place[group * self.stack + row])
             for block in range(count):
-                value = moving[:, group, block, :] if parts > 1 else moving[:, group, block : block + 1]
+                value = moving[:, 0, block, :] if parts > 1 else moving[:, 0, block : block + 1]
                 nisa.nc_matmul(
                     dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=group > 0 or begun
                 )
         # Last what has fewest matmuls, which no transfer hides.
         if self.beside != None:
             for group in range(groups):
-                self._add_beside(group, place, own[:, group, :], total[:, count:], group > 0 or begun)
+                self._add_beside(group, place, own[group][:, 0, :], total[:, count:], group > 0 or begun)
         if parts == 1:
             return total[:, :, 0]
         sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
@@ -410,17 +439,18 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             nisa.tensor_reduce(dst=sums[0:rest, last:], op=nl.add, data=total[0:rest, last:, :], axis=2)
         return sums
 
-    def _store_early(self, token: int, inner: Any, place: list[Any], weights: Any) -> None:
+    def _store_early(self, token: int, inner: list[Any], place: list[Any], factors: Any) -> None:
         """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
-        groups, width = inner.shape[1], self.width
+        groups, rows, count = len(inner), self.rows, self.out_count
+        weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
         for group in range(groups):
             tile = self.early_tiles[group]
             for row in range(self.stack):
-                rows = tile[row * width : (row + 1) * width]
-                self._load(rows, self.early_rows, place[group * self.stack + row])
-        factors = _spread(weights, self.spread_out).reshape((BLOCK, groups))
-        weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=weighted, data1=factors, data2=inner, op=nl.multiply)
+                self._load(tile[row * rows : (row + 1) * rows], self.early_rows, place[group * self.stack + row])
+            nisa.tensor_scalar(
+                dst=weighted[:, group : group + 1], data=factors[:, group, count : count + 1], op0=nl.multiply,
+                operand0=inner[group],
+            )  # fmt: skip
         self.early.store(token, self.early_tiles, weighted)
 
     def _beside_is_wide(self, parts: int) -> bool:
@@ -430,11 +460,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
         """The columns beside down's, of one group of experts; added to what is there, or not."""
         columns = self.beside.shape[2]
-        tile = nl.ndarray((BLOCK, columns), dtype=self.beside.dtype, buffer=nl.sbuf)
-        if self.skips:
-            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
+        tile = self.beside_tiles[group % len(self.beside_tiles)]
         for row in range(self.stack):
-            rows = tile[row * self.width : (row + 1) * self.width]
+            rows = tile[row * self.rows : (row + 1) * self.rows]
             self._load(rows, self.beside_rows, place[group * self.stack + row])
         for block in range(total.shape[1]):
             size = min(BLOCK, columns - block * BLOCK)

@@ -50,12 +50,16 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         self.next = None
         if layer.next_residual != None:
             self.next = NextProjections(layer.next_residual, layer.next_shared)
-        # Each core adds up its half of a token's experts.
-        slot, slots = share_of(8)
-        self.slot = slot
+        # Each core adds up its half of a token's experts; where other ranks hold some, so that it may have many or few
+        # of them, half of each: of gate and up these blocks, of down rows.
+        local, double = layer.gate_up.shape[0], layer.gate_up.shape[3]
+        self.slot, slots = share_of(8)
+        self.begin, size = 0, blocks
+        if local < step.num_experts and double == BLOCK:
+            self.slot, slots, self.begin, size = 0, 8, first, count
         self.routed = RoutedExperts(
-            layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, 0, blocks, step.num_experts, slots,
-            apart=True, beside=layer.next_experts,
+            layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, self.begin, size, step.num_experts,
+            slots, apart=True, beside=layer.next_experts,
         )  # fmt: skip
 
     def apply(self, hidden: Any, logits: Any) -> Any:
@@ -88,7 +92,8 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=base[:, begin:end, :], data1=outer, data2=share[:, begin:end, :], op=nl.add)
         if own != None:
             self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
-        return self.routed.sum(columns, places, kept, base, step.exact)
+        begin, end = self.begin, self.begin + self.routed.count
+        return self.routed.sum(columns[:, begin:end, :], places, kept, base, step.exact)
 
 
 @nki.jit

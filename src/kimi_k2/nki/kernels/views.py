@@ -19,15 +19,6 @@ def bytes_of(dtype: Any) -> int:
     return 1
 
 
-def repeated(tensor: Any, count: int) -> Any:
-    """A whole tensor [P, n] or [P, n, m] with a dimension of `count` equal values behind."""
-    rows, size = tensor.shape[0], tensor.shape[1]
-    if len(tensor.shape) == 2:
-        return tensor.ap(pattern=[[size, rows], [1, size], [0, count]])
-    inner = tensor.shape[2]
-    return tensor.ap(pattern=[[size * inner, rows], [inner, size], [1, inner], [0, count]])
-
-
 def stretched(tensor: Any, count: int) -> Any:
     """A whole tensor [P, n, 1] as [P, n, count]."""
     rows, size = tensor.shape[0], tensor.shape[1]
