@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     cluster: int = 1
 
 
-# Up to so many tokens `block_gemm`, whose tiles may have fewer, is as fast or faster.
+# Up to so many tokens `block_gemm`, whose tiles may have fewer, is as fast or faster where `MEASURED` says nothing.
 FEW = 64
 # Microseconds of a launch, and by terms of a tile and of its block of 128 columns, fitted to a rank's shapes at 64 to
 # 8192 tokens on an H200 (662 launches); of one group of tokens, whose blocks share an SM by twos, a block of columns
@@ -51,8 +51,8 @@ _TIMES = {
 }  # fmt: skip
 TILES = tuple(_TIMES[1])
 MOST_SHARED = 144  # rows of a tile that blocks may share
-# Launches of a TP8 rank's shapes where the best timed one is 4 % faster and more than the best modelled one: by terms,
-# rows and columns, for more than half of so many tokens up to as many. None: `block_gemm`'s.
+# Launches of a TP8 rank's shapes where the best timed one (an H200; in two terms an H100 too) is 4 % faster and more
+# than the best modelled one: by terms, rows and columns, for the tokens of a `block_gemm.bucket`. None: `block_gemm`'s.
 MEASURED: dict[tuple[int, int, int], dict[int, Tile | None]] = {
     (1, 4608, 7168): {128: Tile(2, 72, 2)},
     (1, 2112, 7168): {128: None, 256: Tile(1, 64)},
@@ -60,11 +60,12 @@ MEASURED: dict[tuple[int, int, int], dict[int, Tile | None]] = {
     (1, 7168, 1024): {128: Tile(1, 64)},
     (1, 7168, 256): {128: Tile(1, 64), 256: Tile(2, 128)},
     (1, 512, 7168): {512: Tile(1, 64, 2), 1024: Tile(2, 64, 2)},
-    (2, 4608, 7168): {128: Tile(2, 72, 2)},
-    (2, 2112, 7168): {128: None},
-    (2, 1536, 1536): {128: Tile(1, 64), 256: Tile(1, 72)},
-    (2, 512, 7168): {1024: Tile(2, 64, 2)},
-    (2, 7168, 256): {128: Tile(2, 64)},
+    (2, 4608, 7168): {64: Tile(1, 64, 3), 96: Tile(2, 128, 3), 128: Tile(2, 72, 2)},
+    (2, 2112, 7168): {128: Tile(1, 64, 2), 192: Tile(1, 64, 2), 256: Tile(2, 64, 2), 384: Tile(2, 128, 2)},
+    (2, 1536, 1536): {96: None, 128: Tile(1, 64), 256: Tile(1, 72), 512: Tile(1, 64)},
+    (2, 7168, 1024): {64: Tile(1, 64)},
+    (2, 7168, 256): {64: Tile(1, 64), 128: Tile(2, 64), 256: Tile(1, 64), 512: Tile(2, 128)},
+    (2, 7168, 2304): {64: Tile(1, 64), 256: Tile(2, 128), 384: Tile(2, 192)},
 }
 
 
@@ -92,18 +93,18 @@ def choose_tile(terms: int, tokens: int, rows: int, columns: int, sms: int, whol
 def _measured(terms: int, tokens: int, rows: int, columns: int, sms: int) -> tuple[Tile | None] | None:
     """What `MEASURED` says, if it says anything."""
     found = MEASURED.get((terms, rows, columns), {}) if sms == block_gemm.MEASURED_SMS else {}
-    bucket = 1 << (tokens - 1).bit_length()
-    return (found[bucket],) if bucket in found else None
+    at = block_gemm.bucket(tokens, found)
+    return (found[at],) if at else None
 
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(terms: int, tokens: int, rows: int, columns: int, sms: int, other: block_gemm.Choice) -> bool:
     """Whether it takes less time than this launch of `block_gemm`, as measured where that is known, else modelled."""
     size = terms, tokens, rows, columns
-    if tokens <= FEW:
-        return False
     if (known := _measured(*size, sms)) is not None:
         return known[0] is not None
+    if tokens <= FEW:
+        return False
     time = modelled_time(*size, choose_tile(*size, sms), sms)
     return time < block_gemm.modelled_time(*size, other, sms)
 
