@@ -22,7 +22,7 @@ from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.vllm import plugin, runner, support
 
 HERE = Path(plugin.__file__).parent
-MODEL = ("attention", "connectors", "lora", "model", "prompt_graphs", "ranks")
+MODEL = ("attention", "connectors", "lora", "model", "prompt_graphs", "ranks", "tower")
 WORKER = ("decode_steps", *MODEL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
 
 DRAFTS = 3
+PROMPTS = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "8"))
+WITHIN = 600 + 4 * PROMPTS  # seconds
 
 
 def check(answer: dict[str, Any], log: str) -> None:
@@ -38,13 +41,14 @@ def check(answer: dict[str, Any], log: str) -> None:
 
 def test_ngram(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Prompts that repeat themselves, some of them each other; they come in parts, and behind cached prefixes."""
-    job = requests(seed=21)
+    job = requests(seed=21, count=PROMPTS)
     for one in job:
         one["prompt"] = (one["prompt"][:20] * 4)[:60]
     job[-1]["prompt"] = job[0]["prompt"]
     drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 32, "enable_prefix_caching": True}
-    answer, log = serve(checkpoints["bf16"], "float32", job, tmp_path, parts=True, speculative_config=drafts, **options)
+    options |= {"parts": True, "timeout": WITHIN}
+    answer, log = serve(checkpoints["bf16"], "float32", job, tmp_path, speculative_config=drafts, **options)
     assert answer["tokens"] == expected(checkpoints["bf16"], "float32", job)
     check(answer, log)
     assert "decode steps are prepared by vLLM: drafts by ngram" in log
@@ -68,7 +72,7 @@ def test_eagle3(form: Form, ahead: bool, tmp_path: Path) -> None:
 
     With a Llama head prompts come in parts; vLLM's MLA on a CPU takes them whole.
     """
-    directory, head, job = tmp_path / "wide", tmp_path / "head", requests(seed=22)
+    directory, head, job = tmp_path / "wide", tmp_path / "head", requests(seed=22, count=PROMPTS)
     config = with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16")
     write_synthetic_checkpoint(directory, config, seed=3)
     longer = [{**one, "new_tokens": one["new_tokens"] + DRAFTS} for one in job]
@@ -77,9 +81,8 @@ def test_eagle3(form: Form, ahead: bool, tmp_path: Path) -> None:
     parts = form == "llama"
     options: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 64} if parts else {}
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
-    answer, log = serve(
-        directory, "float32", job, tmp_path, parts=parts, ahead=ahead, speculative_config=drafts, **options
-    )
+    options |= {"parts": parts, "ahead": ahead, "timeout": WITHIN}
+    answer, log = serve(directory, "float32", job, tmp_path, speculative_config=drafts, **options)
     check(answer, log)
     assert answer["verified"] == answer["drafted"] > answer["steps"] / 2  # the others have prompts
     assert answer["tokens"] == [tokens[: one["new_tokens"]] for one, tokens in zip(job, wanted, strict=True)]

@@ -9,10 +9,14 @@ import base64
 import importlib.util
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,8 +103,14 @@ def serve(checkpoint: Path, requests: list[dict[str, Any]], tmp_path: Path, **op
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int4"])
-def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHARED_OUT = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
+SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
+
+
+@pytest.mark.parametrize(("fmt", "options"), [("bf16", {}), ("int4", {}), pytest.param("bf16", SHARED_OUT, marks=SLOW)])
+def test_same_tokens_as_the_plain_model(
+    fmt: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Text alone, one image, three images, one of them again, a video behind an image; all in one batch."""
     import numpy as np
     from PIL import Image
@@ -125,7 +135,49 @@ def test_same_tokens_as_the_plain_model(fmt: str, tmp_path: Path, monkeypatch: p
         wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
         media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
         requests.append(request(model, wanted[-1]["prompt"], media))
-    assert serve(checkpoint, requests, tmp_path) == wanted
+    assert serve(checkpoint, requests, tmp_path, **options) == wanted
+
+
+class Tower(torch.nn.Module):
+    """As vLLM's ends: the mean of an item's frames, 2 x 2 patches a row."""
+
+    config, merge_kernel_size = SimpleNamespace(hidden_size=8), (2, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(6, 8)
+
+    def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+        from vllm.model_executor.models.kimi_k25_vit import tpool_patch_merger
+
+        made: list[torch.Tensor] = tpool_patch_merger(self.embed(pixels), grids)
+        return made
+
+
+@pytest.mark.parametrize("grids", [[[4, 2, 4], [1, 4, 4], [2, 2, 2], [1, 2, 2]], [[4, 4, 2]]])
+def test_chunks_that_ranks_share_out(grids: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks, one of which may have nothing to do, gets the rows that one tower makes of all."""
+    from kimi_k2.serving.vllm import tower
+
+    held, pixels = Tower().requires_grad_(False), torch.randn(sum(map(math.prod, grids)), 6)
+    here, met, sent = threading.local(), threading.Barrier(2), dict[int, torch.Tensor]()
+
+    def gather(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        sent[here.rank] = rows
+        met.wait(10)
+        return torch.cat((sent[0], sent[1]), dim)
+
+    monkeypatch.setattr(tower, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(tower, "get_tensor_model_parallel_rank", lambda: here.rank)
+    monkeypatch.setattr(tower, "tensor_model_parallel_all_gather", gather)
+
+    def run(rank: int) -> tuple[torch.Tensor, ...]:
+        here.rank = rank
+        return tower.shared_out(held, pixels, grids, rope_type="rope_2d")
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(run, range(2)):
+            torch.testing.assert_close(list(found), held(pixels, torch.tensor(grids)))
 
 
 def test_drafts_behind_images(tmp_path: Path) -> None:

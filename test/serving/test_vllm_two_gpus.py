@@ -92,7 +92,9 @@ def answers(directory: Path, form: str, ours: bool, tmp_path: Path) -> list[tupl
     def one(number: int) -> tuple[list[Any], dict[str, Any], str]:
         place = {"RANK": number, "RANK_LOCAL": number, "SIZE": replicas, "MASTER_PORT": port, "MASTER_IP": "127.0.0.1"}
         named = {f"VLLM_DP_{name}": str(value) for name, value in place.items()} if replicas > 1 else {}
-        if replicas > 1:  # engines in processes of their own keep step with each other, also where they run ahead
+        # Engines in processes of their own keep step with each other, also where they run ahead; and vLLM's thread
+        # that moves experts, which it never ends, aborts none but them.
+        if replicas > 1:
             named["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         out = tmp_path / str(number)
         job = requests(number) if replicas > 1 else requests(shortest=66 if form == "caches moved" else 1)

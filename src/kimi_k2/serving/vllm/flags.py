@@ -35,7 +35,7 @@ OBEYED = _names("""
     kv_transfer_config worker_cls worker_extension_cls model_class_overrides
     language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
     mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
-    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+    mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
     mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate
     video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize
     compilation_config.compile_mm_encoder compilation_config.cudagraph_mm_encoder
@@ -114,8 +114,6 @@ VLLMS: dict[str, tuple[Any, ...]] = {
     # Others have not been tried with our model.
     "kv_transfer_config.kv_connector": ("ExampleConnector", "SharedStorageConnector"),
     "model_impl": ("vllm",),
-    # With "data" two ranks of vLLM 0.32 on a CPU gave other tokens behind images; whose fault is not known.
-    "mm_encoder_tp_mode": ("weights",),
     "runner": ("generate",),
     "convert": ("none",),
     "weight_transfer_config.backend": ("nccl", "ipc"),

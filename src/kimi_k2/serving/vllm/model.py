@@ -32,6 +32,7 @@ from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.lora import Loras
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
+from kimi_k2.serving.vllm.tower import share_out
 from kimi_k2.sharding.layout import engine_serves
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -257,3 +258,7 @@ class KimiK25TextForVllm(_Ours, DeepseekV2ForCausalLM):  # type: ignore[misc]
     """In place of the class that vLLM's K2.5 has for its language model."""
 
     stock = DeepseekV2ForCausalLM
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        share_out()
