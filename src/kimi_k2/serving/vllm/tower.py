@@ -6,6 +6,7 @@ frames by then: what lies behind a chunk on its rank came out as other items' ro
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from itertools import accumulate, pairwise
@@ -21,6 +22,7 @@ from vllm.distributed import (
 from vllm.model_executor.models.vision import get_load_balance_assignment
 
 logger = logging.getLogger("vllm.kimi_k2")
+SHARES_OUT = "run_dp_sharded_mrope_vision_model"
 
 
 def shared_out(
@@ -55,9 +57,11 @@ def shared_out(
 
 def share_out() -> None:
     """Have vLLM's K2.5 do so."""
-    from vllm.model_executor.models import kimi_k25_vit
-
-    if hasattr(kimi_k25_vit, "run_dp_sharded_mrope_vision_model"):
-        kimi_k25_vit.run_dp_sharded_mrope_vision_model = shared_out
+    try:
+        tower = importlib.import_module("vllm.model_executor.models.kimi_k25_vit")
+        if not hasattr(tower, SHARES_OUT):
+            raise ImportError(SHARES_OUT)
+    except ImportError as error:
+        logger.warning("kimi-k2: images that ranks share out are as vLLM has them, since it has changed: %s", error)
     else:
-        logger.warning("kimi-k2: images that ranks share out are as vLLM has them, since it has changed")
+        setattr(tower, SHARES_OUT, shared_out)
