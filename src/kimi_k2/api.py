@@ -313,6 +313,21 @@ class KimiK2:
         Raises:
             KimiK2Error: (subclasses) as loading does.
         """
+        if backend == "neuron":
+            if neuron is None:
+                raise ConfigError("expected which NxDI model", field="neuron")
+            given = {
+                "ranks": ranks,
+                "keep_quantized": keep_quantized,
+                "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            }
+            for field_name, value in given.items():
+                if value is not None:
+                    raise ConfigError("of the plain model, not of the backend neuron", field=field_name)
+        elif neuron is not None:
+            raise ConfigError("goes with the backend neuron", field="neuron")
+        elif ranks is not None and keep_quantized is False:
+            raise ConfigError("ranks hold weights as they are stored", field="keep_quantized")
         directory = resolve_checkpoint(checkpoint, download=download)
         config = KimiK2Config.from_pretrained(directory)
         tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
@@ -322,9 +337,7 @@ class KimiK2:
         options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
         if draft is not None and draft_tokens < 1:
             raise ConfigError(f"expected at least 1 token, got {draft_tokens}", field="draft_tokens")
-        if backend == "neuron":
-            if neuron is None:
-                raise ConfigError("expected which NxDI model", field="neuron")
+        if neuron is not None:
             rank = int(os.environ.get("RANK", "0"))
             loaded = neuron.load(directory, name, draft, draft_tokens)
             yield cls(loaded, tokenizer, config, params, rank=rank, **options)

@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
 
-from kimi_k2.cli import main
+from kimi_k2.cli import app, main
 from kimi_k2.cli.errors import BUG
 
 INTEGER = ["x", "", "1.5", "1e3", "-99999999999999999999", "99999999999999999999", "0x10", "٣ x"]
@@ -131,6 +133,39 @@ COMMANDS: list[tuple[list[str], dict[str, list[str]], dict[int, list[str]]]] = [
 ]  # fmt: skip
 
 
+# Right options that the rest of the line leaves without a meaning: refused by name, before anything is read.
+IDLE = [
+    "generate {fp8} -p x --draft-tokens 5",
+    "generate {fp8} -p x --preset nonsense",
+    "chat {fp8} --max-model-len 5",
+    "generate {fp8} -p x --raw --style k2.5",
+    "generate {fp8} -p x --raw --no-thinking",
+    "generate {fp8} -p x --backend neuron --on-cpu --ranks {tmp}",
+    "bench {fp8} --compiled {tmp}",
+    "bench {fp8} --drift 3",
+    "generate {fp8} -p x --backend neuron --compiled {tmp} --dtype float64",
+    "bench {fp8} --backend neuron --on-cpu --dtype bfloat16",
+    "bench --compare {file} {file} --runs 3",
+    "bench {fp8} --check-stopwatch --published",
+    "bench kernels --seed 3",
+    "bench experts --resume",
+    "bench drafts {fp8} --draft ngram --preset nonsense",
+    "parity capture {fp8} {tmp}/golden --prompt x --prompt-length 9",
+    "convert {fp8} {tmp}/out --tp 2 --rate 5",
+    "convert {fp8} {tmp}/out --preset trn2-tp32-ep2 --spmd-rank",
+    "inspect {fp8} --tp 2 --tensors",
+    "inspect {fp8} --experts bf16",
+    "plan kimi-k2.5 --gpus --draft llama",
+    "plan kimi-k2.5 --all-presets --batch-size 4",
+    "plan kimi-k2.5 --json --published",
+    "plan kimi-k2.5 --draft-tokens 4",
+    "compile kimi-k2.5 --hlo-only --capture-layers 0",
+    "compile kimi-k2.5 --dry-run --draft-tokens 4",
+    "compile kimi-k2.5 --preset trn2-native-tp32-ep2 --hlo-only",
+    "serve {fp8} --backend cpu --preset nonsense",
+]
+
+
 def all_lines() -> list[list[str]]:
     """Every right command with one thing wrong."""
     lines = []
@@ -178,6 +213,14 @@ def check(line: list[str], names: dict[str, str], capsys: pytest.CaptureFixture[
     if status in (0, BUG) or "Traceback" in text or not shown.err.strip():
         return f"{line}: status {status}: {text[-300:]!r}"
     return None
+
+
+def test_idle_options(names: dict[str, str]) -> None:
+    command = get_command(app)
+    for line in IDLE:
+        with pytest.raises(typer.BadParameter) as refused:
+            command.main([word.format(**names) for word in line.split()], standalone_mode=False)
+        assert refused.value.param_hint == re.findall(r"--\S+", line)[-1].replace("--no-", "--")
 
 
 @pytest.mark.skipif(

@@ -20,6 +20,7 @@ from kimi_k2.cli.command import Command
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.eos import load_eos_token_ids
@@ -124,6 +125,8 @@ def test_demo_passes_against_transformers(tmp_path: Path) -> None:
     again = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "2"])
     assert again.exit_code == 0
     assert "wrote" not in again.output
+    other = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--model", "kimi-k2-thinking"])
+    assert isinstance(other.exception, ConfigError) and "another model" in str(other.exception)
 
 
 def test_demo_fails_when_the_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from kimi_k2.api import compute_defaults
+from kimi_k2.api import KimiK2, Neuron, compute_defaults
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -34,6 +35,22 @@ def test_a_gpu_computes_with_kernels_unless_told(
     backend: str, dtype: str | None, keep: bool | None, expected: tuple[str, bool]
 ) -> None:
     assert compute_defaults(backend, dtype, keep) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("neuron", {"neuron": Neuron("trn2-tp32-ep2")}),
+        ("neuron", {"backend": "neuron"}),
+        ("keep_quantized", {"keep_quantized": False, "ranks": Path("ranks")}),
+        ("ranks", {"backend": "neuron", "neuron": Neuron("trn2-tp32-ep2"), "ranks": Path("ranks")}),
+        ("kv_cache_dtype", {"backend": "neuron", "neuron": Neuron("trn2-tp32-ep2"), "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_options_of_another_backend_are_refused(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught, KimiK2.open("nowhere", **options):
+        pass
+    assert caught.value.field == field
 
 
 def with_scheme(checkpoint: Path, scheme: object) -> dict[str, object]:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.step import Step
-from kimi_k2.errors import GenerationError, KimiK2Error
+from kimi_k2.errors import GenerationError, KimiK2Error, TokenizerError
+from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 runner = CliRunner()
@@ -114,6 +115,22 @@ def test_no_thinking_closes_it_in_the_prompt(checkpoints: dict[str, Path], scrip
     prompts = script("Hello")
     runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "-p", "x", "--no-thinking"])
     assert prompts[0].endswith("<think></think>")
+
+
+def test_what_a_template_does_not_heed_is_refused(checkpoints: dict[str, Path]) -> None:
+    user = [{"role": "user", "content": "x"}]
+    instruct, thinking, k25 = (KimiTokenizer.from_pretrained(checkpoints[name]) for name in ("fp8", "thinking", "k2.5"))
+    assert instruct.render_segments(user, thinking=False) == instruct.render_segments(user)
+    with pytest.raises(TokenizerError, match="thinking: a checkpoint of the style 'thinking'"):
+        thinking.render_segments(user, thinking=False)
+    k25.chat_template = ChatTemplate("{{ messages[0].content }}<think>", k25.special_tokens)  # reads neither
+    for one, options in (
+        (instruct, {"preserve_thinking": True}),
+        (k25, {"thinking": False, "preserve_thinking": True}),
+    ):
+        for name, value in options.items():
+            with pytest.raises(TokenizerError, match=f"^{name}"):
+                one.render_segments(user, **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_modules_import_without_the_extras() -> None:
     [
         ("aiohttp", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
         ("jsonschema", "endpoint", ["verify-tools", "http://localhost:1/v1", "requests.jsonl"]),
-        ("transformers", "test", ["demo"]),
+        ("transformers", "parity", ["demo"]),
     ],
 )
 def test_a_missing_extra_is_named(module: str, extra: str, command: list[str], tmp_path: Path) -> None:

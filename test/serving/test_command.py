@@ -99,8 +99,7 @@ def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: P
         f"NEURON_LIBTORCH_REMOTE_CACHE={tmp_path}", "VLLM_NEURON_CPU_COMPILE=1", "NEURON_PLATFORM_TARGET_OVERRIDE=trn2",
     ]  # fmt: skip
     refused = CliRunner().invoke(app, [*line, "--hlo-only"])
-    assert isinstance(refused.exception, ConfigError)
-    assert refused.exception.field == "hlo-only"
+    assert refused.exit_code == 2 and "--hlo-only" in refused.output
 
 
 @pytest.mark.parametrize("model", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])

@@ -25,6 +25,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.application import NeuronApplication
 from kimi_k2.neuron.compiler_args import compile_digest, compiler_args
+from kimi_k2.ops import registry
 from kimi_k2.plan.deployment import STAGES, Deployment
 
 Prompts = Sequence[Sequence[int]]
@@ -78,6 +79,7 @@ class TorchBackend:
         self.name = self.device.partition(":")[0]
         self.vocab_size = self.model.config.vocab_size
         self.details: dict[str, Any] = {"dtype": str(self.model.dtype).removeprefix("torch."), "weights": weights}
+        self.details["batch_invariant"] = registry.batch_invariant()
         cache = self.model.kv_cache_dtype or self.model.dtype
         self.details["kv_cache"] = str(cache).removeprefix("torch.")
         self.details["graph"] = capturable(self.model, 1)  # decode steps of one sequence are replayed

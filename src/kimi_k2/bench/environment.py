@@ -15,7 +15,7 @@ PACKAGES = (
     "kimi-k2", "torch", "triton", "transformers", "torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed",
     "neuronx-distributed-inference",
 )  # fmt: skip
-FLAGS = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+FLAGS = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KIMI_K2_KERNELS")
 
 
 def capture(details: dict[str, Any]) -> dict[str, Any]:

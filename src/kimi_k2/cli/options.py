@@ -89,6 +89,28 @@ def _not_empty(texts: list[str] | None) -> list[str] | None:
     return texts
 
 
+def refuse(context: typer.Context, why: str, *names: str, but: tuple[str, ...] = ()) -> None:
+    """Refuse parameters that stand on the command line and that this call would not look at.
+
+    Args:
+        context: of the call.
+        why: what the error says.
+        names: of the function's parameters; without any all.
+        but: parameters that the call looks at.
+
+    Raises:
+        BadParameter: naming those that are there.
+    """
+    lonely = [
+        one.opts[0] if one.opts[0].startswith("-") else one.opts[0].upper()
+        for one in context.command.params
+        if one.name is not None and (one.name in names if names else one.name not in but)
+        if (source := context.get_parameter_source(one.name)) is not None and source.name == "COMMANDLINE"
+    ]
+    if lonely:
+        raise typer.BadParameter(why, param_hint=", ".join(lonely))
+
+
 def picture(path: Path | None) -> Path | None:
     """Callback of options for pictures: the suffix is one that matplotlib writes, the directory is there."""
     suffixes = (".png", ".svg", ".pdf")
@@ -180,6 +202,7 @@ Videos = Annotated[
 # -- groups ----------------------------------------------------------------------------------------------------------
 BackendName = Literal["cpu", "cuda", "neuron"]
 DEFAULT_DEPLOYMENT = "trn2-tp32-ep2"
+OF_THE_PLAIN_MODEL = "of the plain model, not of --backend neuron"
 SAMPLING, MODEL, NEURON = "How tokens are chosen", "How the model runs", "The NxDI model (--backend neuron)"
 
 
@@ -255,16 +278,20 @@ class ModelOptions:
         int, _in(NEURON, min=2, max=MOST, help="With --on-cpu: tokens a sequence, prompt and reply.")
     ] = 1024
 
-    def options(self, batch_size: int = 1) -> dict[str, Any]:
+    def options(self, context: typer.Context, batch_size: int = 1) -> dict[str, Any]:
         """Of `KimiK2.open`, after the process is in the mode that is asked for.
 
         Raises:
-            BadParameter: options of one backend with another.
+            BadParameter: options of one backend with another, or of drafts without --draft.
         """
-        if self.backend != "neuron" and (self.compiled is not None or self.on_cpu):
-            raise typer.BadParameter("--compiled and --on-cpu go with --backend neuron")
-        if self.backend == "neuron" and self.batch_invariant:
-            raise typer.BadParameter("--batch-invariant is of the plain model, not of --backend neuron")
+        if self.backend != "neuron":
+            refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu", "max_model_len")
+        else:
+            refuse(context, OF_THE_PLAIN_MODEL, "batch_invariant", "keep_quantized", "kv_cache_dtype", "ranks")
+        if self.compiled is not None:
+            refuse(context, "the compiled graphs say it", "dtype", "max_model_len")
+        if self.draft is None:
+            refuse(context, "goes with --draft", "draft_tokens")
         if self.backend == "neuron" and self.draft == "ngram":
             raise typer.BadParameter("--draft ngram goes with --backend cpu or cuda; NxDI drafts with a head")
         from kimi_k2.api import Neuron

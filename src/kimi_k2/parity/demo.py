@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import Generator, prefill
-from kimi_k2.errors import GenerationError
+from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.parity.reference import load_transformers_model, needs_transformers
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -41,9 +42,12 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
             return run_demo(Path(directory) / "checkpoint", preset, new_tokens, seed)
     console = Console()
     config = tiny_config(preset)
+    needs_transformers()
     if not (out / "model.safetensors.index.json").exists():
         size = write_synthetic_checkpoint(out, config, seed=seed)
         console.print(f"wrote a synthetic {preset} checkpoint: {size / 1e6:.1f} MB of tensors")
+    elif KimiK2Config.from_pretrained(out) != config:
+        raise ConfigError(f"expected the small {preset}, here is another model; give another --out", file=out)
     console.print(
         f"loading it, decoding {new_tokens} tokens, then the same with transformers: some seconds", style="dim"
     )

@@ -34,7 +34,13 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[test]' ({error})") from None
+        extra = "test" if name == "compressed_tensors" else "parity"
+        raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[{extra}]' ({error})") from None
+
+
+def needs_transformers() -> None:
+    """Raises MissingLibraryError where there is none, before work that a comparison would end."""
+    _import("transformers")
 
 
 def transformers_config(directory: str | Path) -> Any:

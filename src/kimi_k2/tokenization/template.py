@@ -104,6 +104,10 @@ class ChatTemplate:
             return ChatStyle.K27 if any("why" in segment.text for segment in segments) else ChatStyle.K25
         return ChatStyle.THINKING if THINK in markup else ChatStyle.INSTRUCT
 
+    def reads(self, name: str) -> bool:
+        """Whether the source names a variable."""
+        return re.search(rf"\b{name}\b", self._source) is not None
+
     def render_segments(
         self,
         messages: Sequence[Message],

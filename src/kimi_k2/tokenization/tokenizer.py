@@ -133,9 +133,18 @@ class KimiTokenizer:
         """A conversation in the checkpoint's own template, else in the built-in one of its style.
 
         Options, result and errors as for `ChatTemplate.render_segments`; `style` is the checkpoint's if not given.
+
+        Raises:
+            TokenizerError: also for `thinking` and `preserve_thinking` that the model's template would not heed.
         """
         style = ChatStyle(options.pop("style", self.chat_style))
         template = built_in_template(style) if self.chat_template is None else self.chat_template
+        always = style is ChatStyle.THINKING or (style.is_k25 and not template.reads("thinking"))
+        if options.get("thinking") is False and always:
+            raise TokenizerError(f"thinking: a checkpoint of the style {style.value!r} cannot be told not to reason")
+        never = style is ChatStyle.INSTRUCT or not template.reads("preserve_thinking")
+        if options.get("preserve_thinking") and never:
+            raise TokenizerError(f"preserve_thinking: the template (style {style.value!r}) keeps no earlier reasoning")
         return template.render_segments(messages, style=style, **options)
 
     def decode(self, ids: Sequence[int]) -> str:

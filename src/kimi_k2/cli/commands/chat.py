@@ -44,6 +44,7 @@ A line that ends in \\ goes on in the next. Ctrl-C stops a reply."""
 
 @with_groups
 def chat(
+    context: typer.Context,
     checkpoint: Checkpoint,
     sampling: ChatSamplingOptions,
     model: ModelOptions,
@@ -67,9 +68,11 @@ def chat(
     from kimi_k2.errors import GenerationError
 
     console = Console()
-    options = model.options()
+    options = model.options(context)
     where = model.backend if model.backend != "neuron" else "NxD's CPU mode" if model.on_cpu else model.preset
     computed = compute_defaults(model.backend, model.dtype, model.keep_quantized)[0]
+    if model.compiled is not None:
+        computed = "as compiled"
     with KimiK2.open(
         checkpoint, params=sampling.params(), stop=sampling.stop or (), style=style, keep_cache=True, **options
     ) as session:

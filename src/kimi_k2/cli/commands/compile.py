@@ -11,10 +11,11 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, parse_layers
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, parse_layers, refuse
 
 
 def compile_model(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
     preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
     out: Annotated[
@@ -45,6 +46,10 @@ def compile_model(
     from kimi_k2.neuron import compile as job
     from kimi_k2.plan.deployment import Deployment
 
+    if draft is None:
+        refuse(context, "goes with --draft", "draft_tokens")
+    if hlo_only:
+        refuse(context, "of compiled graphs: not with --hlo-only", "weights", "capture_layers")
     chosen = Deployment.load(preset)
     if chosen.hardware.target != "neuron":
         raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
@@ -52,12 +57,8 @@ def compile_model(
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))
     if chosen.torch_native is not None:
-        flags = {"capture-layers": capture_layers, "hlo-only": hlo_only, "weights": weights, "draft": draft}
-        for flag, value in flags.items():
-            if value:
-                raise ConfigError(
-                    "expected none: vllm-neuron compiles, and reads converted files as the model", field=flag
-                )
+        others = ("capture_layers", "hlo_only", "weights", "draft")
+        refuse(context, "vllm-neuron compiles this preset, and reads converted files as the model", *others)
         _compile_by_vllm(model, preset, out, dry_run=dry_run)
         return
     if dry_run:

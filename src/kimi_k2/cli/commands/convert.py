@@ -9,7 +9,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Decode, Download, ExpertsOption, TargetOption, number
+from kimi_k2.cli.options import Decode, Download, ExpertsOption, TargetOption, number, refuse
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -60,15 +60,14 @@ def convert(
     from kimi_k2.sharding.dry_run import dry_run
     from kimi_k2.sharding.presharder import Presharder
 
+    if not only_sizes:
+        refuse(context, "goes with --dry-run", "rate")
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
         layout = make_layout(tp, ep, target, experts, spmd_rank, decode)
     else:
-        for name in ("tp", "ep", "target", "experts", "spmd_rank", "decode"):
-            source_of = context.get_parameter_source(name)
-            if source_of is not None and source_of.name == "COMMANDLINE":
-                raise typer.BadParameter("the preset says it", param_hint=f"--{name.replace('_', '-')}")
+        refuse(context, "the preset says it", "tp", "ep", "target", "experts", "spmd_rank", "decode")
         layout = Deployment.load(preset).layout(config)
     if only_sizes:
         _print_dry_run(config, layout, rate)

@@ -22,6 +22,7 @@ from kimi_k2.cli.options import (
     Tools,
     Videos,
     number,
+    refuse,
     with_groups,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 @with_groups
 def generate(
+    context: typer.Context,
     checkpoint: Checkpoint,
     sampling: SamplingOptions,
     model: ModelOptions,
@@ -72,8 +74,9 @@ def generate(
     """
     if ranks is not None and not prompt and not messages:
         raise typer.BadParameter("--ranks needs --prompt or --messages, as input reaches one process only")
-    if raw and (messages or system or tools):
-        raise typer.BadParameter("--raw goes with --prompt only: --messages, --system and --tools need the template")
+    if raw:
+        template = ("messages", "system", "tools", "style", "thinking", "preserve_thinking")
+        refuse(context, "needs the chat template, which --raw leaves out", *template)
     if (images or videos) and (raw or (messages and not prompt)):
         raise typer.BadParameter("--image and --video go with --prompt; a conversation names its own")
     if prompt and messages and len(messages) > 1:
@@ -87,7 +90,7 @@ def generate(
 
     texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
     conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
-    options = model.options(batch_size=n * (len(conversations) or len(texts)))
+    options = model.options(context, batch_size=n * (len(conversations) or len(texts)))
     params = sampling.params(logprobs=logprobs)
     with KimiK2.open(
         checkpoint, params=params, stop=sampling.stop or (), ranks=ranks, style=style, **options

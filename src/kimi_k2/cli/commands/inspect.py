@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number
+from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number, refuse
 
 if TYPE_CHECKING:
     from kimi_k2.checkpoint.reader import CheckpointReader
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
+    context: typer.Context,
     checkpoint: Checkpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shard.")] = False,
     tp: Annotated[int | None, number(1, "Show how `convert --tp` would cut it instead.")] = None,
@@ -43,24 +44,20 @@ def inspect(
 
     directory = resolve_checkpoint(checkpoint, download=download)
     if (directory / MANIFEST).is_file() and not (directory / "config.json").exists():
-        if tp is not None or tensors:
-            raise typer.BadParameter(
-                "these are of a checkpoint; here is the output of `convert`", param_hint="--tp, --tensors"
-            )
+        refuse(context, "of a checkpoint; here is the output of `convert`", but=("checkpoint", "as_json", "download"))
         _print_ranks(directory, as_json)
         return
     if tp is not None:
         from kimi_k2.cli.sharding import make_layout, print_sharding
 
+        refuse(context, "lists the checkpoint's own tensors: without --tp", "tensors")
         config = KimiK2Config.load(directory)
         layer = min(1, config.num_hidden_layers - 1) if layer is None else layer
         if layer >= config.num_hidden_layers:
             raise typer.BadParameter(f"--layer: expected -1 to {config.num_hidden_layers - 1}, got {layer}")
         print_sharding(config, make_layout(tp, ep or 1, target or "neuron", experts), layer, as_json)
         return
-    given = {"--ep": ep, "--target": target, "--experts": experts, "--layer": layer}
-    if lonely := [name for name, value in given.items() if value is not None]:
-        raise typer.BadParameter(f"{', '.join(lonely)} go with --tp")
+    refuse(context, "goes with --tp", "ep", "target", "experts", "layer")
     config = KimiK2Config.from_pretrained(directory)
     reader = CheckpointReader.for_config(directory, config, vision=True)
     if as_json:

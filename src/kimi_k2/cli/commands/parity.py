@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import BatchInvariant, Checkpoint, Dtype, Ranks, Seed, number, parse_layers
+from kimi_k2.cli.options import BatchInvariant, Checkpoint, Dtype, Ranks, Seed, number, parse_layers, refuse
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -33,6 +33,7 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")]
 
 @parity.command("capture")
 def capture(
+    context: typer.Context,
     checkpoint: Checkpoint,
     golden: Annotated[Path, typer.Argument(help="Directory to write golden.safetensors and golden.json to.")],
     backend: BackendOption = "cpu",
@@ -67,6 +68,7 @@ def capture(
     else:
         from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
+        refuse(context, "goes with random tokens, not with --prompt", "prompt_length")
         tokens = KimiTokenizer.from_pretrained(checkpoint).encode(prompt)
         _check_length(len(tokens), steps, config)
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)

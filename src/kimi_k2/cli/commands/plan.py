@@ -10,10 +10,11 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, number, picture
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, number, picture, refuse
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
     preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
     max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None,
@@ -23,7 +24,7 @@ def plan(
         str | None,
         typer.Option(metavar="HEAD", help="Eagle3 head (directory or name; llama, mla: of the published sizes)."),
     ] = None,
-    draft_tokens: Annotated[int, number(1, "With --draft: tokens drafted at a time.")] = 3,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3,
     measured: Annotated[
         list[Path] | None,
         typer.Option(help="JSON of nccom-test or neuron-profile, for what is assumed of the machine; repeat for both."),
@@ -69,6 +70,15 @@ def plan(
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
     from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
+    if all_presets:
+        refuse(context, "--all-presets takes presets as they are", but=("all_presets", "model", "as_json", "download"))
+    if gpus:
+        lengths = ("max_model_len", "batch_size")
+        refuse(context, "not of --gpus", but=("gpus", "model", "as_json", "download", *lengths))
+    if as_json:
+        refuse(context, "prints tables: not with --json", "verbose", "published", "hlo")
+    if draft is None:
+        refuse(context, "goes with --draft", "draft_tokens")
     directory = resolve_checkpoint(model, download=download, weights=False)
     config = KimiK2Config.load(directory)
     console = table_console()
@@ -86,13 +96,13 @@ def plan(
             f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
         )
     if gpus:
-        context = max_model_len or 4096
-        ways = served.served_rows(config, context, batch_size)
+        tokens = max_model_len or 4096
+        ways = served.served_rows(config, tokens, batch_size)
         if as_json:
             typer.echo(json.dumps(served.rows_as_json(ways), indent=1))
         else:
             console.width = max(console.width, WIDTH)
-            served.print_served(ways, context, console)
+            served.print_served(ways, tokens, console)
         return
     target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
     if draft is not None:

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, number
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, number, refuse
 
 
 def serve(
+    context: typer.Context,
     checkpoint: Checkpoint,
     extra: Annotated[
         list[str] | None, typer.Argument(help="vLLM's own flags, behind --, such as -- --port 9000.", metavar="FLAGS")
@@ -47,6 +48,8 @@ def serve(
     if backend == "auto":
         devices = any(Path("/dev").glob("neuron[0-9]*"))
         backend = "neuron" if devices else "cuda" if torch.cuda.is_available() else "cpu"
+    if backend != "neuron":
+        refuse(context, f"goes with --backend neuron; here it is {backend}", "preset", "compiled")
     gpus = (0, 0)
     if backend == "cuda":
         if not torch.cuda.is_available():

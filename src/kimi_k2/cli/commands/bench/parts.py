@@ -16,6 +16,7 @@ from kimi_k2.cli.options import (
     listed_numbers,
     number,
     picture,
+    refuse,
     with_groups,
 )
 
@@ -60,6 +61,7 @@ def convert(
 
 
 def kernels(
+    context: typer.Context,
     only: Annotated[str | None, typer.Option(metavar="A,B", help="Operations to run; all if not given.")] = None,
     peers: Annotated[bool, typer.Option(help="Also time PyTorch and the peers that can be imported.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.", dir_okay=False)] = None,
@@ -69,12 +71,15 @@ def kernels(
     """Time the fast operations on this GPU beside the ceilings measured in the same run and the peers installed."""
     from kimi_k2.bench.kernels.table import run
 
+    if not drawn:
+        refuse(context, "goes with --drawn", "seed")
     if drawn and only not in (None, "mla"):
         raise typer.BadParameter("draws batches of MLA decode: with --only mla or none", param_hint="--drawn")
     run(listed(only), peers, out, typer.echo, drawn=drawn, seed=seed)
 
 
 def experts(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Published name, or a directory with config.json.")] = (
         "kimi-k2-instruct-0905"
     ),
@@ -107,6 +112,10 @@ def experts(
     from kimi_k2.bench.kernels.experts import Selection, run
     from kimi_k2.config import KimiK2Config
 
+    if not drawn:
+        refuse(context, "goes with --drawn", "seed")
+    if out is None:
+        refuse(context, "goes with --out", "resume")
     names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
     given = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
     chosen = {name: value for name, value in given.items() if value}
@@ -116,6 +125,7 @@ def experts(
 
 @with_groups
 def drafts(
+    context: typer.Context,
     checkpoint: Checkpoint,
     sampling: SamplingOptions,
     model: ModelOptions,
@@ -133,7 +143,7 @@ def drafts(
     from kimi_k2.engine.generate import Generator
 
     texts = prompt or PROMPTS
-    options = model.options(batch_size=len(texts))
+    options = model.options(context, batch_size=len(texts))
     with KimiK2.open(checkpoint, params=sampling.params(), ranks=ranks, **options) as session:
         assert isinstance(session.generator, Generator)
         ids = [session.prompt([{"role": "user", "content": text}]).ids for text in texts]

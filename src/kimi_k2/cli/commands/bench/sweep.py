@@ -12,6 +12,7 @@ import typer
 from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import (
     DEFAULT_DEPLOYMENT,
+    OF_THE_PLAIN_MODEL,
     BackendName,
     BatchInvariant,
     KeepQuantized,
@@ -20,6 +21,7 @@ from kimi_k2.cli.options import (
     Seed,
     listed_numbers,
     number,
+    refuse,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def sweep(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or `tiny` for a synthetic one.")] = "tiny",
     backend: Annotated[BackendName, typer.Option(help="Who runs the model.")] = "cpu",
     out: Annotated[
@@ -67,12 +70,19 @@ def sweep(
 ) -> None:
     """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
     if compare_files is not None:
+        refuse(context, "--compare reads two results and runs nothing", but=("compare_files", "drift"))
         _print_comparison(*compare_files, drift / 100)
         return
-    if batch_invariant and backend == "neuron":
-        raise typer.BadParameter("--batch-invariant is of the plain model (cpu, cuda)")
-    if ranks is not None and (backend == "neuron" or check_stopwatch):
-        raise typer.BadParameter("--ranks goes with neither the neuron backend nor --check-stopwatch")
+    refuse(context, "goes with --compare", "drift")
+    if backend == "neuron":
+        plain = ("batch_invariant", "dtype", "keep_quantized", "kv_cache_dtype", "ranks", "check_stopwatch")
+        refuse(context, OF_THE_PLAIN_MODEL, *plain)
+    else:
+        refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu")
+    if check_stopwatch:
+        refuse(context, "--check-stopwatch stops before there are results", "ranks", "published", "out")
+    if ranks is not None and keep_quantized is False:
+        raise typer.BadParameter("ranks hold weights as they are stored", param_hint="--dequantize")
 
     import torch
 
