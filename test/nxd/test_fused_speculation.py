@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import environment
 import pytest
 import torch
-from harness import bf16_preset, launch, neuron_config, plain_model, run_executed
+from harness import SLOW, bf16_preset, launch, neuron_config, plain_model, run_executed
 from test_decode_layers import SIZES
 
 from kimi_k2.checkpoint.writer import write_json
@@ -44,6 +44,7 @@ DRAFTS, LENGTH = 3, 96
 SAMPLED, LINES_SAMPLED = int(os.environ.get("KIMI_K2_DRAFT_DRAWS", "640")), 16
 QUALITIES = {"random": None, "half": 0.5, "perfect": 0.0}
 PRESETS = {"xla": "trn2-tp32-ep2", "kernels": "trn2-tp32-ep2-nki", "layers": "trn2-tp32-ep2-nki-layers"}
+PRESETS |= {f"{decode}_tp": name.replace("tp32-ep2", "tp64-ep1") for decode, name in PRESETS.items()}
 LINES: dict[str, Any] = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
 
 
@@ -60,7 +61,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]
     made: dict[str, Target] = {}
 
     def of(decode: str) -> Target:
-        kind = "xla" if decode == "xla" else "kernels"
+        kind = "xla" if decode.startswith("xla") else "kernels"
         if kind not in made:
             directory = tmp_path_factory.mktemp(kind)
             member, sizes = ("kimi-k2-instruct-0905", {}) if kind == "xla" else ("kimi-k2.5", SIZES)
@@ -122,16 +123,20 @@ def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed
     ("llama", 2, "perfect", "xla", 1), ("mla", 2, "random", "xla", 1), ("llama", 1, "half", "xla", 4),
     ("mla", 2, "half", "xla", 4), ("mla", 1, "half", "kernels", 1), ("llama", 2, "half", "kernels", 4),
     ("mla", 2, "half", "layers", 1), ("llama", 2, "perfect", "layers", 4),
+    *(
+        pytest.param(form, 2, "half", f"{decode}_tp", batch, marks=SLOW)
+        for form, decode, batch in (("llama", "xla", 4), ("mla", "kernels", 1), ("llama", "layers", 4))
+    ),
 ])  # fmt: skip
 def test_tokens_are_the_plain_models(
     targets: Callable[[str], Target], tmp_path: Path, form: Form, ranks: int, quality: str, decode: str, batch: int
 ) -> None:
-    """One and two ranks, which are the presets' two groups of experts; with four lines each has its own."""
+    """One and two ranks, which are the presets' groups of experts or share each; with four lines each has its own."""
     target = targets(decode)
     made, expected = batches_of(target.model, batch, QUALITIES[quality])
     head = head_of(target.model, form, tmp_path)
     job = job_of(target, head, tmp_path, ranks, decode, batch)
-    *answers, last = launch({**job, "batches": made}, tmp_path, worker=WORKER, timeout=500)
+    *answers, last = launch({**job, "batches": made}, tmp_path, worker=WORKER, timeout=500 + 30 * PROMPTS)
     plain = Eagle3Head.from_pretrained(head, target.model)
     for one, answer, wanted in zip(made, answers, expected, strict=True):
         assert answer["replies"] == wanted

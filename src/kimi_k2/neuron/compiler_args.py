@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, Deployment
+from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 
 LONG_CONTEXT = 128 * 1024
 
@@ -38,6 +39,8 @@ def compiler_args(deployment: Deployment, stage: str) -> list[str]:
         f"--tensorizer-options='{overlap}{' --vectorize-strided-dma' if strided else ''}'",
         # DMA descriptors for gathers by a vector of indices (selected experts), as in qwen3_moe.
         "--internal-enable-dge-levels vector_dynamic_offsets",
+        # Matrix multiplies alone may be more than the compiler's 5 million instructions.
+        *([RAISED] if prefill and deployment.max_context_length > LONG_PROMPT else []),
     ]
 
 

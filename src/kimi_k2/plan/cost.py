@@ -10,12 +10,13 @@ from dataclasses import replace
 from math import prod
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.expert_blocks import blocks_at_once, expert_blocks, expert_share, local_experts, moe_layers
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.memory import arrangement_terms, cache_bytes, cache_bytes_read, category, local_bytes, weight_parts
 from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
-from kimi_k2.plan.scratch import BF16, FLOAT32, blocks_at_once
+from kimi_k2.plan.scratch import BF16, FLOAT32
 from kimi_k2.plan.target import Target
-from kimi_k2.plan.torch_native import BLOCK, blocks_of
+from kimi_k2.plan.torch_native import BLOCK
 from kimi_k2.sharding.experts.tiled import PARTITIONS
 from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 
@@ -34,7 +35,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     """
     slots = target.context if context is None else context
     tokens = target.rows
-    share = _expert_share(config, target, tokens)
+    share = expert_share(config, target, tokens)
     of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
     on_kernel = target.layout.kernels and of_all < 1
     if on_kernel:
@@ -70,7 +71,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     sequences = target.prefill_sequences
     tokens = sequences * target.prompt
     blocks = expert_blocks(config, target, tokens)
-    share = blocks / _local(config, target) if blocks else _expert_share(config, target, tokens)
+    share = blocks / local_experts(config, target) if blocks else expert_share(config, target, tokens)
     plan = of_stage(plan, target, decode=False)
     counts = _weights(config, target, plan, tokens, share)
     counts.held["cache"] = cache_bytes(config, target)
@@ -97,42 +98,20 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
     if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
         rows = blocks * BLOCK + tokens * config.num_experts_per_tok
-        counts.moved = {"gather": _moe_layers(config) * rows * config.hidden_size * BF16}
+        counts.moved = {"gather": moe_layers(config) * rows * config.hidden_size * BF16}
     elif blocks:
-        local = _local(config, target)
-        counts.flops += _moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
+        local = local_experts(config, target)
+        counts.flops += moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
         slots = blocks * (target.block_size or 0)
         one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
-        counts.collectives[one] = _moe_layers(config)
+        counts.collectives[one] = moe_layers(config)
         # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
-        groups = -(-blocks // blocks_at_once(target))
+        groups = -(-blocks // blocks_at_once(config, target))
         rows = slots + groups * tokens * config.num_experts_per_tok
-        counts.moved["gather"] = _moe_layers(config) * rows * config.hidden_size * BF16
+        counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
         # Where those outputs lie is scattered into a table.
-        counts.moved["scatter"] = counts.moved.get("scatter", 0) + _moe_layers(config) * slots * 2 * 8
+        counts.moved["scatter"] = counts.moved.get("scatter", 0) + moe_layers(config) * slots * 2 * 8
     return counts
-
-
-def _moe_layers(config: KimiK2Config) -> int:
-    return sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
-
-
-def _local(config: KimiK2Config, target: Target) -> int:
-    return config.n_routed_experts // target.layout.moe_ep
-
-
-def _expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
-    """Share of a rank's experts that are read.
-
-    On Neuron one static slot for every choice, until that is more than all; on a GPU the experts that somebody chose,
-    on average if every expert is as likely as another.
-    """
-    local = _local(config, target)
-    if not target.is_neuron:
-        return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
-    if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
-        return 1.0
-    return min(tokens * config.num_experts_per_tok / local, 1.0)
 
 
 def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
@@ -187,34 +166,18 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
     return total
 
 
-def expert_blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
-    """Blocks of a blockwise prefill: full ones, and one that may be part empty for every local expert.
-
-    0 where another path computes the experts: on a GPU, and for prompts too short to fill a block.
-    """
-    pairs = tokens * config.num_experts_per_tok
-    if target.torch_native:
-        return blocks_of(pairs, tokens, _local(config, target))
-    if not target.is_neuron or not target.block_size or pairs < target.block_size:
-        return 0
-    if _expert_share(config, target, tokens) < 1:
-        return 0
-    spare = _local(config, target) - 1
-    return min(max(-(-(pairs - spare) // target.block_size), 0) + spare, pairs)
-
-
 def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: bool) -> int:
-    pairs, local = tokens * config.num_experts_per_tok, _local(config, target)
+    pairs, local = tokens * config.num_experts_per_tok, local_experts(config, target)
     if not target.is_neuron:
         rows = pairs // target.layout.moe_ep
-    elif _expert_share(config, target, tokens) < 1:
+    elif expert_share(config, target, tokens) < 1:
         rows = pairs  # one slot each, whether the expert is on this rank or not
     elif not decode and (blocks := expert_blocks(config, target, tokens)):
         rows = blocks * (target.block_size or 0)
     else:
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
-    flops = _moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
+    flops = moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
     if decode and target.folded:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
@@ -253,9 +216,9 @@ def _collectives(
     hidden = tokens * config.hidden_size * BF16
     if target.torch_native:
         return _of_torch_native(config, target, tokens, sampled, divided=not decode and tokens % ranks == 0)
-    early = _moe_layers(config) if decode and target.folded else 0
+    early = moe_layers(config) if decode and target.folded else 0
     riding = layers - 1 if decode and target.folded else 0
-    inside = _moe_layers(config) if decode and target.decode_layers else 0
+    inside = moe_layers(config) if decode and target.decode_layers else 0
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
     if inside:  # the dense layers' are as ever; the last layer's has nothing riding
         before = riding - (inside - 1)
@@ -319,7 +282,7 @@ def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[C
     heads = tokens * config.num_attention_heads // target.layout.ranks
     found: dict[Collective, int] = {}
     if target.decode_layers:
-        inside = _moe_layers(config)
+        inside = moe_layers(config)
         parts = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
         found[Collective("all-to-all", cores, parts)] = inside
         layers -= inside

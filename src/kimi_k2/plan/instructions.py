@@ -2,9 +2,10 @@
 
 The Tensor Engine takes 128 x 128 stationary values and up to 512 columns that move past them an instruction
 (trainium_inferentia2_arch.rst of aws-neuron-sdk). Other engines' instructions, loads and stores are not counted, so
-this is a lower bound. The compiler refuses a graph of too many instructions (NCC_EVRF007, NCC_EBVF030, NCC_EXTP004);
-the documentation names no figure, a comment in NxDI's models/qwen3_moe, where it raises the limit, says 5 million.
-Whether the limit holds for a whole graph or for each part of the modular flow, into which NxDI has prefill cut
+this is a lower bound. The compiler refuses a graph of too many instructions (NCC_EVRF007, NCC_EBVF030, NCC_EXTP004).
+The documentation names no figure; the compiler's message does (aws-neuron-sdk's issue 987: "over the threshold
+(5000000)"), and so does NxDI's models/qwen3_moe, which raises it to 15 million, as we do for long prompts. Whether it
+holds for a whole graph or for each part of the modular flow, into which NxDI has prefill cut
 (`--modular-flow-mac-threshold=10`), is not documented.
 """
 
@@ -14,14 +15,16 @@ from math import prod
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.cost import expert_blocks, of_stage
+from kimi_k2.plan.cost import of_stage
+from kimi_k2.plan.expert_blocks import expert_blocks
 from kimi_k2.plan.memory import category
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.planned import ShardingPlan
 
 STATIONARY, MOVING = 128, 512
-LIMIT = 5_000_000
-RAISED = "--internal-max-instruction-limit=15000000"  # as in NxDI's models/qwen3_moe
+LIMIT, RAISED_LIMIT = 5_000_000, 15_000_000
+RAISED = f"--internal-max-instruction-limit={RAISED_LIMIT}"
+LONG_PROMPT = 2048  # prefill of more tokens is compiled with RAISED
 
 
 def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
@@ -48,19 +51,19 @@ def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPla
     scores = _matmuls(config.cache_dim, keys, target.prompt) + _matmuls(keys, config.kv_lora_rank, target.prompt)
     parts["attention"] = config.num_hidden_layers * heads * target.prefill_sequences * scores
     total = sum(parts.values())
-    return {"matmuls": parts, "total": total, "limit": LIMIT, "follows": _follows(total)}
+    limit = RAISED_LIMIT if target.prompt > LONG_PROMPT else LIMIT
+    return {"matmuls": parts, "total": total, "limit": limit, "follows": _follows(total, limit)}
 
 
 def _matmuls(inner: int, outer: int, columns: int) -> int:
     return -(-inner // STATIONARY) * -(-outer // STATIONARY) * -(-columns // MOVING)
 
 
-def _follows(total: int) -> str:
-    if total >= LIMIT:
-        return (
-            f"more than the compiler takes by default: set compiler_args of context_encoding_model with {RAISED}, or"
-            " shorten max_context_length"
-        )
-    if 2 * total >= LIMIT:
+def _follows(total: int, limit: int) -> str:
+    if total >= limit:
+        return "more than the compiler takes: shorten max_context_length"
+    if limit > LIMIT:
+        return f"compile raises the limit for prompts of more than {LONG_PROMPT:,} tokens ({RAISED})"
+    if 2 * total >= limit:
         return f"more than half of it by matmuls alone: should the compiler refuse the graph (NCC_EVRF007), {RAISED}"
     return "far from it"

@@ -266,7 +266,7 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     if counted := report["prefill"]["instructions"]:
         console.print(
             f"prefill's matrix multiplies: {counted['total'] / 1e6:.2f} million instructions at least, of"
-            f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes by default (NxDI's comment): {counted['follows']}",
+            f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes: {counted['follows']}",
             highlight=False,
         )
     source = report["modelled"]["machine"]["source"]

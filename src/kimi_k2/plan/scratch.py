@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.expert_blocks import blocks_at_once, expert_blocks
 from kimi_k2.plan.instance import GIB
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
@@ -148,17 +149,14 @@ def _attention_prefill(config: KimiK2Config, target: Target) -> int:
     return 2 * _stream(config, tokens) + scores * (2 * FLOAT32 + 1)
 
 
-def blocks_at_once(target: Target) -> int:
-    """Blocks of a group of the PyTorch prefill; 0 where prefill has no blocks."""
-    return max(target.prefill_rows_at_once // target.block_size, 1) if target.block_size else 0
-
-
 def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     """The PyTorch form, a group of blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
     tokens = target.prefill_sequences * target.prompt
-    blocks = blocks_at_once(target)
+    blocks = blocks_at_once(config, target)
     rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
+    if blocks and blocks == expert_blocks(config, target, tokens):  # one group: summed when its blocks are done
+        total = 0
     held, step = held_as(config, target), 0
     if target.torch_native:
         # All blocks' rows and a group's products before and after their scales; then their outputs, and every choice's

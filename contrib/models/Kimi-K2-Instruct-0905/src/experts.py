@@ -34,8 +34,9 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
         shared_tiles: dtype of those tiles.
-        rows_at_once: tokens of all blocks of a group at prefill: 16,384 have 235 MB of BF16 outputs. Each group's
-            outputs are read once for every choice of every token, so larger groups move fewer bytes, and hold more.
+        rows_at_once: tokens of all blocks of a group at prefill, at most: 16,384 have 235 MB of BF16 outputs. Each
+            group's outputs are read once for every choice of every token, so larger groups move fewer bytes, and hold
+            more.
         early: columns and dtype of the next layer's down projections that are held beside tiles; None without.
     """
 
@@ -280,7 +281,8 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         places = places.view(num_blocks, block_size)
         padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, 1))  # padding reads a row of zeros
         out = torch.zeros(tokens, hidden, dtype=torch.float32, device=hidden_states.device)
-        at_once = max(self.rows_at_once // block_size, 1)
+        most = max(self.rows_at_once // block_size, 1)
+        at_once = -(-num_blocks // -(-num_blocks // most))  # groups of one size hold the least
         for first in range(0, num_blocks, at_once):
             group = places[first : first + at_once]
             experts = block_to_expert[first : first + at_once].to(torch.long)
