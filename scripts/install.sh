@@ -17,23 +17,43 @@ echo "install: kimi-k2[$extra] into $venv, about 1 GB on disk with PyTorch for t
 }
 # What is imported is compiled then; compiling all of it here would take most of the time.
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile "$@"; }
+lists=$(mktemp -d)
+trap 'rm -rf "$lists"' EXIT
 
+pytorch=
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     torch=$(grep '^torch==' requirements.txt)
     if command -v nvidia-smi >/dev/null 2>&1; then
         pip "$torch"
     else
         # The default build brings gigabytes of CUDA libraries. A configured index may offer the CPU build;
-        # otherwise PyTorch's own CPU index has it.
-        pip "$torch+cpu" 2>/dev/null || pip "$torch" --index-url https://download.pytorch.org/whl/cpu
+        # otherwise PyTorch's own CPU index has it. It is a third of the work: its files alone, beside the next step.
+        { pip --no-deps "$torch+cpu" 2>/dev/null ||
+            pip --no-deps "$torch" --index-url https://download.pytorch.org/whl/cpu; } &
+        pytorch=$!
     fi
 fi
 # PyTorch's CUDA build brings the Triton that it needs.
-constraints=$(mktemp)
-trap 'rm -f "$constraints"' EXIT
 if "$venv/bin/python" -c 'import triton' 2>/dev/null; then
-    grep -v '^triton==' requirements.txt >"$constraints"
+    grep -v '^triton==' requirements.txt >"$lists/constraints"
 else
-    cat requirements.txt >"$constraints"
+    cp requirements.txt "$lists/constraints"
 fi
-pip -c "$constraints" -e ".[$extra]"
+# What builds the project, and what it needs that does not itself need PyTorch.
+"$venv/bin/python" - "$extra" >"$lists/others" <<'PY'
+import re, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    about = tomllib.load(file)
+def needed(lines):
+    for line in lines:
+        if own := re.fullmatch(r"kimi-k2\[(.+)\]", line):
+            for extra in own[1].split(","):
+                yield from needed(about["project"]["optional-dependencies"][extra])
+        elif not line.startswith(("torch>", "compressed-tensors>", "vllm>")):
+            yield line
+print(*about["build-system"]["requires"], sep="\n")
+print(*needed([*about["project"]["dependencies"], f"kimi-k2[{sys.argv[1]}]"]), sep="\n")
+PY
+pip -c "$lists/constraints" -r "$lists/others"
+[ -z "$pytorch" ] || wait "$pytorch"
+pip -c "$lists/constraints" --no-build-isolation -e ".[$extra]"
