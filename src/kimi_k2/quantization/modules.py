@@ -90,7 +90,7 @@ def _bare(name: str) -> str:
 
 
 def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
-    patterns = [(one, "language" in one) for entry in entries if (one := _pattern(entry, rule)) is not None]
+    patterns = [(_matcher(one), "language" in one) for entry in entries if (one := _pattern(entry, rule)) is not None]
     names = frozenset(_bare(entry) for entry in entries if _pattern(entry, rule) is None)
     endings, packages = (tuple(names), names) if rule == "transformers" else ((), frozenset())
 
@@ -102,11 +102,11 @@ def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
         dots = [index for index, one in enumerate(module) if one == "."] if packages else []
         if any(module[:dot] in packages or module[: dot + 1] in packages for dot in dots):
             return True
-        for pattern, wrapped in patterns:
-            if _matches(pattern, module):
+        for matches, wrapped in patterns:
+            if matches(module):
                 return True
             if wrapped and any(
-                _matches(pattern, wrapper + (module.removeprefix("model.") if wrapper == _WRAPPERS[0] else module))
+                matches(wrapper + (module.removeprefix("model.") if wrapper == _WRAPPERS[0] else module))
                 for wrapper in _WRAPPERS
             ):
                 return True
@@ -115,16 +115,20 @@ def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
     return named
 
 
-def _matches(pattern: str, module: str) -> bool:
+def _matcher(pattern: str) -> Callable[[str], bool]:
     """Whether a regular expression of a checkpoint matches a module's name; it may be made to run for ever.
 
-    Raises:
-        ConfigError: it takes too long.
+    What it returns raises ConfigError where an expression takes too long.
     """
     # As published: two quantifiers, none of a group. These cannot take long, and `re` is eight times as fast.
     if len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern):
-        return re.match(pattern, module) is not None
-    try:
-        return regex.match(pattern, module, timeout=_SECONDS_A_MATCH) is not None
-    except (TimeoutError, regex.error) as error:
-        raise ConfigError(f"{pattern!r:.100}: {error}", field="quantization_config.ignore") from None
+        match = re.compile(pattern).match
+        return lambda module: match(module) is not None
+
+    def matches(module: str) -> bool:
+        try:
+            return regex.match(pattern, module, timeout=_SECONDS_A_MATCH) is not None
+        except (TimeoutError, regex.error) as error:
+            raise ConfigError(f"{pattern!r:.100}: {error}", field="quantization_config.ignore") from None
+
+    return matches

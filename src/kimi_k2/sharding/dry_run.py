@@ -8,7 +8,7 @@ from functools import partial
 from kimi_k2.checkpoint.header import encode_header
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
-from kimi_k2.checkpoint.vision_names import all_tensors
+from kimi_k2.checkpoint.vision_names import vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.layout import Layout
@@ -60,11 +60,15 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     specs = [tensor.spec() for tensor in plan.tensors]
     prefix, _ = encode_header(specs)
     streamed = ("model.embed_tokens.weight", "lm_head.weight")
-    largest = max(spec.nbytes for spec in expected_tensors(config) if spec.name not in streamed)
+    largest = read = 0
+    for spec in expected_tensors(config):
+        read += (size := spec.nbytes)
+        if size > largest and spec.name not in streamed:
+            largest = size
     # Each module in flight is there as it is stored and as it is written; one more is being cut.
     working = (THREADS + 2) * largest * (1 + layout.dtype.itemsize)
     return DryRun(
-        input_bytes=sum(spec.nbytes for spec in all_tensors(config)),
+        input_bytes=read + sum(spec.nbytes for spec in vision_tensors(config)),
         rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
