@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kimi_k2.errors import DeviceError
+from kimi_k2.ops.registry import check_pins_on_cpu
 
 
 def check_device(device: str) -> torch.device:
@@ -15,6 +16,7 @@ def check_device(device: str) -> torch.device:
 
     Raises:
         DeviceError: another kind of device, or one that this machine lacks.
+        KernelError: kernels are pinned for a CPU.
     """
     try:
         found = torch.device(device)
@@ -22,7 +24,9 @@ def check_device(device: str) -> torch.device:
         found = None
     if found is None or found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index not in (None, 0)):
         raise DeviceError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if found.type == "cuda":
+    if found.type == "cpu":
+        check_pins_on_cpu()
+    else:
         if not torch.cuda.is_available():
             raise DeviceError(f"device {device!r}: no CUDA device is available to torch")
         if found.index is not None:

@@ -310,6 +310,13 @@ def parse_pins(text: str) -> dict[str, str]:
     return pins
 
 
+def check_pins_on_cpu() -> None:
+    """Raises KernelError if the environment pins anything but plain functions, which are all that a CPU runs."""
+    for item in filter(None, os.environ.get(ENVIRONMENT, "").split(",")):
+        if item.rpartition("=")[2] != PLAIN:
+            raise KernelError(f"{ENVIRONMENT}: a CPU runs the plain functions, it has no {item!r}; expected {PLAIN}")
+
+
 def pin(text: str | None = None) -> None:
     """Fix the choices in `text`, or those of the environment variable if it is None; others become free again.
 

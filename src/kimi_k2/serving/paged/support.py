@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat
 from kimi_k2.serving.paged.heads import kernel_heads
+from kimi_k2.variables import switch
 
 # Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
 PARSER, ENGINES_PARSER, PARSERS = "kimi_k2_stream", "kimi_k2", "KIMI_K2_PARSERS"
@@ -29,7 +29,7 @@ PARSER, ENGINES_PARSER, PARSERS = "kimi_k2_stream", "kimi_k2", "KIMI_K2_PARSERS"
 
 def parser_names() -> list[str]:
     """By which our parsers can be asked for."""
-    return [PARSER, *([] if os.environ.get(PARSERS) == "0" else [ENGINES_PARSER])]
+    return [PARSER, *([ENGINES_PARSER] if switch(PARSERS, True) else [])]
 
 
 def lacking(needed: Iterable[tuple[str, str]], as_text: Iterable[tuple[str, str]] = ()) -> list[str]:

@@ -13,6 +13,7 @@ from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
 from kimi_k2.sharding.layout import Layout, engine_serves, served_experts
 from kimi_k2.sharding.plan import make_plan
+from kimi_k2.variables import switch
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -121,7 +122,7 @@ def _refusal_of_gpu(settings: Any, config: KimiK2Config) -> str | None:
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.runtime_context import get_platform
 
-    if os.environ.get(ON_GPU) != "1":
+    if not switch(ON_GPU, False):
         return f"a GPU, where several ranks have not been tried ({ON_GPU}=1 serves)"
     hopper = settings.device == "cuda" and get_platform().device_capability == (9, 0)
     dtype = model_config_of(settings).dtype

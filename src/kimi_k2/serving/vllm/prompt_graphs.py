@@ -10,7 +10,6 @@ Ranks agree on the sizes, and on whether every one of them could record them.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from kimi_k2.model.norm import RMSNorm
 from kimi_k2.ops.norm import add_norm
 from kimi_k2.parallel.all_reduce import AllReduce
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
+from kimi_k2.variables import whole
 
 logger = logging.getLogger("vllm.kimi_k2")
 
@@ -162,7 +162,7 @@ def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, vllm_config: Any) -
     Every rank must call this.
     """
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-    widest = min(int(os.environ.get(ENVIRONMENT, WIDEST)), vllm_config.scheduler_config.max_num_batched_tokens)
+    widest = min(whole(ENVIRONMENT, WIDEST), vllm_config.scheduler_config.max_num_batched_tokens)
     if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE":
         widest = 0
     widest = least_of_ranks(widest)  # a rank on another host has an environment of its own

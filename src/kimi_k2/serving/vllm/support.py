@@ -17,6 +17,7 @@ from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.serving.vllm import flags
 from kimi_k2.sharding.layout import Layout, served_experts
 from kimi_k2.sharding.plan import make_plan
+from kimi_k2.variables import switch
 
 ON_GPU = "KIMI_K2_VLLM_GPU"
 # By vLLM's names; e4m3 holds the values as they are, at scale 1.
@@ -145,7 +146,7 @@ def against_decode_steps(vllm_config: Any) -> str | None:
     """Why vLLM is to prepare all decode steps of a deployment; None if they can be ours."""
     on_gpu = str(vllm_config.device_config.device_type) == "cuda"
     for reason, holds in (
-        (f"{DECODE_GRAPHS}=0", os.environ.get(DECODE_GRAPHS) == "0"),
+        (f"{DECODE_GRAPHS}=0", not switch(DECODE_GRAPHS, True)),
         ("eager execution", on_gpu and bool(vllm_config.model_config.enforce_eager)),
         # Others draft as many tokens as they find, another number for each request.
         (f"drafts by {_drafts(vllm_config)}", _drafts(vllm_config) not in (None, "eagle3")),
@@ -193,7 +194,7 @@ def _loads_other_experts(parallel: Any) -> bool:
 
 def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     """Why our kernels cannot serve."""
-    if os.environ.get(ON_GPU) == "0":
+    if not switch(ON_GPU, True):
         return f"{ON_GPU}=0"
     experts, ranks = config.n_routed_experts, layout_of(vllm_config).dense
     heads = config.num_attention_heads // ranks
