@@ -61,8 +61,8 @@ class DraftStats:
         self.tokens += tokens
 
     def __str__(self) -> str:
-        by_place = ", ".join(f"{rate:.2f}" for rate in self.rates)
-        return f"{self.tokens_per_step:.2f} tokens a step, accepted by position {by_place or 'nothing'}"
+        by_place = "accepted by position " + ", ".join(f"{rate:.2f}" for rate in self.rates)
+        return f"{self.tokens_per_step:.2f} tokens a step, {by_place if self.rates else 'nothing drafted'}"
 
 
 def step_cost(config: KimiK2Config) -> Callable[[int], float]:

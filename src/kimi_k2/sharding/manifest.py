@@ -196,7 +196,7 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         content = read_json(path)
         missing = {"made_from", "files", "tensors", "errors", "checksums", "sha256"} - set(content)
     except FileNotFoundError:
-        raise MissingShardError("no such file: the conversion is not finished", file=path) from None
+        raise MissingShardError("no such file: not the output of `convert`, or it is not finished", file=path) from None
     except TypeError:
         raise CorruptHeaderError("not a manifest: expected an object", file=path) from None
     if missing:

@@ -269,8 +269,16 @@ class Presharder:
             options = options_of_this_version(made_from["options"], file)
             return {**made_from, "options": options, "source": {**made_from["source"], "shards": None}}
 
-        if without_files(recorded) != without_files(self.made_from):
-            raise ConfigError(f"{what} of another source or other options", file=file)
+        old, new = without_files(recorded), without_files(self.made_from)
+        if old != new:
+            changed = [
+                f"{name} {value}, now {new['options'].get(name)}"
+                for name, value in old["options"].items()
+                if value != new["options"].get(name)
+            ]
+            raise ConfigError(
+                f"{what} of another source or other options ({'; '.join(changed) or 'source'})", file=file
+            )
         check_same(recorded["source"]["shards"], self.made_from["source"]["shards"], file)
 
     def _is_whole(self, weights: Path) -> bool:
