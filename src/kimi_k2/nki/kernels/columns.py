@@ -89,20 +89,23 @@ def store_columns(out: Any, columns: Any, first: int, exact: Any, engine: Any = 
     """Columns float32 [128, n, T] to HBM [T, N, 128], to blocks `first` and on of each row: runs of 512 bytes.
 
     Args:
+        columns: n at most 128.
         exact: identity [128, 128], float32.
         engine: that empties PSUM.
     """
     chunks, count = columns.shape[1], columns.shape[2]
-    each = max(1, BLOCK // count)  # blocks of all rows that one transpose turns
-    for begin in range(0, chunks, each):
-        size = min(each, chunks - begin)
-        turned = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=turned, stationary=columns[:, begin : begin + size, :], moving=exact, is_transpose=True)
-        rows = nl.ndarray((size * count, BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+    assert chunks <= BLOCK, "expected at most 128 blocks of a row"
+    # Of whole rows, so that no transfer waits for another: what they write lies apart.
+    each = BLOCK // chunks
+    for begin in range(0, count, each):
+        size = min(each, count - begin)
+        turned = nl.ndarray((chunks * size, BLOCK), dtype=nl.float32, buffer=nl.psum)
+        stationary = columns[:, :, begin : begin + size]
+        nisa.nc_matmul(dst=turned, stationary=stationary, moving=exact, is_transpose=True)
+        rows = nl.ndarray((chunks * size, BLOCK), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=rows, src=turned, engine=engine)
-        target = out.ap(
-            pattern=[[BLOCK, size], [out.shape[1] * BLOCK, count], [1, BLOCK]], offset=(first + begin) * BLOCK
-        )
+        pattern = [[BLOCK, chunks], [out.shape[1] * BLOCK, size], [1, BLOCK]]
+        target = out.ap(pattern=pattern, offset=(begin * out.shape[1] + first) * BLOCK)
         nisa.dma_copy(dst=target, src=rows)
 
 

@@ -98,6 +98,8 @@ def selective_experts(
     nisa.dma_copy(dst=index, src=expert_index[begin:end])
     weights = nl.ndarray((own.tokens, expert_weights.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=weights, src=expert_weights[begin:end])
+    # First of all, as the experts' loads wait for it.
+    places, kept = routed.places(index, weights, first_expert)
     columns = load_columns(hidden, identity)
     shared = None
     if shared_expert != None:
@@ -106,7 +108,6 @@ def selective_experts(
             early.shared_inner = shared_expert.inner
         if own.divided:
             shared = own.all_blocks(shared)
-    places, kept = routed.places(index, weights, first_expert)
     sums = routed.sum(columns[:, first : first + count, begin:end], places, kept, shared, exact)
     store_columns(out, sums, begin * blocks + first, exact)
     if early == None:
