@@ -15,15 +15,13 @@ import pytest
 
 import kimi_k2
 from kimi_k2.checkpoint.index import INDEX_NAME
-from kimi_k2.checkpoint.lock import LOCK
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error
-from kimi_k2.files import open_output, read_bytes
+from kimi_k2.files import LOCK, open_output, read_bytes
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
-from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import rank_file_name
+from kimi_k2.sharding.manifest import JOURNAL, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -132,12 +130,12 @@ def test_a_pipe_is_no_output(tmp_path: Path) -> None:
 # Modules that read files of the package, of the machine or of a developer's own measurements, and why they may.
 OWN = {
     "files": "the one place",
-    "checkpoint/header": "open_tensors is the one place for safetensors",
+    "checkpoint/index": "open_tensors is the one place for safetensors",
     "cli/conversation": "--messages <(command) is a pipe; the read is bounded",
     "cli/errors": "/proc",
     "cli/commands/rehearse": "reports into a directory of its own",
     "config": "presets of the package",
-    "kernels/comm/mailboxes": "/proc",
+    "kernels/comm/push_all_reduce": "/proc",
     "kernels/common/build": "sources of the package",
     "kernels/common/structure": "sources of the package",
     "kernels/experts/tuning": "tables of the package, and where `tune` writes them",

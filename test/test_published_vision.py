@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kimi_k2.checkpoint.vision_names import vision_tensors
+from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.config import KimiK2Config
 
 VISION = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.vision_names import vision_tensors
 from kimi_k2.config import PRESET_DIR, KimiK2Config
 from kimi_k2.errors import ConfigError, MissingTensorError, TensorShapeError
 from kimi_k2.synthetic.config import tiny_config

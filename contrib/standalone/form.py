@@ -26,7 +26,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
     "quantization": (
         "What a stored format is, FP8 blocks, and the arithmetic of their conversion for Trainium2's e4m3.",
         [
-            *_of("kimi_k2.quantization", "stored", "unquantized", "fp8_block", "neuron_e4m3", "fp8_channel"),
+            *_of("kimi_k2.quantization", "stored", "fp8_block", "neuron_e4m3"),
             *_of("kimi_k2.sharding", "errors"),
         ],
     ),
@@ -39,20 +39,20 @@ FILES: dict[str, tuple[str, list[str]]] = {
     ),
     "checkpoint": (
         "A checkpoint's tensors: which there are, reading them in a stream, and writing a rank's file.",
-        [*_of("kimi_k2.checkpoint", "header", "index", "names", "reader"), "kimi_k2.sharding.rank_file"],
+        [*_of("kimi_k2.checkpoint", "index", "names", "reader"), "kimi_k2.sharding.rank_file"],
     ),
     "sharding": (
         "Which slice of which tensor goes to which rank, and the conversion of tensors.",
         [
-            *_of("kimi_k2.sharding", "layout", "planned", "plan", "convert"),
-            *_of("kimi_k2.sharding.experts", "format", "block_scaled", "blockwise", "per_channel"),
+            *_of("kimi_k2.sharding", "layout", "plan", "convert"),
+            *_of("kimi_k2.sharding.experts", "format", "blockwise", "per_channel"),
         ],
     ),
     "presharding": (
         "One file a rank: streamed, in bounded memory; and all of a checkpoint in memory, uncut.",
         [
             *_of("kimi_k2", "checkpoint.writer", "sharding.experts.bf16"),
-            *_of("kimi_k2.sharding", "checksum", "manifest", "source", "journal", "layer_sink", "presharder", "whole"),
+            *_of("kimi_k2.sharding", "checksum", "manifest", "source", "layer_sink", "presharder", "whole"),
         ],
     ),
     "options": (
@@ -63,7 +63,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "Attention, router and experts on NxD's parallel layers.",
         [
             *_of("nxdi", "products", "norm", "attention", "flash_decoding", "router", "experts", "tiles"),
-            *_of("kimi_k2", "model.rope", "ops.rotary", "ops.router", "model.norm", "ops.norm"),
+            *_of("kimi_k2", "model.rope", "model.linear", "ops.embedding", "ops.router", "ops.linear"),
         ],
     ),
     "modeling_kimi_k2": (
@@ -77,7 +77,7 @@ ROOTS = [
     Reference("nxdi.config", "load_kimi_config"),
     Reference("kimi_k2.quantization.fp8_block", "Fp8BlockFormat"),
     Reference("kimi_k2.quantization.int4_group", "Int4GroupFormat"),
-    Reference("kimi_k2.quantization.unquantized", "UnquantizedFormat"),
+    Reference("kimi_k2.quantization.stored", "UnquantizedFormat"),
     Reference("kimi_k2.quantization.mixed", "MixedFormat"),
     Reference("kimi_k2.sharding.experts.bf16", "FloatExperts"),
     Reference("kimi_k2.sharding.experts.blockwise", "BlockwiseExperts"),

@@ -223,14 +223,14 @@ KNOWN: dict[str, Known] = {
             "VISION.match(name))\n": "",
         },
     ),
-    "kimi_k2.model.norm": Known(
+    "kimi_k2.model.linear": Known(
         reworded={
-            "import rms_norm": "import _normed",
+            "linear, rms_norm": "linear, _normed",
             "return rms_norm": "return _normed",
-            "`ops.norm.rms_norm`": "RMSNorm",
+            "`ops.linear.rms_norm`": "RMSNorm",
         },
     ),
-    "kimi_k2.ops.rotary": Known(
+    "kimi_k2.ops.embedding": Known(
         reworded={"@operation(batch_invariant=ELEMENTWISE)\ndef apply": "def apply"},
     ),
     "nxdi.block_kv_cache": Known(dropped=("LatentBlockKVCacheManager.get_cache",)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM

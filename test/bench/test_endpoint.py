@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.serving import markdown
-from kimi_k2.bench.tools.client import Endpoint
+from kimi_k2.bench.tools.verify import Endpoint
 
 Serve = Callable[[Callable[[web.Request], Awaitable[web.Response]]], str]
 

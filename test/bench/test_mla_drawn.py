@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import paged_case, reference
+from kimi_k2.bench.kernels.mla_cases import Inputs, paged_case, reference
 from kimi_k2.bench.kernels.mla_drawn import BATCHES, HEADS, MOST, MOST_ROWS, drawn_cases
-from kimi_k2.bench.kernels.mla_inputs import Inputs
 from kimi_k2.bench.kernels.mla_peers import Scheduled, check
 from kimi_k2.errors import KernelError
 

@@ -13,10 +13,8 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from kimi_k2.bench.compare import Ratio, compare, differing, overall
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.published import PUBLISHED
-from kimi_k2.bench.render import HEADER, markdown, write_reports
+from kimi_k2.bench.render import HEADER, PUBLISHED, Ratio, compare, differing, markdown, overall, write_reports
 from kimi_k2.bench.results import Sweep, load_results
 from kimi_k2.bench.sweep import Settings, run_sweep
 from kimi_k2.cli import app

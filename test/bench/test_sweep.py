@@ -18,10 +18,9 @@ import pytest
 from forked import python
 
 from kimi_k2.bench.backend import NeuronBackend, TorchBackend
-from kimi_k2.bench.environment import capture
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.bench.results import Sweep, load_results, percentile
-from kimi_k2.bench.sweep import Settings, draw_prompts, run_sweep, time_run
+from kimi_k2.bench.sweep import Settings, capture, draw_prompts, run_sweep, time_run
 from kimi_k2.neuron import contrib
 from kimi_k2.plan.deployment import Deployment
 

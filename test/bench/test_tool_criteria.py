@@ -13,9 +13,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.tools.client import Endpoint
-from kimi_k2.bench.tools.criteria import Outcome, judge, problem, summarize
-from kimi_k2.bench.tools.verify import OUTCOMES, read_outcomes, verify
+from kimi_k2.bench.tools.verify import OUTCOMES, Endpoint, Outcome, judge, problem, read_outcomes, summarize, verify
 from kimi_k2.cli import app
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},

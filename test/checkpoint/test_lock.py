@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
 from kimi_k2.errors import CheckpointError
+from kimi_k2.files import LOCK, DirectoryLock
 
 
 def test_a_file_that_its_holder_removed_in_between_locks_nothing(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.engine.generate import Generator
-from kimi_k2.engine.step import Step
+from kimi_k2.engine.sampler import Step
 from kimi_k2.errors import GenerationError, KimiK2Error, TokenizerError
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer

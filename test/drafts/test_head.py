@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
-from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.drafts.member import member
+from kimi_k2.drafts.head import Eagle3Head, member
 from kimi_k2.errors import (
     ConfigError,
     KimiK2Error,

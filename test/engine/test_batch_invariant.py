@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.cache import PagedCache, pages_of
+from kimi_k2.engine.batch import PagedCache, pages_of
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep

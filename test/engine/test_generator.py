@@ -12,7 +12,7 @@ from plain import decode_step
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.engine import generate as module
-from kimi_k2.engine.cache import PagedCache, new_cache
+from kimi_k2.engine.batch import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.graphs import Recorded

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import MAX_GRAPHS, PromptStep, padded_width

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.drafts.ngram import lookup
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.draft_length import DraftLength, DraftStats
-from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
+from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter, lookup
 from kimi_k2.engine.generate import Generator, generate, prefill
-from kimi_k2.engine.rejection import Proposal, keep
-from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.sampler import Proposal, Sampler, SamplingParams, keep
 from kimi_k2.engine.speculate import speculative_steps
 from kimi_k2.errors import KimiK2Warning
-from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.synthetic.draft import write_synthetic_head
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.stacking import stack_rows
+from kimi_k2.engine.layer_step import stack_rows
 from kimi_k2.model.linear import Linear
-from kimi_k2.ops.weights import dequantize
+from kimi_k2.ops.linear import dequantize
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import pytest
 import torch
 from traced_files import traced
 
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.sharding.layout import STORED, Layout

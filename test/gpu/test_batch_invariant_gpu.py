@@ -18,7 +18,7 @@ from torch import Tensor
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.bench.kernels.w4a16 import random_packed
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep
@@ -27,11 +27,10 @@ from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared, swiglu
-from kimi_k2.ops.linear import add_project, dense_linear, float32_linear, project
+from kimi_k2.ops.linear import Weight, add_project, dense_linear, dequantize, float32_linear, project
 from kimi_k2.ops.mla import mla_naive_attention
 from kimi_k2.ops.mla_decode import absorb_and_store, attend_values, attention_plan, query_and_entry
 from kimi_k2.ops.router import add_norm_route
-from kimi_k2.ops.weights import Weight, dequantize
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.layout import Layout

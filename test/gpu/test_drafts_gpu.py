@@ -15,14 +15,12 @@ from kimi_k2.bench.kernels.drafts import synthetic_head
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine import drafters, speculate
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.draft_length import DraftLength
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
-from kimi_k2.engine.rejection import Proposal
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.engine.step import Step
+from kimi_k2.engine.sampler import Proposal, SamplingParams, Step
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.sharding.layout import Layout

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.linear.fused_linear import fused_linear
-from kimi_k2.ops.linear import add_project, float32_linear, project
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight, add_project, float32_linear, project
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.router import noaux_tc_gate
-from kimi_k2.ops.weights import Weight
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder

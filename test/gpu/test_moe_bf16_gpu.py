@@ -11,7 +11,7 @@ from kimi_k2.bench.kernels.moe import random_routing
 from kimi_k2.kernels.experts.bf16 import moe_bf16
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 EXPERTS, HIDDEN = 32, 1024

@@ -15,8 +15,8 @@ from kimi_k2.kernels.experts.entries import _four_bit_experts, _scales_of_all, p
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.ops.experts import ExpertWeights, routed_experts
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import TABLE
-from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

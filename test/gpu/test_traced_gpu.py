@@ -8,7 +8,7 @@ from traced_files import traced
 
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.sharding.layout import STORED, Layout
 

@@ -21,7 +21,7 @@ from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.kernels.router.router_gemm import router_decode
 from kimi_k2.ops import experts as operations
 from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

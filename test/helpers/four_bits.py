@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kimi_k2.kernels.experts import entries
 from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format, QuarkMxfp4Format
 from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format, Nvfp4Format

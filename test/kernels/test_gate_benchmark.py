@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels import table
-from kimi_k2.bench.kernels.harness import in_turns
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, in_turns
 from kimi_k2.errors import KernelError
 
 

@@ -13,12 +13,11 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts import entries
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
-from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.loading import load_checkpoint
+from kimi_k2.model.decoder import KimiK2ForCausalLM, load_checkpoint
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.layout import Layout

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
-from kimi_k2.bench.kernels.mla_inputs import random_inputs
+from kimi_k2.bench.kernels.mla_cases import random_inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla

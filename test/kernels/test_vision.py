@@ -12,10 +12,16 @@ import torch
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.vision.attention import batched
-from kimi_k2.kernels.vision.layer_norm import add_layer_norm
-from kimi_k2.kernels.vision.packed_attention import PADDING, capacity, packed_attention, rotate_and_pack
-from kimi_k2.kernels.vision.rotate import rotated_qkv
-from kimi_k2.kernels.vision.schedule import KEYS, QUERIES, schedule
+from kimi_k2.kernels.vision.packed_attention import (
+    KEYS,
+    PADDING,
+    QUERIES,
+    capacity,
+    packed_attention,
+    rotate_and_pack,
+    schedule,
+)
+from kimi_k2.kernels.vision.rowwise import add_layer_norm, rotated_qkv
 from kimi_k2.ops.registry import TABLE, load_providers
 from kimi_k2.ops.vision import Segments, rotated_attention, segment_attention
 

@@ -8,8 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from kimi_k2.kernels.vision.layer_norm import add_layer_norm
-from kimi_k2.kernels.vision.rotate import rotated_qkv
+from kimi_k2.kernels.vision.rowwise import add_layer_norm, rotated_qkv
 
 generator = torch.Generator().manual_seed(0)
 worst = 0.0

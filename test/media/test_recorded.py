@@ -20,7 +20,7 @@ from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import normalised
 from kimi_k2.media.prompt import MediaProcessor
 from kimi_k2.media.video import process_frames
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 from kimi_k2.vision_config import VisionConfig
 

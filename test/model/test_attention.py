@@ -16,7 +16,7 @@ from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheape
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.rope import RotaryEmbedding, rope_inv_freq, yarn_correction_range
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.synthetic.config import TINY, tiny_config, with_format
 
 transformers = pytest.importorskip("transformers")

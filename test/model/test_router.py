@@ -112,7 +112,7 @@ def test_impossible_arguments(top_k: int, n_group: int, topk_group: int) -> None
 
 
 def test_routers_bias_stays_float32_in_a_bf16_model() -> None:
-    from kimi_k2.model.router import Router
+    from kimi_k2.model.moe import Router
     from kimi_k2.synthetic.config import tiny_config
 
     config: KimiK2Config = tiny_config()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k2.neuron.compiler_args import compiler_args, environment
+from kimi_k2.neuron.compile import compiler_args, environment
 from kimi_k2.plan.deployment import STAGES, Deployment
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from kimi_k2.nki.kernels.attention import attention_decode
 from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
 from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.nki.kernels.mla_decode import mla_decode
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 
 EXPERTS = 384
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128
@@ -32,7 +32,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """As `kimi_k2.model.norm.RMSNorm`: in float32 at least, rounded to the input's dtype before the weight."""
+    """As `kimi_k2.model.linear.RMSNorm`: in float32 at least, rounded to the input's dtype before the weight."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight
 

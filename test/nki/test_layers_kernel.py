@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layers
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.router import noaux_tc_gate
 from nki_emulator.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.router import Router
+from kimi_k2.model.moe import Router
 from kimi_k2.plan.deployment import CONFIGS
 
 WORKER = Path(__file__).with_name("cpu_worker.py")

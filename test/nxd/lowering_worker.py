@@ -25,8 +25,7 @@ from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
-from kimi_k2.plan.hlo import count, entry_instructions  # noqa: E402
-from kimi_k2.plan.liveness import peak_live_bytes  # noqa: E402
+from kimi_k2.plan.hlo import count, entry_instructions, peak_live_bytes  # noqa: E402
 from kimi_k2.plan.prefetch import fetches  # noqa: E402
 from kimi_k2.plan.scratch import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402

@@ -9,7 +9,7 @@ import environment
 import pytest
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron import compiler_args as settings
+from kimi_k2.neuron import compile as settings
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
 
 

@@ -22,16 +22,14 @@ from test_decode_layers import SIZES
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import DraftConfig, Form
+from kimi_k2.drafts.config import DraftConfig, Form, head_shapes
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.drafts.names import head_shapes
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.drafters import DraftCache
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.neuron.compile import draft_options
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import WORKER, expected_logits, launch, neuron_config, plain_model, sequences
 
-from kimi_k2.synthetic import weights
+from kimi_k2.synthetic import checkpoint
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -21,7 +21,7 @@ PORT = os.environ.get("KIMI_K2_PORT")
 @pytest.mark.skipif(not PORT, reason="needs KIMI_K2_PORT, the published port's source folder")
 @pytest.mark.parametrize("bias_std", [0.0, 0.1, 0.2])
 def test_difference_beside_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bias_std: float) -> None:
-    monkeypatch.setattr(weights, "ROUTER_BIAS_STD", bias_std)
+    monkeypatch.setattr(checkpoint, "ROUTER_BIAS_STD", bias_std)
     directory = tmp_path / "checkpoint"
     write_synthetic_checkpoint(directory, with_format(tiny_config(), "bf16"), seed=5)
     case = sequences(1, 512)

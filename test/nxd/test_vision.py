@@ -17,7 +17,7 @@ from plain import decode_step
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import prefill
-from kimi_k2.engine.media_rows import MediaRows
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.vision.model import VisionModel

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kimi_k2.ops import cache as cache_ops
 from kimi_k2.ops import registry
 from kimi_k2.ops.cache import gather_pages, store_slots
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.mla_decode import SLOTS_AT_ONCE, attend_values, mla_decode, query_and_entry
-from kimi_k2.ops.weights import Weight
 
 RANK, ROPE, PAGE = 24, 8, 4
 DIM = RANK + ROPE

@@ -17,7 +17,7 @@ from kimi_k2 import ops
 from kimi_k2.errors import KernelError
 from kimi_k2.ops import linear, registry, router
 from kimi_k2.ops.experts import ExpertWeights, silu_and_mul
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 

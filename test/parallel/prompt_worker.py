@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.graphs import Work
 from kimi_k2.engine.prompt_step import PromptStep, Size, padded_width
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops.collective import gather_last
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.manifest import made_layout
 
 # Sums of two prompts of 430 tokens are too long to be pushed on GPUs. Five sizes come often, 150 once, and 200 twice

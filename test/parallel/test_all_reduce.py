@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.comm import entries, mailboxes
+from kimi_k2.kernels.comm import entries, push_all_reduce
 from kimi_k2.kernels.comm.push_all_reduce import fill_arguments, mailbox_bytes
-from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import AllReduce
 
 PUSHED = 2**14  # bytes; of two ranks 8192 values, of three 4096
 
@@ -54,7 +54,7 @@ def patched(library: str, boxes: list[Tensor], pushes: list[int]) -> dict[str, A
 def replace(names: dict[str, Any]) -> None:
     """Put these in, in a process of its own; the table takes its CPU for a GPU."""
     for name, value in names.items():
-        setattr(entries if hasattr(entries, name) else mailboxes, name, value)
+        setattr(entries if hasattr(entries, name) else push_all_reduce, name, value)
     torch.Tensor.is_cuda = True
 
 

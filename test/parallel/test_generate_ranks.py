@@ -19,7 +19,7 @@ import torch
 from forked import python
 
 from kimi_k2.bench.results import load_results
-from kimi_k2.checkpoint.header import header_bytes
+from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams

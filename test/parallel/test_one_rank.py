@@ -12,8 +12,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts, MoE
-from kimi_k2.parallel.apply import parallelize
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank, parallelize
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import Layout, engine_serves, served_experts
 from kimi_k2.sharding.plan import make_plan

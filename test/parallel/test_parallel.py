@@ -14,8 +14,7 @@ from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.apply import parallelize
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank, parallelize
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint

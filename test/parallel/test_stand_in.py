@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.model import launches, make_step, synthetic_rank
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts

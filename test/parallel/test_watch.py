@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from kimi_k2.cli.errors import errors_handled
-from kimi_k2.parallel import ranks, watch
+from kimi_k2.parallel import ranks
 
 
 def set_up(rank: int, size: int, port: int, said: Path) -> None:
@@ -24,7 +24,7 @@ def set_up(rank: int, size: int, port: int, said: Path) -> None:
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (pytest's own is in memory)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    watch.PATIENCE, watch.INTERVAL, watch.GRACE, watch.MEETING = 3.0, 0.3, 0.5, 2.0
+    ranks.PATIENCE, ranks.INTERVAL, ranks.GRACE, ranks.MEETING = 3.0, 0.3, 0.5, 2.0
 
 
 def join(rank: int, size: int, port: int, said: Path) -> None:
@@ -32,7 +32,7 @@ def join(rank: int, size: int, port: int, said: Path) -> None:
     set_up(rank, size, port, said)
     with errors_handled():
         if (rank, size) == (1, 2):
-            watch.meet(rank, size)
+            ranks.meet(rank, size)
             os.kill(os.getpid(), signal.SIGKILL)
         ranks.join_ranks("cpu")
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.model import decide_routes
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops.collective import gather_last
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.layout import Layout
 
 PROMPT, TOKENS = 7, 10

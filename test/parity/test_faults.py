@@ -14,15 +14,15 @@ from torch import Tensor
 from kimi_k2.model import moe
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.linear import RMSNorm
+from kimi_k2.model.moe import Router
 from kimi_k2.model.rope import RotaryEmbedding
-from kimi_k2.model.router import Router
 from kimi_k2.ops import mla
 from kimi_k2.ops.experts import routed_experts
-from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.compare import Comparison, compare
 from kimi_k2.parity.logits import random_tokens
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.parity.run import run_plain, run_transformers
 from kimi_k2.parity.trace import Inputs, Trace
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 

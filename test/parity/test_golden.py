@@ -18,7 +18,6 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parity.backends import run_plain
 from kimi_k2.parity.compare import compare
 from kimi_k2.parity.golden import (
     DESCRIPTION,
@@ -30,7 +29,7 @@ from kimi_k2.parity.golden import (
     save_golden,
 )
 from kimi_k2.parity.logits import check_logits, random_tokens
-from kimi_k2.parity.run import run
+from kimi_k2.parity.run import run, run_plain
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
 SMALL = Inputs(random_tokens(512, 12, 0), random_tokens(512, 3, 1), kept_positions=8)

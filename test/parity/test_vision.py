@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.vision.model import VisionModel
-from kimi_k2.parity.reference import MissingLibraryError
-from kimi_k2.parity.reference_vision import transformers_kimi_k25
+from kimi_k2.parity.reference import MissingLibraryError, transformers_kimi_k25
 from kimi_k2.parity.trace import ParityError
 from kimi_k2.parity.vision import first_divergence, tower_points, trace_plain, trace_transformers
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config, published
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.compiler_args import compile_digest, compiler_args, environment, runtime_environment
+from kimi_k2.neuron.compile import build_application, compile_digest, compiler_args, environment, runtime_environment
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import (
@@ -248,9 +247,7 @@ def test_a_presets_own_arguments_and_environment_win_and_change_the_digest(monke
     assert environment(changed)["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert compile_digest(changed) != compile_digest(preset)
     before = compile_digest(preset)
-    monkeypatch.setattr(
-        "kimi_k2.neuron.compiler_args.runtime_environment", lambda lnc, ranks: {"NEW": f"{lnc} {ranks}"}
-    )
+    monkeypatch.setattr("kimi_k2.neuron.compile.runtime_environment", lambda lnc, ranks: {"NEW": f"{lnc} {ranks}"})
     assert compile_digest(preset) != before
 
 

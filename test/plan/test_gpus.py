@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kimi_k2.bench.kernels.profile import floor
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.gpus import ServedRow, served_rows
+from kimi_k2.plan.presets import ServedRow, served_rows
 from kimi_k2.sharding.layout import Layout
 
 

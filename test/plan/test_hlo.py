@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_k2.plan.hlo import Collective, GraphCounts, HloParseError, count
-from kimi_k2.plan.liveness import peak_live_bytes
+from kimi_k2.plan.hlo import Collective, GraphCounts, HloParseError, count, peak_live_bytes
 from kimi_k2.plan.roofline import Machine, roofline
 
 MODULE = """HloModule example

@@ -15,15 +15,14 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
-from kimi_k2.neuron.compiler_args import compiler_args
+from kimi_k2.neuron.compile import compiler_args
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
 from kimi_k2.plan.expert_blocks import expert_blocks
-from kimi_k2.plan.host import read_index
 from kimi_k2.plan.instructions import prefill_instructions
-from kimi_k2.plan.memory import memory_plan
+from kimi_k2.plan.memory import memory_plan, read_index
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.scratch import live_bytes, reported_scratch

@@ -11,8 +11,7 @@ from kimi_k2.quantization.fp8_block import (
     expand_block_scale,
     quantize_fp8_block,
 )
-from kimi_k2.quantization.fp8_channel import quantize_chunks
-from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_blocks, reserved_codes
+from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_blocks, quantize_chunks, reserved_codes
 from kimi_k2.quantization.rows import row_chunks
 
 CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)

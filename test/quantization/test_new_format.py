@@ -25,7 +25,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import routed_experts
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
 from kimi_k2.sharding.layout import Layout

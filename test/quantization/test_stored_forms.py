@@ -22,9 +22,9 @@ from kimi_k2.cli.app import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, UnexpectedTensorError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank
 from kimi_k2.parity.reference import load_transformers_model
-from kimi_k2.quantization.e2m1 import pack_e2m1, unpack_e2m1
+from kimi_k2.quantization.mxfp4 import pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.stored import StoredFormat, format_of, formats, parse_quantization
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.ops.experts import ExpertWeights, routed_experts, silu_and_mul
-from kimi_k2.ops.weights import dequantize
+from kimi_k2.ops.linear import dequantize
 
 
 def _takes(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.header import header_bytes
+from kimi_k2.checkpoint.index import header_bytes
 
 Damage = Callable[[Path], object]
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -19,8 +19,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.serving.vllm import ranks
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
 from kimi_k2.serving.vllm.ranks import least_of_ranks

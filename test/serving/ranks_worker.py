@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.parallel.load import load_rank
+from kimi_k2.parallel.apply import load_rank
 from kimi_k2.sharding.layout import STORED, Layout
 
 

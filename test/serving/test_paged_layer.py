@@ -21,9 +21,8 @@ from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.decode_step import through
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.spread import Spread
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
-from kimi_k2.ops.norm import add_norm
+from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
+from kimi_k2.ops.linear import add_norm
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 
 PAGE, PAGES = 4, 40

@@ -22,8 +22,8 @@ from judge import ROUNDING, SIZES
 from test_vllm_images import PROCESSOR
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.multimodal import MultimodalModel
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config

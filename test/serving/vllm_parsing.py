@@ -9,7 +9,7 @@ from typing import Any
 
 from parser_cases import check_nothing_is_lost, cut, tool
 
-from kimi_k2.synthetic.vocabulary import synthetic_ranks
+from kimi_k2.synthetic.checkpoint import synthetic_ranks
 from kimi_k2.tokenization.deltas import AssistantMessage, ToolCall
 from kimi_k2.tokenization.special_tokens import IM_ASSISTANT, IM_MIDDLE, THINK, THINK_END, special_tokens
 from kimi_k2.tokenization.tokenizer import KimiTokenizer

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import xxhash
 
-from kimi_k2.checkpoint.header import header_bytes
+from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.errors import CheckpointError, CorruptHeaderError
 from kimi_k2.sharding import presharder
-from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST
+from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults, verify
 

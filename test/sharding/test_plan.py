@@ -10,9 +10,8 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.sharding.dry_run import dry_run
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Layout, ShardingPlan
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.planned import ShardingPlan
 from kimi_k2.synthetic.config import tiny_config
 
 REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")

@@ -27,13 +27,11 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block, dequantized_chunks
-from kimi_k2.quantization.fp8_channel import quantize_chunks
-from kimi_k2.quantization.neuron_e4m3 import halve_blocks, reserved_codes
+from kimi_k2.quantization.neuron_e4m3 import halve_blocks, quantize_chunks, reserved_codes
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding import rank_file
-from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, check_made_for
+from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, check_made_for
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify

@@ -19,15 +19,14 @@ import pytest
 from forked import python
 from safetensors.torch import load_file, save_file
 
-from kimi_k2.checkpoint.header import header_bytes
-from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
+from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
-from kimi_k2.sharding import journal as journal_module
+from kimi_k2.files import LOCK, DirectoryLock
+from kimi_k2.sharding import manifest as journal_module
 from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.journal import JOURNAL
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST
+from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults, verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint

@@ -24,9 +24,8 @@ from kimi_k2.errors import (
 )
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.synthetic.checkpoint import shard_plan, write_synthetic_checkpoint
+from kimi_k2.synthetic.checkpoint import SyntheticWeights, shard_plan, write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
-from kimi_k2.synthetic.weights import SyntheticWeights
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import random
 import pytest
 from parser_cases import call, section
 
-from kimi_k2.synthetic.vocabulary import synthetic_ranks
+from kimi_k2.synthetic.checkpoint import synthetic_ranks
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer, TokenLexer
 from kimi_k2.tokenization.special_tokens import CALL_END, SECTION_BEGIN, THINK, THINK_END, special_tokens

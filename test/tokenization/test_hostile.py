@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from parser_cases import as_tuples, call, section, tool
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization import renderer, template
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
 from kimi_k2.tokenization.message import MessageStream, parse_message

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parser_cases import check_cuts, check_nothing_is_lost, cut, streamed, tool
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, render_segments
 from kimi_k2.tokenization.deltas import ToolCallArguments, merged
 from kimi_k2.tokenization.lexer import Marker

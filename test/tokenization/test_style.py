@@ -10,9 +10,8 @@ import pytest
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, TokenizerError
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint, write_synthetic_vocabulary
 from kimi_k2.synthetic.config import tiny_config, with_format
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
 from kimi_k2.tokenization.chat import built_in_template, template_source
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.style import ChatStyle, choose_style

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
+from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, template_source
 from kimi_k2.tokenization.messages import normalized
 from kimi_k2.tokenization.special_tokens import special_tokens

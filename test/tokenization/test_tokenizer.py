@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.vocabulary import synthetic_ranks, write_synthetic_vocabulary
+from kimi_k2.synthetic.checkpoint import synthetic_ranks, write_synthetic_vocabulary
 from kimi_k2.tokenization.special_tokens import NAMED, special_tokens
 from kimi_k2.tokenization.tokenizer import PATTERN, KimiTokenizer, _bounded_pieces, read_ranks
 

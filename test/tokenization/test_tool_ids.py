@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_k2.tokenization.tool_ids import ToolNames
+from kimi_k2.tokenization.tool_calls import ToolNames
 
 
 def named(*names: str) -> ToolNames:

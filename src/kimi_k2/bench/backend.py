@@ -24,7 +24,7 @@ from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.application import NeuronApplication
-from kimi_k2.neuron.compiler_args import compile_digest, compiler_args
+from kimi_k2.neuron.compile import compile_digest, compiler_args
 from kimi_k2.ops import registry
 from kimi_k2.plan.deployment import STAGES, Deployment
 

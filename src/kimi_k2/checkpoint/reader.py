@@ -12,10 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kimi_k2.checkpoint.finite import nonfinite
-from kimi_k2.checkpoint.header import DTYPES, open_tensors, read_header
-from kimi_k2.checkpoint.index import CheckpointIndex
-from kimi_k2.checkpoint.names import IGNORED, companions, expected_tensors
-from kimi_k2.checkpoint.vision_names import VISION, vision_tensors
+from kimi_k2.checkpoint.index import DTYPES, CheckpointIndex, open_tensors, read_header
+from kimi_k2.checkpoint.names import IGNORED, VISION, companions, expected_tensors, vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,

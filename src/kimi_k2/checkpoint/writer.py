@@ -14,8 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.header import encode_header
-from kimi_k2.checkpoint.index import INDEX_NAME
+from kimi_k2.checkpoint.index import INDEX_NAME, encode_header
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.files import PARTIAL_SUFFIX, open_output, replace_file
 from kimi_k2.quantization.stored import TensorSpec

@@ -1,29 +1,82 @@
-"""An Eagle3 head: from a target's hidden states at a token, and the token after it, to the one after that."""
+"""An Eagle3 head: from a target's hidden states at a token, and the token after it, to the one after that.
+
+Also whether a head was trained for another member of the family, whose shapes are the same, as its metadata says.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import DraftConfig
-from kimi_k2.drafts.llama_attention import LlamaAttention
-from kimi_k2.drafts.member import other_member
-from kimi_k2.drafts.names import D2T, LAYER, T2D, check_tensors, module_name
+from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
+from kimi_k2.files import read_json, read_text
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.embedding import Embedding
-from kimi_k2.model.linear import Linear
-from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.linear import Embedding, Linear, RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.experts import swiglu
-from kimi_k2.ops.norm import add_norm
+from kimi_k2.ops.linear import add_norm
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pair (i, D / 2 + i) of x [B, S, H, D] by the angles whose cos and sin are [B, S, D / 2]."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class LlamaAttention(nn.Module):
+    """Of the head's one layer, whose input is twice as wide as its output.
+
+    Args:
+        config: of the head.
+        plain: `config.attention_config`.
+    """
+
+    def __init__(self, config: DraftConfig, plain: KimiK2Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+        def linear(name: str, rows: int, columns: int) -> Linear:
+            return Linear(plain, f"midlayer.self_attn.{name}", rows, columns, dtype=dtype)
+
+        # Queries, keys and values in one.
+        self.qkv_proj = linear("qkv_proj", (self.heads + 2 * self.groups) * self.width, 2 * config.hidden_size)
+        self.o_proj = linear("o_proj", config.hidden_size, self.heads * self.width)
+
+    @property
+    def cache_dim(self) -> int:
+        """Values that the cache holds of a token."""
+        return 2 * self.groups * self.width
+
+    def forward(
+        self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: LatentCache, length: int
+    ) -> Tensor:
+        """[B, S, 2 * H] to [B, S, H]; arguments as for MultiHeadLatentAttention."""
+        batch, new, _ = x.shape
+        both, value = self.qkv_proj(x).view(batch, new, -1, self.width).tensor_split((-self.groups,), dim=2)
+        q, key = rotate_halves(both, *rotation).tensor_split((self.heads,), dim=2)
+        entries = torch.cat((key, value), dim=2).flatten(2)
+        held = cache.update(0, entries, positions, length).to(x.dtype)
+        keys, values = held.view(batch, held.shape[1], 2, self.groups, self.width).transpose(1, 3).unbind(2)
+        seen = torch.arange(held.shape[1], device=x.device) <= positions.clamp(min=0)[:, None, :, None]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=self.groups != self.heads
+        )
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
 
 # Weights of the layer, several in one where a launch reads them.
 STACKED = {
@@ -235,3 +288,54 @@ def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: Draft
         if not torch.equal(marked, tokens.sort().values):
             raise TensorShapeError("marks other tokens than d2t leads to", file=directory, tensor=held[T2D])
     return tokens
+
+
+_MEMBER = re.compile(r"kimi[._-]?k2(?:[._p-]?(?P<number>[5-9])(?!\d))?(?:[._-](?P<kind>thinking|instruct|base))?")
+_README = "README.md"
+_README_BYTES = 2**20
+
+
+def member(name: str) -> str | None:
+    """`k2`, `k2-thinking`, `k2.5` ... of a name such as `moonshotai/Kimi-K2.5`; None if it names none."""
+    found = _MEMBER.search(name.lower())
+    if found is None:
+        return None
+    if found["number"]:
+        return f"k2.{found['number']}"
+    return "k2-thinking" if "thinking" in name.lower() else "k2"
+
+
+def other_member(head: Path, target: Path) -> str | None:
+    """In a few words, which member a head names and which one the target is; None where they agree or say nothing.
+
+    A head's README names its `base_model` in the front matter, as Hugging Face has it; else its directory's name
+    counts. A target is what its config.json or its directory says.
+    """
+    own = next((one for one in map(member, [*_base_models(head), *_names(head)]) if one), None)
+    theirs = next((one for one in map(member, _names(target)) if one), None)
+    if own is None or theirs is None or own == theirs:
+        return None
+    return f"a head for {own}, and the target is {theirs}"
+
+
+def _base_models(head: Path) -> list[str]:
+    path = head / _README
+    if not path.is_file():
+        return []
+    parts = read_text(path, _README_BYTES, ConfigError).split("---", 2)
+    try:
+        held: Any = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except yaml.YAMLError:
+        return []
+    given = held.get("base_model") if isinstance(held, dict) else None
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
+
+
+def _names(directory: Path) -> list[str]:
+    """Of config.json, of the directory, and of the repository where it lies in a Hugging Face cache."""
+    config = directory / "config.json"
+    held = read_json(config, ConfigError) if config.is_file() else {}
+    given = held.get("_name_or_path") if isinstance(held, dict) else None
+    names = [given.rstrip("/").rpartition("/")[2]] if isinstance(given, str) else []
+    parts = directory.resolve().parts
+    return [*names, parts[-1], *(parts[-3:-2] if "snapshots" in parts[-2:-1] else ())]

@@ -1,31 +1,31 @@
-"""One decode step of the plain model without host synchronisation, so that a CUDA graph can hold it.
+"""A decode step of the plain model without host synchronisation, so that a CUDA graph can hold it; on a CPU too.
 
-Works on a CPU too, where it is tested.
+`VerifyStep` takes several new tokens a sequence, so that drafts can be verified. Every token is a row of the batch's
+decodes: it attends to its sequence's pages up to its own place, where the tokens before it have just been stored. A
+row's arithmetic is a plain decode step's; in batch-invariant mode so are its bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import Batch
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import Batch, PagedCache
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.errors import KernelError
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops.cache import decode_places
+from kimi_k2.ops.cache import chunk_slots, decode_places
 from kimi_k2.ops.experts import routed_experts
-from kimi_k2.ops.linear import add_project
+from kimi_k2.ops.linear import Weight, add_project
 from kimi_k2.ops.mla_decode import attention_plan
 from kimi_k2.ops.registry import PLAIN, decoding
 from kimi_k2.ops.streams import beside
-from kimi_k2.ops.weights import Weight
 
 
 def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
@@ -158,3 +158,70 @@ class DecodeStep:
         """Logits of the last layer's x + delta [B, H]."""
         norm = self.model.model.norm
         return self.gather(add_project(x, delta, self.head_weight, norm.weight, norm.eps)[0])
+
+
+class _Captured(NamedTuple):
+    tokens: Tensor
+    positions: Tensor
+    graph: Recorded
+
+
+class VerifyStep:
+    """A step of a few tokens a sequence over a decode step's layers and cache; on a GPU a graph for each width.
+
+    Args:
+        step: gives model, cache, layers and the sums over ranks; its `record` says whether widths are captured.
+        aux_layers: of `HiddenStates`.
+    """
+
+    def __init__(self, step: DecodeStep, aux_layers: tuple[int, ...] = ()) -> None:
+        self.step, self.aux_layers = step, aux_layers
+        self._captured: dict[int, _Captured] = {}
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """New tokens and their logits.
+
+        Args:
+            tokens: int64 [B, S].
+            positions: int64 [B, S], ascending in a sequence and inside the cache; negative for padding, which is not
+                stored and whose results mean nothing.
+
+        Returns:
+            Logits [B, S, vocab_size] and the hidden states [B, S, layers * H] of `aux_layers`, None without any; the
+            next call overwrites both.
+        """
+        device = self.step.cache.data.device
+        rows, width = tokens.shape
+        captured = self._captured.get(width)
+        if captured is None:
+            tokens, positions = (torch.empty_like(one, device=device).copy_(one) for one in (tokens, positions))
+            made = self.run(tokens, positions)
+            if self.step.record is None or not capturable(self.step.model, rows * width):
+                return made[0], made[1] if self.aux_layers else None
+            graph = self.step.record(lambda: self.run(tokens, positions))
+            captured = self._captured[width] = _Captured(tokens, positions, graph)
+        captured.tokens.copy_(tokens)
+        captured.positions.copy_(positions)
+        captured.graph.replay()
+        logits, aux = captured.graph.made
+        return logits, aux if self.aux_layers else None
+
+    def run(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The step, launch by launch; without `aux_layers` the second result is the first."""
+        step, cache, (rows, width) = self.step, self.step.cache, tokens.shape
+        states = HiddenStates(self.aux_layers)
+        with decoding():
+            x = step.model.model.embed_tokens(tokens.flatten())
+            slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
+            table = cache.block_table.repeat_interleave(width, dim=0)
+            flat = positions.flatten()
+            batch = step.rows(flat.clamp(min=0), (flat + 1).to(torch.int32), slots, table, x.dtype)
+            logits = step.head(*through(step.layers, x, batch, cache.data, states)).view(rows, width, -1)
+        return logits, states.joined().view(rows, width, -1) if self.aux_layers else logits
+
+    def close(self) -> None:
+        """Give the graphs up, as `DecodeStep.close`."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()

@@ -1,4 +1,7 @@
-"""What proposes tokens to a generation: an Eagle3 head with a cache of its own, or n-grams of the text so far."""
+"""What proposes tokens to a generation: an Eagle3 head with a cache of its own, or n-grams of the text so far.
+
+N-grams: prompt lookup (Saxena 2023, as vLLM's `ngram`), what followed the last tokens when they stood there before.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,32 @@ import torch
 from torch import Tensor
 
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.drafts.ngram import lookup
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.graphs import Recorded, Recorder
 from kimi_k2.engine.prompt_step import padded_width
-from kimi_k2.engine.rejection import Proposal
+from kimi_k2.engine.sampler import Proposal
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.ops.cache import chunk_slots, gather_pages, store_slots
+
+# Tokens that must agree: as many as there are of these, the most first.
+MOST, LEAST = 4, 1
+
+
+def lookup(tokens: Sequence[int], count: int) -> list[int]:
+    """Up to `count` tokens that followed the latest earlier place of the longest of the last n-grams.
+
+    Args:
+        tokens: prompt and reply so far.
+        count: tokens wanted.
+    """
+    held = list(tokens)
+    for width in range(min(MOST, len(held) - 1), LEAST - 1, -1):
+        ending = held[-width:]
+        for start in range(len(held) - width - 1, -1, -1):
+            if held[start + width - 1] == ending[-1] and held[start : start + width] == ending:
+                return held[start + width : start + width + count]
+    return []
+
 
 # Graphs kept: of the first pass and of later ones, at a few widths and lengths.
 MAX_GRAPHS = 8
@@ -73,7 +95,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Drafts by `drafts.ngram.lookup`; for text that repeats itself or its prompt."""
+    """Drafts by `lookup`; for text that repeats itself or its prompt."""
 
     aux_layers: tuple[int, ...] = ()
     cost = 0.0

@@ -16,17 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.cache import PagedCache, new_cache
-from kimi_k2.engine.decode_step import DecodeStep, capturable
+from kimi_k2.engine.batch import PagedCache, new_cache
+from kimi_k2.engine.decode_step import DecodeStep, VerifyStep, capturable
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
-from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.sampler import Sampler, SamplingParams, check_finite
+from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, check_finite
 from kimi_k2.engine.speculate import PromptReader, speculative_steps
-from kimi_k2.engine.step import Step
-from kimi_k2.engine.verify_step import VerifyStep
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM

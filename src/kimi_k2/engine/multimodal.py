@@ -9,10 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from kimi_k2.engine.generate import GenerationOutput, generate, stream
-from kimi_k2.engine.media_rows import MediaRows
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.engine.step import Step
-from kimi_k2.engine.vision import VisionEncoder
+from kimi_k2.engine.sampler import SamplingParams, Step
+from kimi_k2.engine.vision import MediaRows, VisionEncoder
 from kimi_k2.media.patches import Media
 from kimi_k2.media.prompt import MediaProcessor, MediaPrompt
 from kimi_k2.model.decoder import KimiK2ForCausalLM

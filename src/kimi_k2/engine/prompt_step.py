@@ -19,7 +19,7 @@ from kimi_k2.engine.batch import Batch, Chunk
 from kimi_k2.engine.decode_step import DecodeStep, through
 from kimi_k2.engine.graphs import Recorded, on_all_ranks
 from kimi_k2.errors import GenerationError
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.ops.cache import chunk_slots
 from kimi_k2.ops.embedding import place_embeddings
 

@@ -1,7 +1,7 @@
 """The loop of a generation whose tokens are drafted, verified several at a time, and kept where they are the target's.
 
 What is generated is what the target generates: greedily the same tokens, sampled the same distribution, whatever the
-drafts are (`engine.rejection`).
+drafts are (`engine.sampler.verify`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 from kimi_k2.engine.draft_length import PAUSE, DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.rejection import verify
-from kimi_k2.engine.sampler import Sampler, SamplingParams, TokenLogprobs, draw, token_logprobs
-from kimi_k2.engine.step import Step
+from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, TokenLogprobs, draw, token_logprobs, verify
 from kimi_k2.errors import KimiK2Warning
 
 # A head with less of its first tokens accepted, of so many, is most likely another model's.

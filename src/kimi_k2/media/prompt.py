@@ -18,8 +18,7 @@ from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import Media
 from kimi_k2.media.video import process_video
-from kimi_k2.tokenization.client_parts import translated
-from kimi_k2.tokenization.messages import IMAGE_PARTS, VIDEO_PARTS, Message, part_kind
+from kimi_k2.tokenization.messages import IMAGE_PARTS, VIDEO_PARTS, Message, part_kind, translated
 from kimi_k2.tokenization.special_tokens import (
     MEDIA_BEGIN,
     MEDIA_CONTENT,

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.cache import LatentCache
-from kimi_k2.model.linear import Linear
-from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.linear import Linear, RMSNorm
 from kimi_k2.ops.mla import (
     absorb,
     cache_entries,

@@ -1,26 +1,51 @@
-"""The decoder and its language-model head."""
+"""The decoder and its language-model head, and how a checkpoint is streamed into it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.names import EXPERT
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache, kv_cache_dtype
-from kimi_k2.model.embedding import Embedding
-from kimi_k2.model.hidden_states import HiddenStates
-from kimi_k2.model.loading import load_checkpoint
+from kimi_k2.model.linear import Embedding, Linear, RMSNorm
 from kimi_k2.model.moe import MLP, Experts, MoE
-from kimi_k2.model.norm import RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.embedding import place_embeddings
 from kimi_k2.ops.linear import dense_linear
+
+
+class HiddenStates:
+    """Takes the residual stream before some of the layers, as a forward pass goes by.
+
+    Args:
+        layers: layer i is the stream before decoder layer i, as vLLM numbers it: what layer i - 1 returned, or the
+            embedding for 0. The number of layers is the stream behind the last, before the final norm.
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self.layers = tuple(layers)
+        self._taken: dict[int, Tensor] = {}
+
+    def pass_by(self, layer: int, x: Tensor, delta: Tensor | None = None) -> None:
+        """The stream before `layer`: x, or x + delta."""
+        if layer in self.layers:
+            self._taken[layer] = x if delta is None else x + delta
+
+    def apart(self) -> list[Tensor]:
+        """In the order of `layers`."""
+        return [self._taken[layer] for layer in self.layers]
+
+    def joined(self) -> Tensor:
+        """Side by side in the order of `layers`: [..., layers * H]."""
+        return torch.cat(self.apart(), dim=-1)
 
 
 class DecoderLayer(nn.Module):
@@ -212,3 +237,47 @@ class KimiK2ForCausalLM(nn.Module):
         if logits_at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), logits_at]
         return dense_linear(x, self.lm_head.weight)
+
+
+def load_checkpoint(
+    model: KimiK2ForCausalLM,
+    reader: CheckpointReader,
+    *,
+    on_tensor: Callable[[str, int], None] | None = None,
+) -> None:
+    """Fill `model` from a checkpoint that was opened for its configuration; each stored tensor is read once.
+
+    A weight waits for its scales (which usually lie beside it), so that no more than a few Linears are held at a time.
+
+    Raises:
+        CheckpointError: (subclasses) see `CheckpointReader`.
+    """
+    with reader:
+        sizes = Counter(name.rpartition(".")[0] for name in reader.names())
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in reader.stream():
+            module, _, suffix = name.rpartition(".")
+            group = waiting.setdefault(module, {})
+            group[suffix] = tensor
+            if len(group) == sizes[module]:
+                _assign(model, module, waiting.pop(module), reader)
+            else:
+                # A view would keep its whole shard mapped while the other half may lie in another shard.
+                group[suffix] = tensor.clone()
+            if on_tensor:
+                on_tensor(name, tensor.nbytes)
+
+
+def _assign(model: KimiK2ForCausalLM, module: str, stored: dict[str, Tensor], reader: CheckpointReader) -> None:
+    reader.check_module(module, stored, values=False)
+    if match := EXPERT.match(f"{module}.weight"):
+        experts = model.get_submodule(match["moe"] + ".experts")
+        assert isinstance(experts, Experts)
+        experts.load(int(match["expert"]), match["proj"], stored)
+        return
+    target: nn.Module = model.get_submodule(module)
+    if isinstance(target, Linear):
+        target.load(stored)
+        return
+    for suffix, tensor in stored.items():
+        getattr(target, suffix).copy_(tensor)

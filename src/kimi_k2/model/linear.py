@@ -1,4 +1,4 @@
-"""A Linear whose weight may be stored as FP8 blocks, INT4 groups or floats, under the checkpoint's own names."""
+"""Modules of one weight: Linears, stored in any format under the checkpoint's own names, RMSNorm and the embedding."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.linear import linear
-from kimi_k2.ops.weights import Weight, dequantize
+from kimi_k2.ops.embedding import embedding
+from kimi_k2.ops.linear import Weight, dequantize, linear, rms_norm
 from kimi_k2.quantization.stored import format_of
 
 
@@ -75,3 +75,28 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., columns] to [..., rows], dtype kept."""
         return linear(x, self.stored())
+
+
+class Embedding(nn.Module):
+    """`ops.embedding.embedding` with its weight [V, H]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """int64 [B, S] to [B, S, H]."""
+        return embedding(input_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """`ops.linear.rms_norm` with its weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size], dtype kept."""
+        return rms_norm(x, self.weight, self.eps)

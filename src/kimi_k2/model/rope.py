@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.rotary import rotary_cos_sin
+from kimi_k2.ops.embedding import rotary_cos_sin
 
 
 def yarn_correction_range(config: KimiK2Config) -> tuple[float, float]:

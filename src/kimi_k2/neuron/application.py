@@ -18,14 +18,12 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.generate import prompt_lengths, token_steps
-from kimi_k2.engine.sampler import Sampler, SamplingParams
+from kimi_k2.engine.sampler import Sampler, SamplingParams, Step
 from kimi_k2.engine.speculate import ended, steps_of, up_to_end
-from kimi_k2.engine.step import Step
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.files import read_json
 from kimi_k2.neuron import contrib, cpu
-from kimi_k2.neuron.compile import build_application
-from kimi_k2.neuron.compiler_args import environment, runtime_environment
+from kimi_k2.neuron.compile import build_application, environment, runtime_environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
 from kimi_k2.sharding.manifest import MANIFEST
 from kimi_k2.sharding.source import check_source

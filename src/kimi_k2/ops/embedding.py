@@ -1,4 +1,9 @@
-"""Rows of the embedding, and of a rank's part of it."""
+"""Embeddings: of tokens, also a rank's part of them, and of positions.
+
+Rotary position embedding (Su et al. 2021, arXiv 2104.09864), applied to interleaved pairs.
+
+The checkpoint lays rotary dimensions out interleaved: pair i is elements (2i, 2i + 1). They stay that way here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.ops.registry import ELEMENTWISE, operation
+from kimi_k2.ops.linear import by_rows, in_blocks
+from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
 
 
 @operation(batch_invariant=ELEMENTWISE)
@@ -41,3 +47,52 @@ def place_embeddings(x: Tensor, index: Tensor, features: Tensor) -> Tensor:
     """
     rows = features.to(x.dtype)[index.clamp(min=0)]
     return torch.where((index >= 0).unsqueeze(-1), rows, x)
+
+
+@operation(batch_invariant=ELEMENTWISE)
+def rotary_cos_sin(positions: Tensor, inv_freq: Tensor, multiplier: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every pair's angle.
+
+    Args:
+        positions: integers [...].
+        inv_freq: float32 [D / 2], radians a position.
+        multiplier: of both results (YaRN's attention factor).
+        dtype: of the results; angles are float32.
+
+    Returns:
+        Two of [..., D / 2].
+    """
+
+    def of(places: Tensor) -> tuple[Tensor, Tensor]:
+        angles = places.unsqueeze(-1).to(torch.float32) * inv_freq
+        return (angles.cos() * multiplier).to(dtype), (angles.sin() * multiplier).to(dtype)
+
+    if in_blocks(positions):
+        cos, sin = by_rows(of, positions.flatten())
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+    return of(positions)
+
+
+@operation(batch_invariant=ELEMENTWISE)
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (2i, 2i + 1) of the last dimension by its angle.
+
+    Args:
+        x: [..., D] with D even.
+        cos: broadcastable to [..., D / 2].
+        sin: broadcastable to [..., D / 2].
+
+    Returns:
+        [..., D], the layout still interleaved.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+@operation(batch_invariant=COMPOSED)
+def rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rotary_interleaved` of an x that nobody reads afterwards: the result may take its memory.
+
+    Args and returns: as `apply_rotary_interleaved`.
+    """
+    return apply_rotary_interleaved(x, cos, sin)

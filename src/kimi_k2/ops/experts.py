@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.ops.linear import project
+from kimi_k2.ops.linear import Weight, by_rows, dequantize, in_blocks, linear_rows, project
 from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
-from kimi_k2.ops.rows import by_rows, in_blocks, linear_rows
-from kimi_k2.ops.weights import Weight, dequantize
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kimi_k2.ops.embedding import apply_rotary_interleaved, rotate_in_place
+from kimi_k2.ops.linear import attend_blocks, in_blocks, linear_heads, linear_rows
 from kimi_k2.ops.registry import COMPOSED, operation
-from kimi_k2.ops.rotary import apply_rotary_interleaved, rotate_in_place
-from kimi_k2.ops.rows import attend_blocks, in_blocks, linear_heads, linear_rows
 
 
 def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.ops.cache import gather_pages, store_slots
-from kimi_k2.ops.linear import project
+from kimi_k2.ops.linear import Weight, in_blocks, project, rms_norm
 from kimi_k2.ops.mla import absorb, cache_entries, mla_absorbed_attention, rotated_queries, value_heads
-from kimi_k2.ops.norm import rms_norm
 from kimi_k2.ops.registry import COMPOSED, operation
-from kimi_k2.ops.rows import in_blocks
-from kimi_k2.ops.weights import Weight
 
 # Slots of a sequence whose entries the plain function over pages copies at a time.
 SLOTS_AT_ONCE = 512

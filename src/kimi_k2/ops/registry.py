@@ -207,7 +207,7 @@ def operation(plain: Callable[P, R] | None = None, *, batch_invariant: str = "")
 
     Args:
         plain: the function; None for a decorator.
-        batch_invariant: see `Entry`, on a GPU; on a CPU every plain function is (`ops.rows`).
+        batch_invariant: see `Entry`, on a GPU; on a CPU every plain function is (`ops.linear`).
     """
     if plain is None:
         return functools.partial(operation, batch_invariant=batch_invariant)

@@ -7,9 +7,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.norm import add_norm
+from kimi_k2.ops.linear import add_norm, by_rows, linear_rows
 from kimi_k2.ops.registry import COMPOSED, operation
-from kimi_k2.ops.rows import by_rows, linear_rows
 
 # Keeps the normalisation finite when all chosen scores underflow; the value is part of the reference.
 NORM_GUARD = 1e-20

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.registry import operation
-from kimi_k2.ops.rotary import apply_rotary_interleaved
 
 Made = TypeVar("Made")
 

@@ -6,22 +6,52 @@ groups of `moe_tp` ranks. So each half of a layer ends in one all-reduce over al
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kimi_k2.errors import ConfigError
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.embedding import Embedding
+from kimi_k2.model.linear import Embedding
 from kimi_k2.model.moe import Experts, MoE
-from kimi_k2.ops.collective import gather_last
+from kimi_k2.ops.collective import Ranks, all_reduce, gather_last
 from kimi_k2.ops.embedding import embedding
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Layout, PlannedTensor
+from kimi_k2.sharding.manifest import WEIGHTS, check_made_for, rank_file_name
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.verify import open_rank_file
+
+
+class AllReduce:
+    """Callable sum over the ranks of a group.
+
+    Args:
+        group: None for the default one.
+        active: False makes it the identity.
+        push: False keeps to torch.distributed's all_reduce.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, active: bool = True, push: bool = True) -> None:
+        self.ranks, self.active = Ranks(group, push), active
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Sum of all ranks' x, of any shape; x may be overwritten."""
+        return all_reduce(x.contiguous(), self.ranks) if self.active else x
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The identity meanwhile: what a rank tries by itself waits for no other."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
 
 
 class VocabParallelEmbedding(Embedding):
@@ -117,3 +147,48 @@ def _cut_experts(experts: Experts, layout: Layout, rank: int, redundant: int) ->
         "gate_up_proj": (width // layout.moe_tp, hidden),
         "down_proj": (hidden, width // 2 // layout.moe_tp),
     }
+
+
+def load_rank(
+    directory: str | Path,
+    config: KimiK2Config,
+    layout: Layout,
+    rank: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> KimiK2ForCausalLM:
+    """The part of `rank`, loaded.
+
+    Args:
+        directory: output of `kimi-k2 convert --target cuda`.
+        config: of the checkpoint that was converted.
+        layout: that it was converted for.
+        rank: which part.
+        dtype: of activations and float weights.
+        device: where the part lives.
+
+    Raises:
+        ConfigError: converted from another model or for another layout.
+        CheckpointError: (subclasses) the manifest or the rank's file is missing or damaged; every tensor's checksum is
+            compared.
+    """
+    check_made_for(directory, config, layout)
+    with torch.device("meta"):
+        model = KimiK2ForCausalLM(layout.held(config), dtype=dtype, keep_quantized=layout.keeps)
+    parallelize(model, layout, rank, device=device)
+    path = Path(directory) / WEIGHTS / rank_file_name(rank)
+    with open_rank_file(Path(directory), rank) as read:
+        for planned in make_plan(config, layout).tensors:
+            stored = read(planned.name)
+            module, _, name = planned.name.rpartition(".")
+            target = getattr(model.get_submodule(module), name)
+            if stored.shape != target.shape:
+                raise TensorShapeError(
+                    f"is {list(stored.shape)}, expected {list(target.shape)}", file=path, tensor=planned.name
+                )
+            if stored.dtype != planned.dtype:
+                raise TensorDtypeError(f"is {stored.dtype}, expected {planned.dtype}", file=path, tensor=planned.name)
+            target.copy_(stored)
+    model.prepare()
+    return model.eval()

@@ -1,25 +1,215 @@
-"""Runs a checkpoint on a backend by name."""
+"""Runs a checkpoint on a backend by name.
+
+They run a model and show its points: the plain model (cpu, cuda) and transformers. NxDI is in `nxdi`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.ranks import load_ranks
-from kimi_k2.parity.backends import run_plain, run_transformers
 from kimi_k2.parity.nxdi import run_nxdi
-from kimi_k2.parity.ranks import combine
 from kimi_k2.parity.reference import load_transformers_model
-from kimi_k2.parity.trace import Inputs, ParityError, Trace
+from kimi_k2.parity.trace import NORMS, Inputs, ParityError, Trace, small_activations
 from kimi_k2.plan.deployment import Deployment
+
+Emit = Callable[[str, Tensor], None]
+Combine = Callable[[str, Tensor], Tensor]
+
+# Modules whose output is a point of the same name, in our model and in transformers' alike.
+_OUTPUTS = (
+    "input_layernorm", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj",
+    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", "post_attention_layernorm",
+    "mlp.shared_experts", "mlp",
+)  # fmt: skip
+
+
+def _rows(value: Tensor) -> Tensor:
+    """[1, S, ...] or [S, ...] to [S, width]."""
+    return value.reshape(-1, value.shape[-1]) if value.dim() < 4 else value.flatten(0, 1).flatten(1)
+
+
+def _gate(output: tuple[Tensor, ...], emit: Emit, layer: str) -> None:
+    indices = next(value for value in output if not value.is_floating_point())
+    # transformers 5.x also returns the logits, one an expert; the weights are one a choice.
+    weights = next(value for value in output if value.is_floating_point() and value.shape == indices.shape)
+    ordered, places = indices.sort(dim=-1)
+    emit(f"{layer}.mlp.gate.selection", ordered)
+    emit(f"{layer}.mlp.gate.weights", weights.gather(-1, places))
+
+
+@contextmanager
+def _hooked(decoder: nn.Module, emit: Emit) -> Iterator[None]:
+    """Emit the points that are outputs (or an input) of modules."""
+    handles = []
+
+    def output_of(module: nn.Module, point: str) -> None:
+        handles.append(module.register_forward_hook(lambda _m, _i, out: emit(point, _rows(_first(out)))))
+
+    output_of(decoder.get_submodule("embed_tokens"), "embed_tokens")
+    for number, layer in enumerate(decoder.get_submodule("layers").children()):
+        root = f"layers.{number}"
+        for name in _OUTPUTS:
+            module = _submodule(layer, name)
+            if module is not None:
+                output_of(module, f"{root}.{name}")
+        o_proj = layer.get_submodule("self_attn.o_proj")
+        handles.append(
+            o_proj.register_forward_pre_hook(lambda _m, i, r=root: emit(f"{r}.self_attn.attention", _rows(i[0])))
+        )
+        gate = _submodule(layer, "mlp.gate")
+        if gate is not None:
+            handles.append(gate.register_forward_hook(lambda _m, _i, out, r=root: _gate(out, emit, r)))
+        output_of(layer, f"{root}.output")
+    output_of(decoder.get_submodule("norm"), "norm")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _probe_norms(decoder: nn.Module, emit: Emit) -> None:
+    """Emit what each norm makes of activations so small that its epsilon matters."""
+
+    def probe(norm: nn.Module, point: str) -> None:
+        weight = norm.get_parameter("weight")
+        emit(f"{point}.small", norm(small_activations(len(weight)).to(weight)))
+
+    for number, layer in enumerate(decoder.get_submodule("layers").children()):
+        for name in NORMS:
+            probe(layer.get_submodule(name), f"layers.{number}.{name}")
+    probe(decoder.get_submodule("norm"), "norm")
+
+
+def _first(output: Any) -> Tensor:
+    out: Tensor = output[0] if isinstance(output, tuple) else output
+    return out
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+class _Recorder:
+    """Puts emitted values into a trace, under the phase that runs; derives the routed experts' part of an MoE."""
+
+    def __init__(self, inputs: Inputs, combine: Combine = lambda point, value: value) -> None:
+        self.trace, self.phase, self.combine = Trace(inputs), "prefill", combine
+        self._shared: dict[str, Tensor] = {}
+
+    def emit(self, point: str, value: Tensor) -> None:
+        """Take a point's rows."""
+        value = self.combine(point, value)
+        if point.endswith("mlp.shared_experts"):
+            self._shared[point.removesuffix(".shared_experts")] = value
+        elif point in self._shared:
+            self.trace.add(self.phase, f"{point}.experts", value - self._shared.pop(point))
+        self.trace.add(self.phase, point, value)
+
+
+@torch.inference_mode()
+def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambda point, value: value) -> Trace:
+    """The plain model, on the device it is on.
+
+    Args:
+        model: what is run.
+        inputs: tokens, and which points are kept.
+        combine: gives the whole of a point from a rank's part, see `parity.run.combine`.
+    """
+    recorder, length = _Recorder(inputs, combine), len(inputs.prompt) + len(inputs.forced)
+    cache = model.new_cache(1, length)
+    device = model.lm_head.weight.device
+    rotary = model.model.rotary
+
+    def turned(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(positions, dtype)
+        recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
+        return cos, sin
+
+    def step(tokens: list[int], start: int) -> None:
+        positions = torch.arange(start, start + len(tokens), device=device)
+        # Of a prompt only the last logits say what comes next; the others are as large and tell no more.
+        recorder.emit("lm_head", model(torch.tensor([tokens], device=device), positions[None], cache)[0, -1:])
+        _emit_cache(cache, positions, model.config.kv_lora_rank, recorder.emit)
+
+    _probe_norms(model.model, recorder.emit)
+    try:
+        model.model.rotary = turned  # type: ignore[assignment]
+        with _hooked(model.model, recorder.emit):
+            step(list(inputs.prompt), 0)
+            recorder.phase = "decode"
+            for number, token in enumerate(inputs.forced):
+                step([token], len(inputs.prompt) + number)
+    finally:
+        model.model.rotary = rotary
+    return recorder.trace
+
+
+def _emit_cache(cache: LatentCache, positions: Tensor, rank: int, emit: Emit) -> None:
+    for layer, entries in enumerate(cache.data[:, 0]):
+        own = entries[positions]
+        emit(f"layers.{layer}.self_attn.kv_cache", own[:, :rank])
+        emit(f"layers.{layer}.self_attn.rope.k_pe", own[:, rank:])
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, inputs: Inputs) -> Trace:
+    """transformers' DeepseekV3ForCausalLM: the same points, less what its cache does not hold in this form."""
+    recorder = _Recorder(inputs)
+
+    def emit_rotation(_m: Any, _i: Any, output: tuple[Tensor, Tensor]) -> None:
+        cos, sin = (part[..., : part.shape[-1] // 2] for part in output)
+        recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
+
+    _probe_norms(model.model, recorder.emit)
+    handle = model.model.rotary_emb.register_forward_hook(emit_rotation)
+    try:
+        with _hooked(model.model, recorder.emit):
+            out = model(torch.tensor([list(inputs.prompt)]), use_cache=True)
+            recorder.emit("lm_head", out.logits[0, -1:])
+            recorder.phase = "decode"
+            for token in inputs.forced:
+                out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                recorder.emit("lm_head", out.logits[0, -1:])
+    finally:
+        handle.remove()
+    return recorder.trace
+
+
+# Outputs of which each rank has its heads' columns, and those of which it has its share of every sum.
+_COLUMNS = (".self_attn.q_b_proj", ".self_attn.attention")
+_SUMMANDS = (".self_attn.o_proj", ".mlp.shared_experts")
+
+
+def combine(point: str, value: Tensor) -> Tensor:
+    """The whole of a point's rows from this rank's part; every rank must ask for the same points in the same order."""
+    if not dist.is_initialized():
+        return value
+    if point.endswith(_COLUMNS):
+        return gather_last(value, None)
+    if point.endswith(_SUMMANDS):
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
 
 BACKENDS = ("cpu", "cuda", "transformers", "neuron")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.model.vision.tower import EncoderBlock
-from kimi_k2.parity.reference_vision import transformers_features
+from kimi_k2.parity.reference import transformers_features
 from kimi_k2.parity.trace import ParityError
 from kimi_k2.vision_config import Grid
 

@@ -17,8 +17,8 @@ from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
 from kimi_k2.plan.scratch import BF16, FLOAT32
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK
-from kimi_k2.sharding.experts.tiled import PARTITIONS
-from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
+from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)

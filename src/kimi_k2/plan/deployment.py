@@ -18,11 +18,69 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
-from kimi_k2.plan.adapters import LoraServing, in_xla_form
-from kimi_k2.plan.instance import INSTANCES, Instance
+from kimi_k2.plan.roofline import INSTANCES, Instance
 from kimi_k2.plan.torch_native import TorchNativeOptions
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts.format import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout
+
+ADAPTERS = "LoRA adapters"
+LINE = (
+    "LoRA: decode runs on PyTorch operations, experts without tiles: our kernels read weights that are folded at"
+    " conversion, where an adapter is not"
+)
+_ALONE = ("save_sharded_checkpoint", "flash_decoding_enabled", "is_continuous_batching")
+Target = Literal["q_b_proj", "o_proj"]
+
+
+class LoraServing(BaseModel):
+    """NxDI's LoraServingConfig, as far as a plan needs it; its batch is the deployment's.
+
+    Attributes:
+        max_loras: adapters in device memory.
+        max_lora_rank: the largest rank of one.
+        target_modules: projections that are adapted.
+        lora_ckpt_paths: PEFT directories by the adapters' names.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_loras: PositiveInt = 1
+    max_lora_rank: PositiveInt = 16
+    target_modules: tuple[Target, ...] = Field(min_length=1)
+    lora_ckpt_paths: dict[str, str] = {}
+
+    def rank_bytes(self, config: KimiK2Config, ranks: int, batch: int, itemsize: int) -> int:
+        """Bytes on a rank: all adapters, cut over the ranks, and each sequence's own, of which one side is whole.
+
+        As NxDI's modules hold them (`modules/lora_serving/lora_layer.py`, `weight` and `weight_active`).
+        """
+        sizes = {  # columns of A, rows of B, and the side that a sequence's own has whole
+            "q_b_proj": (config.q_lora_rank, config.num_attention_heads * config.qk_head_dim, 0),
+            "o_proj": (config.num_attention_heads * config.v_head_dim, config.hidden_size, 1),
+        }
+        values = 0
+        for *sides, whole in (sizes[name] for name in self.target_modules):
+            values += self.max_loras * sum(sides) // ranks + batch * (sides[whole] + sides[1 - whole] // ranks)
+        return values * self.max_lora_rank * config.num_hidden_layers * itemsize
+
+
+def in_xla_form(raw: Any) -> Any:
+    """A deployment's fields; with adapters on kernels, those of the same deployment on PyTorch operations.
+
+    Raises:
+        ConfigError: what the class does not follow together with adapters (`src/lora.py` of the contrib model).
+    """
+    options = raw.get("neuron_config") if isinstance(raw, dict) else None
+    if not isinstance(options, dict) or not options.get("lora_config"):
+        return raw
+    for name in _ALONE:
+        if options.get(name, name == "save_sharded_checkpoint"):
+            raise ConfigError("expected false with lora_config", field=f"neuron_config.{name}")
+    if options.get("decode", "xla") == "xla" or raw.get("experts") not in expert_formats():
+        return raw
+    kept = {name: value for name, value in options.items() if name not in ("decode", "decode_layers_per_kernel")}
+    return {**raw, "experts": without_tiles(raw["experts"]), "neuron_config": kept}
+
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
@@ -129,7 +187,7 @@ class Deployment(_Part):
         max_context_length: longest prompt of one prefill.
         neuron_config: NxDI's further options (Trainium only).
         environment: variables of the process, added to those that every Trainium process needs.
-        compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compiler_args`.
+        compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compile`.
         vision: the tower's graphs, compiled with the text model's (Trainium only); None for text alone.
         torch_native: options of vllm-neuron's torch-native line, which then runs the model; None for NxDI.
     """

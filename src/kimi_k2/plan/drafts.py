@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import DraftConfig
-from kimi_k2.drafts.names import D2T, LAYER, head_shapes
+from kimi_k2.drafts.config import D2T, LAYER, DraftConfig, head_shapes
 from kimi_k2.plan.cost import SAMPLED_BYTES
 from kimi_k2.plan.hlo import Collective, GraphCounts
 from kimi_k2.plan.kernels import Rates

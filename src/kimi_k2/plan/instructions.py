@@ -19,7 +19,7 @@ from kimi_k2.plan.cost import of_stage
 from kimi_k2.plan.expert_blocks import expert_blocks
 from kimi_k2.plan.memory import category
 from kimi_k2.plan.target import Target
-from kimi_k2.sharding.planned import ShardingPlan
+from kimi_k2.sharding.layout import ShardingPlan
 
 STATIONARY, MOVING = 128, 512
 LIMIT, RAISED_LIMIT = 5_000_000, 15_000_000

@@ -18,7 +18,7 @@ from kimi_k2.plan.memory import local_bytes
 from kimi_k2.plan.roofline import TRN2_LNC2, Machine
 from kimi_k2.plan.scratch import FLOAT32
 from kimi_k2.plan.target import Target
-from kimi_k2.sharding.planned import ShardingPlan
+from kimi_k2.sharding.layout import ShardingPlan
 from nki_emulator.rates import TRAINIUM2
 
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80.0, 15.0  # percent of the DMA engines' peak; microseconds of a collective

@@ -1,16 +1,24 @@
-"""Bytes that one rank holds, by what they are for. The sharding plan says which tensors; nothing is estimated twice."""
+"""Bytes that one rank holds, by what they are for. The sharding plan says which tensors; nothing is estimated twice.
+
+And what conversion and load ask of a host: memory, disk, and what the checkpoint's index says of its size.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
 
+from kimi_k2.checkpoint.index import INDEX_NAME, CheckpointIndex
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.adapters import ADAPTERS
+from kimi_k2.files import is_there
+from kimi_k2.plan.deployment import ADAPTERS
 from kimi_k2.plan.scratch import BF16, Scratch, make_scratch
 from kimi_k2.plan.target import GIB, Memory, Target
 from kimi_k2.plan.vision import tower_rank_bytes
-from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
+from kimi_k2.sharding.dry_run import dry_run
+from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
 MICROCODE_BYTES = 2 * 96 * 10**6
@@ -193,3 +201,36 @@ def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int
         elements = moe * config.n_routed_experts * config.hidden_size
         terms["router in float32"] = elements * (arrangement.router_bytes - BF16)
     return terms
+
+
+def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
+    """Bytes read, written and held by conversion and load.
+
+    `load_peak_memory_bound` is what all ranks' tensors take: NxDI keeps them until they are on the devices
+    (application_base.py, `load_weights`), and one process a GPU keeps its own rank's.
+
+    Raises:
+        ConfigError: a size does not divide among the ranks.
+    """
+    sizes = dry_run(config, target.layout)
+    return {
+        "convert_reads": sizes.input_bytes,
+        "convert_writes": sizes.output_bytes,
+        "convert_disk": sizes.input_bytes + sizes.output_bytes,
+        "convert_peak_memory_estimate": sizes.peak_memory,
+        "load_reads": sizes.output_bytes,
+        "load_peak_memory_bound": sizes.output_bytes,
+    }
+
+
+def read_index(directory: Path) -> dict[str, Any] | None:
+    """Size and number of shards as the index states them; the shards need not be there. None without an index.
+
+    Raises:
+        CorruptHeaderError: see `CheckpointIndex.read`.
+    """
+    if not is_there(directory / INDEX_NAME):
+        return None
+    index = CheckpointIndex.read(directory)
+    assert index.weight_map is not None
+    return {"total_size": index.total_size, "shards": len(index.shards), "tensors": len(index.weight_map)}

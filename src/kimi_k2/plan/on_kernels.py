@@ -5,8 +5,7 @@ from __future__ import annotations
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.attention_tiles import NAME, OF_GROUP, SOURCES, in_place_of_linears
-from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import Layout, PlannedTensor
 
 CORES = 2  # of LNC
 _NORMS = (".q_a_layernorm.weight", ".kv_a_layernorm.weight")

@@ -1,8 +1,16 @@
-"""All presets side by side: memory, bytes and modelled times of each, or why it cannot run."""
+"""Ways to run a model side by side: memory, bytes and modelled times of each preset, or why it cannot run.
+
+And ways to serve it on one, two and four hosts of eight GPUs. Modelled: bounds by peak rates.
+
+Tensor parallel, every rank works on all sequences and holds the whole latent cache of its layers. With attention data
+parallel and experts shared out (DP+EP), a rank has its own sequences, all dense weights and its share of the experts;
+two exchanges a MoE layer carry tokens to their experts' ranks and back. With a pipeline (PP) half of the sequences are
+in each stage.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,11 +21,11 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Deployment, preset_names
-from kimi_k2.plan.instance import GIB
-from kimi_k2.plan.memory import memory_plan
-from kimi_k2.plan.roofline import roofline
-from kimi_k2.plan.target import make_target
-from kimi_k2.sharding.planned import ShardingPlan
+from kimi_k2.plan.memory import category, memory_plan
+from kimi_k2.plan.roofline import GIB, INSTANCES, Instance, roofline
+from kimi_k2.plan.scratch import BF16
+from kimi_k2.plan.target import Target, make_target
+from kimi_k2.sharding.layout import Layout, ShardingPlan
 
 LEADING = "trn2-tp32-ep2"
 WIDTH = 165  # columns of the table
@@ -110,3 +118,162 @@ def print_presets(rows: list[PresetRow], console: Console) -> None:
         " K2.5 port. Times: a roofline of peak rates, modelled, at the whole context; prefill in its PyTorch form.",
         style="dim", highlight=False,
     )  # fmt: skip
+
+
+HOST = 8  # GPUs
+REQUESTS, MOST = (1, 16, 64), 512  # of a GPU's share; beside these the most that fit, up to 512
+# A GPU's part of the network between hosts: NVIDIA's DGX H100 and H200 have a port of 400 Gb/s for each.
+NETWORK_BYTES_A_SECOND = 50e9
+PUBLISHED = (
+    "DeepSeek-V3, vLLM, wide EP: 2,200 tokens/s an H200 (reported)",
+    "DeepSeek-V3, SGLang, part of a larger cluster: 22,300 output tokens/s on 8 H100s, 2,790 a GPU (reported)",
+    "Kimi-K2.5 INT4, vLLM, 8 H200s, 8k in, 1k out, 64 users: 16.7 tokens/s a user, 134 a GPU (reported)",
+    "Kimi-K2.5 INT4, SGLang, 8 H200s, one user: 9.22 ms a token, 14 tokens/s a GPU (reported)",
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A way to serve.
+
+    Attributes:
+        name: as recipes have it.
+        tensor: ranks that share one layer's attention and experts; 1 of DP+EP.
+        ranks: among which the experts of a layer are divided.
+        stages: of the pipeline.
+    """
+
+    name: str
+    tensor: int
+    ranks: int
+    stages: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """In all."""
+        return self.ranks * self.stages
+
+
+WAYS = (
+    Served("TP8", 8, 8),
+    Served("DP8+EP8", 1, 8),
+    Served("TP8 x PP2", 8, 8, 2),
+    Served("DP16+EP16", 1, 16),
+    Served("DP32+EP32", 1, 32),
+)
+
+
+@dataclass(frozen=True)
+class ServedRow:
+    """One way on one GPU at one load; bytes of a GPU, seconds modelled.
+
+    Attributes:
+        requests: of a GPU's share: all sequences over all GPUs.
+        weights, needed: bytes of the weights, and with the sequences' cache.
+        read: bytes of a step.
+        exchanges, exchanged: collectives of a step and what they send.
+        tpot: of a step, all stages of it.
+        tokens: a second a GPU.
+    """
+
+    gpu: str
+    way: str
+    gpus: int
+    requests: int
+    weights: int
+    needed: int
+    usable: int
+    fits: bool
+    read: int
+    exchanges: int
+    exchanged: int
+    tpot: float
+    tokens: float
+
+
+def served_rows(config: KimiK2Config, context: int, requests: int | None = None) -> list[ServedRow]:
+    """All ways on all GPUs, with so many cached tokens a sequence, at so many requests or at several up to the most."""
+    rows = []
+    for name, instance in INSTANCES.items():
+        for way in WAYS if instance.target == "cuda" else ():
+            one = _served_row(config, name, instance, way, context, requests or 1)
+            rows.append(one)
+            if requests is None and one.fits:
+                most = min((one.usable - one.weights) // (one.needed - one.weights), MOST)
+                loads = sorted({each for each in (*REQUESTS, most) if 1 < each <= most})
+                rows += [_served_row(config, name, instance, way, context, each) for each in loads]
+    return rows
+
+
+def _served_row(
+    config: KimiK2Config, gpu: str, instance: Instance, way: Served, context: int, requests: int
+) -> ServedRow:
+    sequences = requests * way.gpus
+    # Of a stage: all sequences over the stages are at work at a time.
+    batch = max(sequences // way.stages if way.tensor > 1 else requests, 1)
+    experts = "bf16" if config.quantization is None else "stored"
+    target = Target(
+        way.name, Layout(way.tensor, 1, "cuda", experts), instance.machine, instance.memory, batch, context, context
+    )
+    plan = target.sharding(config)
+    counts, parts = decode_counts(config, target, plan), memory_plan(config, target, plan).parts
+    weights = {name: size for name, size in parts.items() if name != "KV cache"}
+    cache = parts["KV cache"] * (sequences / batch if way.tensor > 1 else 1) / way.stages
+    exchanges, exchanged = sum(counts.collectives.values()), 0.0
+    machine = instance.machine
+    if way.tensor == 1:
+        chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** sequences
+        for name, held in counts.held.items():
+            if category(name).startswith("expert"):
+                counts.read[name] = round(held / way.ranks * chosen)
+        weights = {name: size // (way.ranks if name.startswith("expert") else 1) for name, size in weights.items()}
+        # A token goes once to each rank that has an expert of its choice, and comes back; both in BF16.
+        ranks = way.ranks * (1 - (1 - 1 / way.ranks) ** config.num_experts_per_tok)
+        moe = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+        exchanges, exchanged = 2 * moe, 2 * moe * requests * ranks * config.hidden_size * BF16
+    else:
+        exchanged = sum(2 * (way.ranks - 1) / way.ranks * one.nbytes * n for one, n in counts.collectives.items())
+    hosts = way.ranks // HOST  # over which a layer is spread
+    between = exchanged * (hosts - 1) / hosts
+    step = roofline(replace(counts, collectives={}), machine).bound + exchanges * machine.collective_latency
+    step += max(between / NETWORK_BYTES_A_SECOND, (exchanged - between) / machine.link_bytes_per_second)
+    held = sum(weights.values()) // way.stages
+    needed = held + round(cache)
+    return ServedRow(
+        gpu, way.name, way.gpus, requests, held, needed, instance.memory.usable, needed <= instance.memory.usable,
+        counts.memory_bytes // way.stages, exchanges, round(exchanged), step, batch * way.stages / step
+        / (way.gpus if way.tensor > 1 else 1),
+    )  # fmt: skip
+
+
+def served_as_json(rows: list[ServedRow]) -> dict[str, Any]:
+    """For `--json`."""
+    return {"modelled": [asdict(row) for row in rows], "published": list(PUBLISHED)}
+
+
+def print_served(rows: list[ServedRow], context: int, console: Console) -> None:
+    """The rows as a table, and what others published."""
+    table = Table(
+        "GPU", "layout", "GPUs", "requests a GPU", "weights, GiB", "with caches", "of", "fits", "GB a step",
+        "exchanges", "GB sent", "TPOT, ms", "tokens/s a GPU",
+        title=f"GPUs, {context:,} tokens a sequence; modelled bounds",
+    )  # fmt: skip
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        sizes = (f"{size / GIB:.1f}" for size in (row.weights, row.needed, row.usable))
+        step = (f"{row.tpot * 1e3:.2f}", f"{row.tokens:,.0f}") if row.fits else ()
+        table.add_row(
+            row.gpu, row.way, str(row.gpus), str(row.requests), *sizes, "yes" if row.fits else "no",
+            f"{row.read / 1e9:.2f}", str(row.exchanges), f"{row.exchanged / 1e9:.3f}", *step,
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "Modelled: bytes or arithmetic at peak rates, whichever takes longer, and exchanges behind them, none of which"
+        " hides another; uniform routing; activations and workspaces not counted; exchanges 2.5 us each beside their"
+        f" bytes (sums of four H200s, measured),"
+        f" {NETWORK_BYTES_A_SECOND / 1e9:.0f} GB/s a GPU between hosts. Published by others:",
+        style="dim", highlight=False,
+    )  # fmt: skip
+    for line in PUBLISHED:
+        console.print(f"  {line}", highlight=False)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.expert_blocks import blocks_at_once, expert_blocks
-from kimi_k2.plan.instance import GIB
+from kimi_k2.plan.roofline import GIB
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.sharding.experts.format import expert_formats
 
 BF16, FLOAT32 = 2, 4
-# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published.py`).
+# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published_memory`).
 REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
 REPORTED_SOURCE = "README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens"
 SMALL_ARRAYS = 1.1  # what the formulas leave out; test/nxd holds them to the lowered graphs
@@ -91,7 +91,7 @@ def tower_live_bytes(config: KimiK2Config, target: Target) -> int:
 def live_bytes(config: KimiK2Config, target: Target) -> tuple[int, int]:
     """Bytes of the intermediate arrays that are alive at once in the prefill and in the decode graph, at most.
 
-    Nothing is taken to be fused. Which arrays these are was read from lowered graphs (`plan/liveness.py`).
+    Nothing is taken to be fused. Which arrays these are was read from lowered graphs (`plan/hlo.py`).
     """
     prefill = max(_attention_prefill(config, target), _experts_prefill(config, target))
     decode = max(_head(config, target), _attention_decode(config, target), _experts_decode(config, target))

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.adapters import LoraServing
-from kimi_k2.plan.deployment import Deployment, VisionOptions
-from kimi_k2.plan.instance import GIB, Memory
-from kimi_k2.plan.roofline import Machine
+from kimi_k2.plan.deployment import Deployment, LoraServing, VisionOptions
+from kimi_k2.plan.roofline import GIB, Machine, Memory
 from kimi_k2.plan.torch_native import BLOCK, TorchNativeOptions, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Layout, ShardingPlan
 from kimi_k2.sharding.plan import make_plan, without_nxdis
-from kimi_k2.sharding.planned import ShardingPlan
 
 if TYPE_CHECKING:
     from kimi_k2.plan.drafts import Head

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kimi_k2.checkpoint.vision_names import vision_tensors
+from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.vision_config import Grid, VisionConfig
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme, config_of
-from kimi_k2.quantization.e2m1 import E2M1_MAX, pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.mxfp4 import E2M1_MAX, pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
 
 GROUP = 16

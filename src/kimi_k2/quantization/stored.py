@@ -353,3 +353,26 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
 def format_of(quantization: StoredFormat | None, module: str) -> StoredFormat:
     """The format of the Linear `module` in a checkpoint with that quantization."""
     return unquantized() if quantization is None else quantization.of(module)
+
+
+@register
+class UnquantizedFormat(StoredFormat):
+    """One BF16 tensor; a checkpoint in this format has no `quantization_config`."""
+
+    name = "bf16"
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+        """`weight`."""
+        yield TensorSpec(f"{module}.weight", torch.bfloat16, (rows, columns))
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The stored weight in `dtype`."""
+        return stored["weight"].to(dtype)
+
+    def quantize(self, weight: Tensor) -> Stored:
+        """The weight rounded to BF16."""
+        return {"weight": weight.to(torch.bfloat16)}

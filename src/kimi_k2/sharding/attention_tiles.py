@@ -17,9 +17,8 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
-from kimi_k2.sharding.experts.tiled import PARTITIONS
-from kimi_k2.sharding.layout import AttentionTiles
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.layout import AttentionTiles, PlannedTensor
 
 NAME = "self_attn.tiles"
 SOURCES = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj")

@@ -18,8 +18,7 @@ from kimi_k2.sharding import attention_tiles, early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats, input_first
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # What the early router's weights are made of.

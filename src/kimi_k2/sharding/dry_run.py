@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from kimi_k2.checkpoint.header import encode_header
-from kimi_k2.checkpoint.names import expected_tensors
+from kimi_k2.checkpoint.index import encode_header
+from kimi_k2.checkpoint.names import expected_tensors, vision_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
-from kimi_k2.checkpoint.vision_names import vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.layout import Layout

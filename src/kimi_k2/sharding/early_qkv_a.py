@@ -21,7 +21,7 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, format_of
 from kimi_k2.sharding.experts.format import ExpertFormat
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import PlannedTensor
 
 NAME = "early_qkv_a"
 # Of the residual; of a dense MLP, or a shared expert that is three linears.

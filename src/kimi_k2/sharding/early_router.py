@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, StoredFormat
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import PlannedTensor
 
 RESIDUAL, HEADS = "early_router.residual_weight", "early_router.heads_weight"
 # Sums over all hidden values are to round less than the scores that experts are chosen by.

@@ -13,7 +13,7 @@ from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import CheckpointError, MissingTensorError
 from kimi_k2.sharding.checksum import Digest, MakeDigest
 from kimi_k2.sharding.convert import Part
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import PlannedTensor
 from kimi_k2.sharding.rank_file import RankFile
 
 # Experts are written together until they have this size: small ones would cost a system call a rank each.

@@ -31,8 +31,7 @@ from kimi_k2.sharding.attention_tiles import (
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
 from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
-from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan
 
 
 def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None = None) -> ShardingPlan:

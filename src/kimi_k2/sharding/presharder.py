@@ -20,23 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.lock import DirectoryLock
+from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
-from kimi_k2.files import PARTIAL_SUFFIX
+from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.journal import JOURNAL, FinishedLayer, Journal
 from kimi_k2.sharding.layer_sink import LayerSink
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Layout, PlannedTensor, ShardingPlan
 from kimi_k2.sharding.manifest import (
+    JOURNAL,
     MANIFEST,
     WEIGHTS,
+    FinishedLayer,
+    Journal,
     describe,
     load_manifest,
     options_of_this_version,
@@ -44,7 +45,6 @@ from kimi_k2.sharding.manifest import (
     write_manifest,
 )
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
 from kimi_k2.sharding.rank_file import RESUME, FileLayout, Flusher, RankFile
 from kimi_k2.sharding.source import check_same, check_unchanged, identify
 from kimi_k2.sharding.vision_file import is_whole, write_vision

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_k2.checkpoint.header import encode_header
+from kimi_k2.checkpoint.index import encode_header
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import PARTIAL_SUFFIX, open_output, open_regular
 from kimi_k2.quantization.stored import TensorSpec

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from kimi_k2.checkpoint.header import header_bytes, read_header
+from kimi_k2.checkpoint.index import header_bytes, read_header
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Warning, MissingShardError
 from kimi_k2.files import is_there, open_regular

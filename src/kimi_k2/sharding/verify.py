@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kimi_k2.checkpoint.header import DTYPES, header_bytes, open_tensors
+from kimi_k2.checkpoint.index import DTYPES, header_bytes, open_tensors
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import (
     CheckpointError,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.header import DTYPE_CODES, DTYPES
+from kimi_k2.checkpoint.index import DTYPE_CODES, DTYPES
+from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.checkpoint.writer import SafetensorsWriter, tensor_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import TensorSpec

@@ -1,29 +1,161 @@
 """Synthetic checkpoints in the exact Hugging Face layout: real names, dtypes and shards, random weights.
 
-A checkpoint of tens of gigabytes needs no more memory than its largest tensor.
+A checkpoint of tens of gigabytes needs no more memory than its largest tensor. Every tensor has
+a generator of its own: the same seed gives the same bytes whatever the order. Vocabularies may have any size.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
+import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kimi_k2.checkpoint.lock import LOCK, DirectoryLock
-from kimi_k2.checkpoint.names import LAYER
-from kimi_k2.checkpoint.vision_names import VISION, all_tensors, stored_name
+import torch
+from torch import Tensor
+
+from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, stored_name
 from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError
-from kimi_k2.files import read_json
+from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
+from kimi_k2.files import LOCK, DirectoryLock, read_json, replace_file
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
-from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.quantization.draw import filled
+from kimi_k2.quantization.stored import TensorSpec, format_of
 from kimi_k2.synthetic.config import IM_END, hf_config
-from kimi_k2.synthetic.vocabulary import write_synthetic_vocabulary
-from kimi_k2.synthetic.weights import SyntheticWeights
 from kimi_k2.tokenization.chat import write_chat_template
-from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS
+from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS, PAD, UNK, special_tokens
 from kimi_k2.tokenization.style import ChatStyle
+from kimi_k2.tokenization.template import CONFIG_NAME
+from kimi_k2.tokenization.tokenizer import VOCABULARY_NAME
+
+# Sigmoid scores of unit-variance logits spread over about 0.2; a bias of half of that decides many selections.
+ROUTER_BIAS_STD = 0.1
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class SyntheticWeights:
+    """Deterministic random tensors for any TensorSpec of a configuration.
+
+    Linear weights have variance 1 / input columns, so that activations keep their size through any depth, and
+    q_b_proj makes up for YaRN's softmax magnitude, so that attention logits have unit variance too. Router biases are
+    normal with standard deviation ROUTER_BIAS_STD.
+    """
+
+    def __init__(self, config: KimiK2Config, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        """The tensor of `spec`, in its dtype and shape."""
+        module, _, suffix = spec.name.rpartition(".")
+        if VISION.match(spec.name):
+            return self._vision(spec, suffix)
+        held = format_of(self.config.quantization, module)
+        if len(held.suffixes) > 1:
+            rows, columns = self._linear_shape(module)
+            std = self._linear_std(module, columns)
+            return held.draw(suffix, rows, columns, std, lambda own: _generator(self.seed, f"{module}.{own}"))
+        if suffix == "e_score_correction_bias":
+            return self._normal(spec, ROUTER_BIAS_STD)
+        if len(spec.shape) == 1:
+            return self._normal(spec, 0.1, mean=1.0)
+        return self._normal(spec, 1.0 if "embed_tokens" in module else self._linear_std(module, spec.shape[-1]))
+
+    def _vision(self, spec: TensorSpec, suffix: str) -> Tensor:
+        if len(spec.shape) == 1:
+            return self._normal(spec, 0.1, mean=0.0 if suffix == "bias" else 1.0)
+        if "pos_emb" in spec.name:
+            return self._normal(spec, 1.0)
+        return self._normal(spec, 1 / math.sqrt(math.prod(spec.shape[1:])))
+
+    def _normal(self, spec: TensorSpec, std: float, mean: float = 0.0) -> Tensor:
+        generator = _generator(self.seed, spec.name)
+
+        def draw(size: int) -> Tensor:
+            return torch.randn(size, generator=generator).mul_(std).add_(mean)
+
+        return filled(math.prod(spec.shape), spec.dtype, draw).view(spec.shape)
+
+    def _linear_std(self, module: str, columns: int) -> float:
+        yarn = self.config.rope_scaling if "q_b_proj" in module else None
+        return 1 / (math.sqrt(columns) * (yarn.softmax_multiplier if yarn else 1.0))
+
+    def _linear_shape(self, module: str) -> tuple[int, int]:
+        projection = module.rpartition(".")[2]
+        config = self.config
+        heads = config.num_attention_heads
+        if ".experts." in module:
+            intermediate = config.moe_intermediate_size
+        elif "shared_experts" in module:
+            intermediate = config.moe_intermediate_size * config.n_shared_experts
+        else:
+            intermediate = config.intermediate_size
+        return {
+            "q_a_proj": (config.q_lora_rank, config.hidden_size),
+            "q_b_proj": (heads * config.qk_head_dim, config.q_lora_rank),
+            "kv_a_proj_with_mqa": (config.cache_dim, config.hidden_size),
+            "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank),
+            "o_proj": (config.hidden_size, heads * config.v_head_dim),
+            "gate_proj": (intermediate, config.hidden_size),
+            "up_proj": (intermediate, config.hidden_size),
+            "down_proj": (config.hidden_size, intermediate),
+        }[projection]
+
+
+_COMMON = b" etaoinshrdlucmfwypvbgkjqxz"
+
+
+def synthetic_ranks(base: int, *, seed: int = 0) -> dict[bytes, int]:
+    """A vocabulary of `base` tokens: all bytes, then ever longer strings of common letters, each mergeable.
+
+    A BPE merge joins two known tokens, so every prefix of a token is a token too. Seed 0 takes the letters by their
+    frequency in English, any other seed in an order of its own.
+    """
+    if base < 256:
+        raise TokenizerError(f"a vocabulary needs the 256 single bytes, got a size of {base}")
+    letters_in_order = random.Random(seed).sample(_COMMON, len(_COMMON)) if seed else _COMMON
+    tokens = [bytes([byte]) for byte in range(256)]
+    length = 2
+    while len(tokens) < base:
+        for letters in product(letters_in_order, repeat=length):
+            tokens.append(bytes(letters))
+            if len(tokens) == base:
+                break
+        length += 1
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def write_synthetic_vocabulary(directory: Path, vocab_size: int, *, seed: int = 0) -> None:
+    """Write `tiktoken.model` and `tokenizer_config.json` for `vocab_size` tokens, 256 special slots included.
+
+    Raises:
+        TokenizerError: vocab_size is below 512 (256 bytes and 256 special slots).
+    """
+    base = vocab_size - NUM_SPECIAL_SLOTS
+    ranks = synthetic_ranks(base, seed=seed)
+    text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    replace_file(directory / VOCABULARY_NAME, text)
+    added = {str(token): {"content": name, "special": True} for name, token in special_tokens(base).items()}
+    config = {
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "unk_token": UNK,
+        "pad_token": PAD,
+        "tokenizer_class": "TikTokenTokenizer",
+        "model_max_length": 1_000_000,
+    }
+    write_json(directory / CONFIG_NAME, config)
+
 
 RECIPE_NAME = "synthetic.partial.json"
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import DraftConfig, Form
-from kimi_k2.drafts.names import D2T, T2D, head_shapes
+from kimi_k2.drafts.config import D2T, T2D, DraftConfig, Form, head_shapes
 
 PUBLISHED_VOCABULARY = 32000
 _ARCHITECTURES: dict[Form, str] = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}

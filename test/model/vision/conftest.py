@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kimi_k2.parity.reference import MissingLibraryError
-from kimi_k2.parity.reference_vision import transformers_kimi_k25
+from kimi_k2.parity.reference import MissingLibraryError, transformers_kimi_k25
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 

@@ -11,7 +11,7 @@ import torch
 
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.model.vision.model import VisionModel
-from kimi_k2.parity.reference_vision import transformers_features, transformers_kimi_k25
+from kimi_k2.parity.reference import transformers_features, transformers_kimi_k25
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 from kimi_k2.vision_config import Grid

@@ -13,14 +13,13 @@ from PIL import Image
 from plain import decode_step
 
 from kimi_k2.engine.generate import prefill
-from kimi_k2.engine.media_rows import MediaRows
 from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.engine.vision import VisionEncoder
+from kimi_k2.engine.vision import MediaRows, VisionEncoder
 from kimi_k2.errors import MediaError
 from kimi_k2.media.patches import Media, normalised
 from kimi_k2.media.prompt import MediaPrompt
-from kimi_k2.parity.reference_vision import transformers_features
+from kimi_k2.parity.reference import transformers_features
 
 TOLERANCE = 1e-5
 DECODE_STEPS = 32

@@ -18,7 +18,7 @@ from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERV
 from torch import Tensor, nn
 
 from kimi_k2.model.rope import rope_inv_freq
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.sharding.attention_tiles import in_place_of_linears
 
 from .attention_tiles import AttentionBlockKernel, AttentionTiles

@@ -18,7 +18,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import Tensor, nn
 
 from kimi_k2.sharding.attention_tiles import CORES, OF_GROUP, group_shapes, shapes
-from kimi_k2.sharding.experts.tiled import PARTITIONS
+from kimi_k2.sharding.experts.tiles import PARTITIONS
 
 from .config import KimiK2InferenceConfig
 from .early_router import EarlyLogits, reduced

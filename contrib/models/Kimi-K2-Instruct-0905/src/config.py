@@ -13,7 +13,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
-from kimi_k2.sharding.experts import tiled
+from kimi_k2.sharding.experts import tiles
 from kimi_k2.sharding.experts.format import ExpertFormat, held_format, quantization_types
 from kimi_k2.sharding.layout import Decode, Layout
 
@@ -180,7 +180,7 @@ class KimiK2InferenceConfig(InferenceConfig):
     @property
     def shared_width(self) -> int:
         """Columns of the shared expert that a rank holds in tiles; 0 where it is three linears."""
-        return 0 if self.experts.shared is None else tiled.shared_width(self.hf, self.layout)
+        return 0 if self.experts.shared is None else tiles.shared_width(self.hf, self.layout)
 
     @property
     def shared_tiles(self) -> torch.dtype | None:
@@ -210,7 +210,7 @@ class KimiK2InferenceConfig(InferenceConfig):
 
     def _check_kernels(self) -> None:
         hf, neuron = self.hf, self.neuron_config
-        tiled.check_width(hf, self.layout)
+        tiles.check_width(hf, self.layout)
         if neuron.decode == "layers":
             check_sizes(hf)
             options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)

@@ -18,7 +18,7 @@ import torch
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.nki.kernels import MODULES
 from nki_emulator.ranks import run_as_rank
 

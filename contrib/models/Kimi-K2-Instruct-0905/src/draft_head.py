@@ -15,7 +15,7 @@ from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from torch import Tensor, nn
 
-from kimi_k2.drafts.llama_attention import rotate_halves
+from kimi_k2.drafts.head import rotate_halves
 from kimi_k2.model.rope import rope_inv_freq
 
 from .attention import KimiK2Attention

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.sharding.early_qkv_a import precedes_another
 
 from . import cpu_mode, lora, patches, prefill

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.media_rows import MediaRows
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.vision_config import Grid, VisionConfig
 

@@ -6,7 +6,7 @@ from neuronx_distributed.utils import cpu_mode
 from neuronx_distributed_inference.modules.custom_calls import CustomRMSNorm
 from torch import nn
 
-from kimi_k2.model.norm import RMSNorm
+from kimi_k2.model.linear import RMSNorm
 
 
 def make_rms_norm(size: int, eps: float) -> nn.Module:

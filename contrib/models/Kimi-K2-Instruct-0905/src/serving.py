@@ -14,7 +14,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.compiler_args import compiler_args, environment, runtime_environment
+from kimi_k2.neuron.compile import compiler_args, environment, runtime_environment
 from kimi_k2.plan.deployment import STAGES, Deployment, NeuronOptions
 from kimi_k2.sharding.experts.format import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout

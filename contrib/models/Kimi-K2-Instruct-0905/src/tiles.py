@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.experts.tiled import PARTITIONS
+from kimi_k2.sharding.experts.tiles import PARTITIONS
 
 from .products import dot_float32
 

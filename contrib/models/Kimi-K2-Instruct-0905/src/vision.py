@@ -18,12 +18,12 @@ from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, Row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, MediaError
-from kimi_k2.model.vision.positions import PositionEmbedding, rotation
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.model.vision.tower import PositionEmbedding, rotation
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.vision_config import LAYER_NORM_EPS, Grid, VisionConfig
 
 POSITIONS = "vision_tower.patch_embed.pos_emb.weight"

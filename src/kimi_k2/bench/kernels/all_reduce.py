@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.parallel.apply import AllReduce
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks
 
 HIDDEN = 7168

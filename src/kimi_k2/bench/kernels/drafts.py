@@ -14,11 +14,10 @@ from kimi_k2.bench.kernels.model import time_step
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, Routing
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.cache import new_cache
-from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.batch import new_cache
+from kimi_k2.engine.decode_step import DecodeStep, VerifyStep
 from kimi_k2.engine.drafters import HeadDrafter
 from kimi_k2.engine.graphs import GraphRecorder, Recorded
-from kimi_k2.engine.verify_step import VerifyStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
 from kimi_k2.ops.registry import decoding

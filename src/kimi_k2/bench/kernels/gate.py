@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.kernels.router.gate import fused_gate
 
 TOKENS = (1, 8, 64, 512, 4096, 32768, 65536)

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.bench.kernels.mla_cases import relative
-from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear.fused_linear import fused_linear
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm
 from kimi_k2.ops import registry
-from kimi_k2.ops.linear import project
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight, project
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 Way = Callable[[Tensor, Tensor], object]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels import mla_peers
-from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs, ragged_inputs, random_inputs
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, graph_median
+from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, ragged_inputs, random_inputs
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import available
 from kimi_k2.kernels.attention.mla_sizes import LATENT, ROW

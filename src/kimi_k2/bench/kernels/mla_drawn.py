@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels import mla
-from kimi_k2.bench.kernels.harness import in_turns
-from kimi_k2.bench.kernels.mla_inputs import Inputs
+from kimi_k2.bench.kernels.harness import Row, in_turns
+from kimi_k2.bench.kernels.mla_cases import Inputs
 from kimi_k2.bench.kernels.mla_peers import RoundedQueries
-from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.attention.mla_plan import available, pays
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 

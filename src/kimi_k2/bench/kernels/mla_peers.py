@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import relative
-from kimi_k2.bench.kernels.mla_inputs import SOFTMAX_SCALE, Inputs
+from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, relative
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, RANK, ROPE, VALUE, run
 

@@ -18,17 +18,15 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import event_times, graph_median
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.cache import new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.moe import MoE
-from kimi_k2.model.router import Router
+from kimi_k2.model.moe import MoE, Router
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.registry import decoding
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.apply import parallelize
+from kimi_k2.parallel.apply import AllReduce, parallelize
 from kimi_k2.sharding.layout import Layout
 
 _PATTERN_BYTES = 2**26

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.tuning import ExpertChoice

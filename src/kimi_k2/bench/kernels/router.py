@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.gate import SCALE, TOP_K, ours
-from kimi_k2.bench.kernels.harness import graph_median
-from kimi_k2.bench.kernels.row import Row
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
 
 TOKENS = (1, 4, 8, 16, 32, 64)

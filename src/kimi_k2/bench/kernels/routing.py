@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.cache import PagedCache
+from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.layer_step import Routing as Chosen

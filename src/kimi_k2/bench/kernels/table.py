@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 import kimi_k2.bench.kernels as bench
-from kimi_k2.bench.kernels.harness import SLOWER, matmul_rate, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.harness import SLOWER, Row, matmul_rate, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.mla_drawn import drawn_rows
-from kimi_k2.bench.kernels.row import Row
 from kimi_k2.errors import KernelError
 from kimi_k2.files import replace_file
 

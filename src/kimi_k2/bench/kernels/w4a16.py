@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import graph_median
+from kimi_k2.bench.kernels.harness import Row, graph_median
 from kimi_k2.bench.kernels.moe import HIDDEN, random_routing
-from kimi_k2.bench.kernels.row import Row
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS, INT4, FourBits, PreparedW4A16

@@ -142,8 +142,7 @@ def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointRea
 
 
 def _category(name: str) -> str:
-    from kimi_k2.checkpoint.names import EXPERT
-    from kimi_k2.checkpoint.vision_names import VISION
+    from kimi_k2.checkpoint.names import EXPERT, VISION
 
     if VISION.match(name):
         return "vision tower" if name.startswith("vision_tower.") else "projector"

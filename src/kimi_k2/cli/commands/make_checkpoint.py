@@ -27,7 +27,7 @@ def make_checkpoint(
     seed: Seed = 0,
 ) -> None:
     """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
-    from kimi_k2.checkpoint.vision_names import all_tensors
+    from kimi_k2.checkpoint.names import all_tensors
     from kimi_k2.config import KimiK2Config
     from kimi_k2.progress import ByteProgress
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint

@@ -125,9 +125,8 @@ def compare_command(
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
     from kimi_k2.parallel.ranks import rank_number
-    from kimi_k2.parity.compare import TOLERANCES, compare
+    from kimi_k2.parity.compare import TOLERANCES, as_json, compare, plot, print_report
     from kimi_k2.parity.golden import check_model, checkpoint_identity, load_golden
-    from kimi_k2.parity.report import as_json, plot, print_report
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import ParityError
 
@@ -179,7 +178,7 @@ def tower_command(
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.model.vision.model import VisionModel
-    from kimi_k2.parity.reference_vision import transformers_tower
+    from kimi_k2.parity.reference import transformers_tower
     from kimi_k2.parity.trace import ParityError
     from kimi_k2.parity.vision import first_divergence, parse_grid, trace_plain, trace_transformers
 

@@ -60,11 +60,11 @@ def plan(
     from kimi_k2.config import KimiK2Config
     from kimi_k2.drafts.config import FORMS, DraftConfig
     from kimi_k2.errors import ConfigError
-    from kimi_k2.plan import gpus as served
+    from kimi_k2.plan import presets as served
     from kimi_k2.plan.against_hlo import against_hlo
     from kimi_k2.plan.drafts import Head
-    from kimi_k2.plan.host import read_index
     from kimi_k2.plan.measured import read_measured
+    from kimi_k2.plan.memory import read_index
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
     from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_published, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, load_target
@@ -99,7 +99,7 @@ def plan(
         tokens = max_model_len or 4096
         ways = served.served_rows(config, tokens, batch_size)
         if as_json:
-            typer.echo(json.dumps(served.rows_as_json(ways), indent=1))
+            typer.echo(json.dumps(served.served_as_json(ways), indent=1))
         else:
             console.width = max(console.width, WIDTH)
             served.print_served(ways, tokens, console)

@@ -24,8 +24,7 @@ def verify_tools(
     concurrency: Annotated[int, number(1, "Requests at once.")] = 8,
 ) -> None:
     """Check a server's tool calls: whether they come when they should, and whether they fit their schema."""
-    from kimi_k2.bench.tools.client import Endpoint
-    from kimi_k2.bench.tools.verify import verify
+    from kimi_k2.bench.tools.verify import Endpoint, verify
 
     server = Endpoint(url, os.environ.get("OPENAI_API_KEY"))
     summary = verify(server, requests, out, reference=reference, concurrency=concurrency)

@@ -24,8 +24,8 @@ from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import mla_decode as ops_decode
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
-from kimi_k2.ops.weights import Weight
 
 ops_mla.mla_naive_attention.entry("flash_attn_3", takes=flash_prefill.supports)(flash_prefill.mla_naive_attention)
 ops_mla.mla_ragged_attention.entry("flash_attn_3", takes=flash_prefill.supports_ragged)(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.comm.mailboxes import Mailboxes, make_mailboxes
-from kimi_k2.kernels.comm.push_all_reduce import push_all_reduce, supports
+from kimi_k2.kernels.comm.push_all_reduce import Mailboxes, make_mailboxes, push_all_reduce, supports
 from kimi_k2.ops import collective
 from kimi_k2.ops.collective import Ranks
 

@@ -23,9 +23,9 @@ from kimi_k2.kernels.linear.entries import fixed_parts
 from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
 from kimi_k2.ops.streams import beside
-from kimi_k2.ops.weights import Weight
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format, QuarkMxfp4Format
 from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format, Nvfp4Format

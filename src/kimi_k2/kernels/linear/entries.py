@@ -12,8 +12,8 @@ from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear, wide_ge
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
+from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import batch_invariant, is_decoding
-from kimi_k2.ops.weights import Weight
 
 BLOCK = (128, 128)
 # Up to here the tokens need no launch before the GEMM's; up to so many with a weight of BIG values, which is multiplied

@@ -1,4 +1,4 @@
-"""The noaux_tc gate in one launch: `torch.ops.kimi_k2.fused_gate`, for `kimi_k2.model.router.noaux_tc_gate`.
+"""The noaux_tc gate in one launch: `torch.ops.kimi_k2.fused_gate`, for `kimi_k2.model.moe.noaux_tc_gate`.
 
 Takes what that operation takes with n_group = 1. Two strategies give the same bits: one warp a token
 (csrc/gate_warp.cuh) and, for many tokens and 256 or 384 experts, four tokens a warp (csrc/gate_packed.cuh). Unlike the

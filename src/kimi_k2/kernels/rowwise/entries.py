@@ -5,15 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
+from kimi_k2.ops import cache as ops_pages
 from kimi_k2.ops import experts as ops_experts
+from kimi_k2.ops import linear as ops_norm
 from kimi_k2.ops import mla_decode as ops_decode
-from kimi_k2.ops import norm as ops_norm
-from kimi_k2.ops import pages as ops_pages
 from kimi_k2.ops.cache import store_entries
-from kimi_k2.ops.embedding import embedding
+from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding, rotate_in_place
+from kimi_k2.ops.linear import dequantize_fp8_block
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
-from kimi_k2.ops.rotary import apply_rotary_interleaved, rotate_in_place
-from kimi_k2.ops.weights import dequantize_fp8_block
 
 ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invariant=BY_ROW)(prefill.rms_norm)
 apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved, batch_invariant=ELEMENTWISE)(

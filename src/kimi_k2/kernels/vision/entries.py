@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.vision import attention, gelu, layer_norm, packed_attention, rotate
+from kimi_k2.kernels.vision import attention, packed_attention, rowwise
 from kimi_k2.ops import vision
 from kimi_k2.ops.vision import Segments
 
-vision.rotated_qkv.entry("triton", takes=rotate.supports_rotated_qkv)(rotate.rotated_qkv)
+vision.rotated_qkv.entry("triton", takes=rowwise.supports_rotated_qkv)(rowwise.rotated_qkv)
 
 
 def _add_flash(name: str, module: str) -> None:
@@ -37,5 +37,5 @@ vision.rotated_attention.entry(
     takes=lambda qkv, cos, sin, segments, softmax_scale: packed_attention.supports(qkv, cos, sin),
     joins={"segment_attention": "", "rotated_qkv": ""},
 )(packed_attention.rotated_attention)
-vision.add_layer_norm.entry("triton", takes=layer_norm.supports_add_layer_norm)(layer_norm.add_layer_norm)
-vision.gelu_linear.entry("cublaslt", takes=gelu.supports_gelu_linear)(gelu.gelu_linear)
+vision.add_layer_norm.entry("triton", takes=rowwise.supports_add_layer_norm)(rowwise.add_layer_norm)
+vision.gelu_linear.entry("cublaslt", takes=rowwise.supports_gelu_linear)(rowwise.gelu_linear)

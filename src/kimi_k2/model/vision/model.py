@@ -9,14 +9,31 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.header import open_tensors
+from kimi_k2.checkpoint.index import open_tensors
+from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.vision_names import VISION
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, MissingShardError, MissingTensorError, TensorShapeError
-from kimi_k2.model.vision.projector import Projector
-from kimi_k2.model.vision.tower import VisionTower
-from kimi_k2.vision_config import Grid
+from kimi_k2.model.vision.tower import Affine, LayerNorm, VisionTower
+from kimi_k2.vision_config import Grid, VisionConfig
+
+
+class Projector(nn.Module):
+    """LayerNorm of each patch, then two Linears with an exact GELU between, over the patches side by side."""
+
+    def __init__(self, config: VisionConfig, text_hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        merged = config.merged_size
+        self.pre_norm = LayerNorm(config.hidden_size, config.projection_layer_norm_eps, dtype=dtype)
+        # Names proj.0 and proj.2 are the checkpoint's.
+        self.proj = nn.Sequential(
+            Affine(merged, merged, dtype=dtype), nn.GELU(), Affine(merged, text_hidden_size, dtype=dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, merge, D] to [tokens, text_hidden_size]."""
+        out: Tensor = self.proj(self.pre_norm(x).flatten(1))
+        return out
 
 
 class VisionModel(nn.Module):

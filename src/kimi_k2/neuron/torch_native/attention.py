@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.settings import Ranks
-from kimi_k2.ops.norm import rms_norm as rms_norm_operation
-from kimi_k2.ops.rotary import apply_rotary_interleaved
+from kimi_k2.ops.embedding import apply_rotary_interleaved
+from kimi_k2.ops.linear import rms_norm as rms_norm_operation
 from kimi_k2.plan.torch_native import KEYS
 
 # The plain functions: a table of implementations has no place inside a graph.

@@ -17,10 +17,9 @@ from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.planned import PlannedTensor
 from kimi_k2.sharding.verify import open_rank_file
 
 logger = logging.getLogger("vllm.kimi_k2")

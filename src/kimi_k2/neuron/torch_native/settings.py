@@ -11,9 +11,8 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.layout import Layout, PlannedTensor
 from kimi_k2.sharding.plan import make_plan, without_nxdis
-from kimi_k2.sharding.planned import PlannedTensor
 
 # Formats of the routed experts that `neuron_config.quantization` can name, see `sharding.experts`.
 FORMATS = ("per_channel", "blockwise", "tiles", "bf16")

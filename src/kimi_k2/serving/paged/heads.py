@@ -8,7 +8,7 @@ from torch import Tensor
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.model.linear import Linear
-from kimi_k2.ops.weights import Weight
+from kimi_k2.ops.linear import Weight
 
 
 def kernel_heads(heads: int) -> int | None:

@@ -14,16 +14,13 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.decode_step import through
 from kimi_k2.engine.layer_step import Exchange, LayerStep, Place
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
-from kimi_k2.ops.linear import float32_linear
+from kimi_k2.ops.linear import add_norm, float32_linear
 from kimi_k2.ops.mla_decode import attention_plan
-from kimi_k2.ops.norm import add_norm
-from kimi_k2.parallel.all_reduce import AllReduce
-from kimi_k2.parallel.apply import VocabParallelEmbedding, parallelize
+from kimi_k2.parallel.apply import AllReduce, VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import Layout

@@ -12,7 +12,7 @@ from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.quantization.stored import format_of
-from kimi_k2.sharding.planned import PlannedTensor, ShardingPlan
+from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 PREFIX = "language_model."  # of K2.5's names

@@ -20,7 +20,7 @@ from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
 from kimi_k2.serving.paged.model import PagedModel
-from kimi_k2.sharding.planned import PlannedTensor
+from kimi_k2.sharding.layout import PlannedTensor
 
 # By vLLM's names of joined linears, for `--lora-target-modules`.
 PACKED = {"gate_up_proj": ["gate_proj", "up_proj"], "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}

@@ -17,8 +17,7 @@ from vllm.sequence import IntermediateTensors
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.registry import batch_invariant, decoding, set_batch_invariant
 from kimi_k2.serving.paged.model import Held, PagedModel, started

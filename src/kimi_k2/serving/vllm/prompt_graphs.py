@@ -24,11 +24,11 @@ from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, Work, on_all_ranks
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import NARROWEST, padded_width
-from kimi_k2.model.hidden_states import HiddenStates
+from kimi_k2.model.decoder import HiddenStates
+from kimi_k2.model.linear import RMSNorm
 from kimi_k2.model.moe import MoE
-from kimi_k2.model.norm import RMSNorm
-from kimi_k2.ops.norm import add_norm
-from kimi_k2.parallel.all_reduce import AllReduce
+from kimi_k2.ops.linear import add_norm
+from kimi_k2.parallel.apply import AllReduce
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.variables import whole
 

@@ -1,17 +1,70 @@
-"""Experts in FP8 with one float32 scale a square block, for Trainium2's e4m3, whose maximum is 240."""
+"""Experts in FP8 with a float32 scale a block: values halved for Trainium2's e4m3, scales doubled."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kimi_k2.sharding.experts.block_scaled import BlockScaledExperts
-from kimi_k2.sharding.experts.format import register
+import torch
+from torch import Tensor
+
+from kimi_k2.quantization.fp8_block import block_grid, dequantize_fp8_block, quantize_fp8_block
+from kimi_k2.quantization.neuron_e4m3 import halve_blocks
+from kimi_k2.quantization.stored import Stored
+from kimi_k2.sharding.errors import ConversionError, compare, halving_error
+from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
     from kimi_k2.sharding.layout import Layout
+
+
+class BlockScaledExperts(ExpertFormat):
+    """What formats with block scales share; each says what its blocks are."""
+
+    quantization_type = "blockwise_symmetric"
+
+    @abstractmethod
+    def block_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of a block of a [rows, columns] weight."""
+
+    def quantization_options(self, sides: tuple[int, int]) -> dict[str, Any]:
+        """NxD's blockwise quantization, blocks along input and output of gate and up."""
+        return {
+            "quantized": True,
+            "quantization_type": self.quantization_type,
+            "quantization_dtype": "f8e4m3",
+            "quantization_block_axis": [1, 2],
+            "quantization_block_size": list(sides),
+        }
+
+    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
+        """FP8 values, and a scale a block."""
+        grid = block_grid((rows, columns), self.block_of(rows, columns))
+        return {"weight": (torch.float8_e4m3fn, (rows, columns)), "scale": (torch.float32, grid)}
+
+    def dequantized(self, held: Stored, rows: int, columns: int) -> Tensor:
+        """Values times scales."""
+        return dequantize_fp8_block(held["weight"], held["scale"], self.block_of(rows, columns))
+
+    def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
+        """Halved FP8 values and doubled scales; what is stored otherwise is quantized with amax / 448 first."""
+        block = self.block_of(matrix.rows, matrix.columns)
+        held = matrix.source.e4m3_blocks(matrix.stored)
+        if held is not None and all(size % side == 0 for size, side in zip(matrix.source.block, block, strict=True)):
+            weight, scale = held
+            halved, doubled, inexact = halve_blocks(weight, scale, matrix.source.block, block)
+            if error is not None:
+                error.add(halving_error(weight, scale, matrix.source.block, inexact))
+            return {"weight": halved, "scale": doubled}
+        plain = matrix.dequantized(torch.float32)
+        halved, doubled, _ = halve_blocks(*quantize_fp8_block(plain, block), block, block)
+        if error is not None:
+            error.add(compare(plain, dequantize_fp8_block(halved, doubled, block)))
+        return {"weight": halved, "scale": doubled}
+
 
 # Of a checkpoint without FP8 blocks.
 DEFAULT_BLOCK = (128, 128)

@@ -10,8 +10,7 @@ pytest.importorskip("kimi_k2", reason="needs the kimi_k2 package (pip install -e
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
-from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk
-from kimi_k2.neuron.compiler_args import compiler_args
+from kimi_k2.neuron.compile import CompileError, Manifest, check_fit, check_sdk, compiler_args
 from kimi_k2.plan.deployment import CONFIGS, STAGES, Deployment, preset_names
 
 PRESETS = [name for name in preset_names() if name.startswith("trn2-tp")]

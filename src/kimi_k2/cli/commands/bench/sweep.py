@@ -181,7 +181,7 @@ def _print_stopwatch(settings: Settings, backend: Backend) -> None:
 def _print_comparison(first: Path, second: Path, drift: float) -> None:
     from rich.table import Table
 
-    from kimi_k2.bench.compare import compare, differing, overall
+    from kimi_k2.bench.render import compare, differing, overall
     from kimi_k2.bench.results import load_results
     from kimi_k2.cli.output import table_console
 

@@ -6,7 +6,7 @@
 // begin a tile, the copy engine needs no tensor maps, and products over a head's 72 values take a tenth group of zeros
 // that only shared memory has.
 //
-// A block takes one tile of 192 queries after another, as kernels/vision/schedule.py dealt them out; of a tile that
+// A block takes one tile of 192 queries after another, as packed_attention.py dealt them out; of a tile that
 // several blocks have a part of, each leaves sums, which `join` makes one. A thread feeds a block with tiles of 128
 // keys and values; each of three warpgroups keeps 64 queries' sums. While a warpgroup's exponentials run, its
 // product with the values of the tile before and the other warpgroups' products do too (Shah et al. 2024, arXiv
