@@ -182,6 +182,10 @@ class Eagle3Head(nn.Module):
         whole = len(target.lm_head.weight) == target.config.vocab_size
         device = target.lm_head.weight.device
         held, tokens = read_head(directory, config, target.config)
+        for stacked, parts in STACKED.items():
+            names = [f"{LAYER}{part}.weight" for part in parts]
+            if names[0] in held:
+                held[f"{LAYER}{stacked}.weight"] = torch.cat([held.pop(name) for name in names])
         with torch.device("meta"):
             head = cls(config, target, target.dtype)
             plain = config.attention_config(target.config)
@@ -256,7 +260,7 @@ def warn_of_other_member(directory: Path, target: Path) -> None:
 
 
 def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tuple[dict[str, Tensor], Tensor | None]:
-    """A head's weights by `module_name`, those of `STACKED` in one, and `Eagle3Head.tokens`, on the CPU.
+    """A head's weights by `module_name`, as they are stored, and `Eagle3Head.tokens`, on the CPU.
 
     Raises:
         CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
@@ -266,12 +270,7 @@ def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tup
         check_tensors(reader, held, config, target)
         tokens = _target_tokens(reader, held, config, directory) if D2T in held else None
         # Copies: a reader's tensors lie in its open files.
-        weights = {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}
-        for stacked, parts in STACKED.items():
-            names = [f"{LAYER}{part}.weight" for part in parts]
-            if names[0] in weights:
-                weights[f"{LAYER}{stacked}.weight"] = torch.cat([weights.pop(name) for name in names])
-        return weights, tokens
+        return {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}, tokens
 
 
 def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:
