@@ -31,8 +31,8 @@ class Recorded:
         for name, value in settings.items():
             object.__setattr__(self.wrapper, name, value)
         object.__setattr__(self.wrapper, "is_neuron", lambda: device)
-        object.__setattr__(self.wrapper, "model", SimpleNamespace(kv_mgr=states))
         neuron = SimpleNamespace(batch_size=LINES, lora_config=None)
+        object.__setattr__(self.wrapper, "model", SimpleNamespace(kv_mgr=states, neuron_config=neuron))
         object.__setattr__(self.wrapper, "neuron_config", neuron)
 
     def forward(self, *args: Any, **_: Any) -> list[torch.Tensor]:
