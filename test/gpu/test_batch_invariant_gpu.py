@@ -275,6 +275,28 @@ def test_decode_attention(heads: int, cached: torch.dtype) -> None:
             assert_rows_alone(attend, *given)
 
 
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_tokens_of_a_sequence_over_the_end_of_a_page(heads: int) -> None:
+    """Each sees the tokens before it that the same step stores, also where they lie in the page before its own."""
+    sequences, new, pages = 6, 4, 6
+    w_uk, w_uv, norm = normal(heads, 128, 512, scale=0.05), normal(heads, 128, 512, scale=0.05), normal(512)
+    at = (
+        torch.arange(61, 61 + sequences, device="cuda")[:, None] + 64 * 4 + torch.arange(new, device="cuda")
+    ).flatten()
+    table = torch.randperm(sequences * pages, device="cuda").view(sequences, pages).repeat_interleave(new, dim=0)
+    slots = table.gather(1, at[:, None] // 64)[:, 0] * 64 + at % 64
+    lengths, table = (at + 1).int(), table.int()
+    with registry.decoding():
+        for _ in range(100):
+            q, kv, cos, sin = (normal(len(at), size) for size in (heads * 192, 576, 32, 32))
+            cache = normal(sequences * pages, 64, 576)
+            plan, found = attention_plan(lengths, cache, heads, table), list[Tensor]()
+            for _ in range(2):  # the second time all have been stored before
+                query = absorb_and_store(q, kv, norm, cos, sin, slots, w_uk, cache, 1e-6)
+                found.append(attend_values(query, cache, lengths, w_uv, 0.1, plan, table))
+            assert torch.equal(*found)
+
+
 def test_prompt_attention_in_any_chunks() -> None:
     heads, length = 8, 700
     kv_b, cache, positions = (

@@ -132,9 +132,17 @@ struct Items {
   int begin, end, settled;
 };
 
+// Whether the launch ahead writes other rows of this context than its last `tokens`: those of other requests of the
+// same sequence. They lie next to each other, and have its last page, which no other sequence shares while it grows.
+__device__ __forceinline__ bool has_neighbours(const Arguments& a, int request, int length) {
+  if (a.row_share > 1 || !a.table || request == 0) return a.row_share > 1;
+  const int* last = a.table + int64_t(request) * a.table_stride + (length - 1) / kRows;
+  return load_l2(last) == load_l2(last - a.table_stride);
+}
+
 // How a block begins that follows a plan, which is there as a whole before any launch behind it starts; so is the table
-// of pages, of which the warps that copy get the first item's first 32. The launch ahead writes the context's last
-// `tokens` rows alone: those before them may come before it has ended.
+// of pages, of which the warps that copy get the first item's first 32. Where the launch ahead writes the context's
+// last `tokens` rows alone, those before them may come before it has ended.
 template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
                                                const CUtensorMap* cache, int* page) {
@@ -149,7 +157,8 @@ __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const C
     part = Part(item), request = item.request;
     *page = page_of(a, part, request, lane % 32);
     const int steps = min(part.count, kStages);
-    if (!FP8_CACHE) items.settled = max(0, min(steps, (part.length - a.tokens) / kRows - part.first));
+    if (!FP8_CACHE && !has_neighbours(a, request, part.length))
+      items.settled = max(0, min(steps, (part.length - a.tokens) / kRows - part.first));
     if (lane >= items.settled && lane < steps) ask<FP8_CACHE>(a, part, row_of(a, part, request, *page, lane), lane);
   }
   __syncthreads();
