@@ -35,6 +35,29 @@ STAND_IN = Path(__file__).with_name("cuda_on_cpu.h")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
+CODES = """
+#include "experts/csrc/w4a16_formats.cuh"
+using namespace w4a16;
+template <class F>
+void take(const uint32_t* words, const typename F::Row* rows, int count, float* out) {
+  for (int i = 0; i < count; ++i)
+    for (int part = 0; part < 8; ++part) {
+      uint32_t code[2];
+      float times[2];
+      F::codes(code[0], code[1], words[i]);
+      F::times(rows[i], part / 2, part % 2, times[0], times[1]);
+      for (int row = 0; row < 2; ++row)
+        for (int byte = 0; byte < 4; ++byte)
+          *out++ = on_cpu::e4m3(code[row] >> (8 * byte) & 0xff) * times[row] * F::kSum * 512.f;
+    }
+}
+extern "C" void take(int format, const uint32_t* words, const void* rows, int count, float* out) {
+  if (format == 1) take<Mxfp4>(words, static_cast<const Mxfp4::Row*>(rows), count, out);
+  else take<Nvfp4>(words, static_cast<const Nvfp4::Row*>(rows), count, out);
+}
+"""
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("on_cpu")
@@ -43,7 +66,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "linear/linear_decode", "rowwise/add_norm", "attention/value_rows", "experts/fp8_decode", "attention/query",
         "attention/attend_values", "attention/absorb", "rowwise/pairs", "rowwise/next_step", "experts/w4a16_decode",
     )  # fmt: skip
-    whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names))
+    whole.write_text("".join(f'#include "{source_of(name)}"\n' for name in names) + CODES)
     assert COMPILER is not None
     flags = (*FLAGS, f"-I{KERNELS}", "-include", str(STAND_IN))
     command = [COMPILER, *flags, "-o", str(directory / "whole.so"), str(whole)]
@@ -354,36 +377,9 @@ def test_four_bit_experts(library: ctypes.CDLL, name: str, tokens: int, top_k: i
     assert distance(out, wanted) < (4e-3 if "int4" in name else 3e-3)
 
 
-CODES = """
-#include "experts/csrc/w4a16_formats.cuh"
-using namespace w4a16;
-template <class F>
-void take(const uint32_t* words, const typename F::Row* rows, int count, float* out) {
-  for (int i = 0; i < count; ++i)
-    for (int part = 0; part < 8; ++part) {
-      uint32_t code[2];
-      float times[2];
-      F::codes(code[0], code[1], words[i]);
-      F::times(rows[i], part / 2, part % 2, times[0], times[1]);
-      for (int row = 0; row < 2; ++row)
-        for (int byte = 0; byte < 4; ++byte)
-          *out++ = on_cpu::e4m3(code[row] >> (8 * byte) & 0xff) * times[row] * F::kSum * 512.f;
-    }
-}
-extern "C" void take(int format, const uint32_t* words, const void* rows, int count, float* out) {
-  if (format == 1) take<Mxfp4>(words, static_cast<const Mxfp4::Row*>(rows), count, out);
-  else take<Nvfp4>(words, static_cast<const Nvfp4::Row*>(rows), count, out);
-}
-"""
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_four_bit_floats_as_e4m3(tmp_path: Path, name: str) -> None:
+def test_four_bit_floats_as_e4m3(library: ctypes.CDLL, name: str) -> None:
     """Every value by every scale, exactly: what the kernel of more tokens multiplies, and by what its sums."""
-    (tmp_path / "codes.cpp").write_text(CODES)
-    flags = (*FLAGS, f"-I{KERNELS}", "-include", str(STAND_IN))
-    subprocess.run([str(COMPILER), *flags, "-o", str(tmp_path / "codes.so"), str(tmp_path / "codes.cpp")], check=True)
     nvfp4 = name == "nvfp4"
     scales = torch.arange(0 if nvfp4 else 40, 127 if nvfp4 else 200, dtype=torch.uint8)
     count, each = len(scales), 16 if nvfp4 else 8
@@ -393,8 +389,7 @@ def test_four_bit_floats_as_e4m3(tmp_path: Path, name: str) -> None:
     nibbles = torch.stack([values[(torch.arange(count) + place) % 16] for place in range(8)], dim=1)
     words = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
     out = torch.empty(count, 8, 2, 4)
-    taken = ctypes.CDLL(str(tmp_path / "codes.so")).take
-    taken(1 + nvfp4, pointer(words), pointer(rows), count, pointer(out))
+    library.take(1 + nvfp4, pointer(words), pointer(rows), count, pointer(out))
     wide = rows.view(torch.float8_e4m3fn).float() if nvfp4 else torch.exp2(rows.float() - 127)
     by_part = wide.view(count, 8, 2) if nvfp4 else wide.view(count, 4, 2).repeat_interleave(2, 1)
     codes = unpack_e2m1(words.view(torch.uint8)).view(count, 4, 2).transpose(1, 2)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import python
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernels_agree_with_float64() -> None:
     worker = Path(__file__).with_name("interpret_worker.py")
-    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*python(), str(worker)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 38

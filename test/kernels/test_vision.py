@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.vision.attention import batched
@@ -29,7 +29,7 @@ from kimi_k2.ops.vision import Segments, rotated_attention, segment_attention
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_triton_kernels_agree_with_float64() -> None:
     worker = Path(__file__).with_name("vision_interpret_worker.py")
-    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*python(), str(worker)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = [float(line) for line in done.stdout.splitlines()[-2:]]
     assert len(errors) == 2 and max(errors) < 1e-6

@@ -28,20 +28,20 @@ from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.manifest import made_layout
 
 # Sums of two prompts of 430 tokens are too long to be pushed on GPUs. Five sizes come often, 150 once, and 200 twice
-# before the third, of which rank 1 refuses to make a graph.
+# before the third, of which rank 1 refuses to make a graph. Half as long on CPUs, where nothing is pushed.
 LENGTHS = (5, 16, 5, 14, 300, 290, 5, 430, 300, 440, 80, 257, 3, 80, 150, 448, 200, 40, 40, 193, 33, 5, 7, 200)
-SLOTS, REFUSED = 600, 224
+SLOTS = 600
 
 
 class Read:
     """A PromptStep that tells what became of each prompt.
 
     Attributes:
-        refuses: a capture of REFUSED columns fails here.
+        refuses: a capture of so many columns fails here; 0 for none.
         told: `replay`, `capture` or `refusal` with its size, in their order.
     """
 
-    def __init__(self, model: KimiK2ForCausalLM, reduce: AllReduce, refuses: bool, device: torch.device) -> None:
+    def __init__(self, model: KimiK2ForCausalLM, reduce: AllReduce, refuses: int, device: torch.device) -> None:
         gather, self.refuses = partial(gather_last, group=None), refuses
         graph = device.type == "cuda"
         steps = [
@@ -65,7 +65,7 @@ class Read:
         self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False, media: Any = None
     ) -> Tensor:
         """Nothing that a graph can hold, where the other rank records all its sums."""
-        if self.refuses and ids.shape[1] == REFUSED and self.capturing:
+        if ids.shape[1] == self.refuses and self.capturing:
             raise RuntimeError("refused by rank 1")
         return self.run(ids, positions, last, length, whole)
 
@@ -75,7 +75,7 @@ class Read:
         try:
             if self.graphs is not None:
                 found: Any = self.graphs(work)
-            elif self.refuses and self.size[0] == REFUSED:
+            elif self.size[0] == self.refuses:
                 raise RuntimeError("refused by rank 1")
             else:
                 logits = torch.empty(2, self.step.model.config.vocab_size)
@@ -130,14 +130,15 @@ def run(rank: int, source: str, rendezvous: str, out: str, where: str, conversio
         torch.cuda.set_device(device)
     dist.init_process_group(init_method=f"file://{rendezvous}", rank=rank, world_size=2, **gpu)
     config, dtype = KimiK2Config.from_pretrained(source), torch.bfloat16 if where == "cuda" else torch.float32
+    lengths = LENGTHS if where == "cuda" else [-(-length // 2) for length in LENGTHS]
     saved = []
     for converted in conversions:
         model = load_rank(converted, config, made_layout(converted), rank, dtype=dtype, device=device)
-        for push, refuses in ((True, False), (False, rank == 1)):
+        for push, refuses in ((True, 0), (False, rank * padded_width(lengths[-1]))):
             read = Read(model, AllReduce(None, push=push), refuses, device)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                read.prompts(LENGTHS)
+                read.prompts(lengths)
             warned = sum("launched one by one, not captured" in str(warning.message) for warning in caught)
             saved.append((read.told, list(read.step._captured), read.step._refused.copy(), warned))
             read.step.close()

@@ -17,7 +17,8 @@ from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 WORKER = Path(__file__).with_name("prompt_worker.py")
-REFUSED = 224, 224, False  # by rank 1, once it is asked to refuse
+LONG = (224, 160)  # widths: that of which rank 1 makes no graph once it is asked to refuse; one that comes once
+HALF = (112, 80)
 
 
 def run_ranks(source: Path, work: Path, where: str, *layouts: tuple[int, int]) -> list[list[Any]]:
@@ -30,30 +31,32 @@ def run_ranks(source: Path, work: Path, where: str, *layouts: tuple[int, int]) -
     return [torch.load(work / f"told-{rank}") for rank in range(2)]
 
 
-def check(first: Any, second: Any) -> None:
+def check(first: Any, second: Any, refuse: int, once: int) -> None:
     """Of each rank, what became of the prompts without and with a refusal."""
     assert first[0] == second[0]
+    size_refused = refuse, refuse, False
     told, held, refused, warned = first[0]
     assert not refused
     assert not warned
     assert len(held) == MAX_GRAPHS
     captured = [size for word, size in told if word == "capture"]
     assert len(captured) > len(set(captured)) > MAX_GRAPHS  # one was given up, and captured again
-    assert REFUSED in captured
-    assert (160, 160, False) not in captured  # came once
+    assert size_refused in captured
+    assert (once, once, False) not in captured  # came once
     assert sum(word == "replay" for word, _ in told) > 3
     # One rank fails: both give that size up, and do alike with the others.
     for rank, word in ((first, "capture"), (second, "refusal")):
         told, held, refused, warned = rank[1]
-        assert refused == {REFUSED}
+        assert refused == {size_refused}
         assert warned == 1
-        assert [what for what, size in told if size == REFUSED] == [word]
+        assert [what for what, size in told if size == size_refused] == [word]
         assert held == first[1][1]
-        assert [one for one in told if one[1] != REFUSED] == [one for one in first[1][0] if one[1] != REFUSED]
+        assert [one for one in told if one[1] != size_refused] == [one for one in first[1][0] if one[1] != size_refused]
 
 
 def test_ranks_decide_alike(wide: Path, tmp_path: Path) -> None:
-    check(*run_ranks(wide, tmp_path, "cpu", (2, 1)))
+    first, second = run_ranks(wide, tmp_path, "cpu", (2, 1))
+    check(first, second, *HALF)
 
 
 @pytest.mark.gpu
@@ -62,5 +65,5 @@ def test_replays_on_gpus(for_gpus: KimiK2Config, tmp_path: Path) -> None:
     """Sums pushed into peers' memory and by NCCL; then the ranks part, which NCCL delays until no graph is left."""
     write_synthetic_checkpoint(tmp_path / "source", for_gpus)
     first, second = run_ranks(tmp_path / "source", tmp_path, "cuda", (2, 1), (1, 2))
-    check(first[:2], second[:2])
-    check(first[2:], second[2:])
+    check(first[:2], second[:2], *LONG)
+    check(first[2:], second[2:], *LONG)

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from threading import Semaphore
@@ -230,7 +229,7 @@ def test_full_disk_keeps_finished_layers(
 def test_a_disk_too_small_is_found_before_any_work(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The kernel's own refusal: a limit on the size of files stands for the end of the disk."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n" + WORKER
-    command = [sys.executable, "-c", limited, str(checkpoints["fp8"]), str(tmp_path / "out")]
+    command = [*python(), "-c", limited, str(checkpoints["fp8"]), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "CheckpointError" in done.stderr
