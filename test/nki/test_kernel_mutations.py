@@ -97,7 +97,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", "attend"),
-    ("columns", "offset=(begin * out.shape[1] + first) * BLOCK", "offset=first * BLOCK", "write"),
+    ("columns", "offset=(begin * out.shape[1] + first) * BLOCK", "offset=begin * out.shape[1] * BLOCK", "route"),
     ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", "attend"),
     ("exchange", "data1=received, data2=tile", "data1=tile, data2=tile", "route"),
     ("exchange", "first = nl.program_id() * each", "first = 0", "latent"),
