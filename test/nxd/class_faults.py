@@ -29,10 +29,10 @@ FAULTS: dict[str, Fault] = {
         A, "__init__", "self.inv_freq: list[float] = rope_inv_freq(hf, \"cpu\").tolist()",
         "self.register_buffer('inv_freq', rope_inv_freq(hf, 'cpu'), persistent=False)")),
     "router bias is cast": (EXPERT, lambda: edited(R, "_apply", "moved.data = kept.to(moved.device)", "pass")),
-    "router bias ignored": (EXPERT, lambda: edited(R, "forward", "choice = scores + bias", "choice = scores")),
+    "router bias ignored": (EXPERT, lambda: edited(R, "forward", "else scores + bias", "else scores")),
     "router weighs by the biased scores": (EXPERT, lambda: edited(
         R, "forward", "weights = scores.gather", "weights = choice.gather")),
-    "bias before the sigmoid": (EXPERT, lambda: edited(R, "forward", "if self.bias_before_sigmoid:", "if True:")),
+    "bias before the sigmoid": (EXPERT, lambda: edited(R, "forward", "self.bias_before_sigmoid", "True")),
     "no scaling factor": (EXPERT, lambda: edited(
         R, "forward", "weights * self.routed_scaling_factor", "weights * 1.0")),
     "no normalisation": (EXPERT, lambda: edited(R, "forward", "if self.norm_topk_prob:", "if False:")),

@@ -33,19 +33,19 @@ def step_fault(old: str, new: str) -> Callable[[], Patch]:
 
 
 FAULTS: dict[str, Callable[[], Patch]] = {
-    "a slot too many": step_fault("sum(dim=(1, 2, 3))", "sum(dim=(1, 2, 3)).add(1)"),
+    "a slot too many": step_fault("sum(dim=1)", "sum(dim=1).add(1)"),
     "softmax scale without mscale": step_fault("hf.softmax_scale", "hf.qk_head_dim**-0.5"),
     "weights unscaled": step_fault("hf.routed_scaling_factor", "1.0"),
     "one epsilon for all norms": step_fault("hf.latent_norm_eps", "hf.rms_norm_eps"),
     "the other epsilon for all norms": step_fault('"eps": hf.rms_norm_eps', '"eps": hf.latent_norm_eps'),
     "every rank holds the first experts": step_fault("view(-1)\n", "view(-1) * 0\n"),
-    "projections with the norm's scalar": step_fault("projected.squeeze(1)", "0.5 * projected.squeeze(1)"),
+    "projections with the norm's scalar": step_fault("projected.flatten(0, 1)", "0.5 * projected.flatten(0, 1)"),
     "rotated for the position before": step_fault(
-        "attention.rotation(position_ids,", "attention.rotation(position_ids - 1,"),
-    "residual of the layers before lost": step_fault("hidden_states.squeeze(1)", "0 * hidden_states.squeeze(1)"),
+        "position_ids.reshape(tokens, 1)", "position_ids.reshape(tokens, 1) - 1"),
+    "residual of the layers before lost": step_fault("hidden_states.flatten(0, 1)", "0 * hidden_states.flatten(0, 1)"),
     "entries in the wrong order": step_fault("latents.unbind(0)", "latents.flip(0).unbind(0)"),
-    "new latents lost": step_fault("latent[:, None, None])", "0 * latent[:, None, None])"),
-    "new keys lost": step_fault("(key[:, None, None],", "(0 * key[:, None, None],"),
+    "new latents lost": step_fault(" latent.unflatten(", " 0 * latent.unflatten("),
+    "new keys lost": step_fault("(key.unflatten(", "(0 * key.unflatten("),
     "caches of the layers before": step_fault(
         "zip(self.layers, self.caches,", "zip(self.layers, self.caches[1:] + self.caches[:1],"),
     "norms swapped": layer_fault(
@@ -63,7 +63,7 @@ FAULTS: dict[str, Callable[[], Patch]] = {
     "shared expert not in the next projections": layer_fault(
         "shared.early_qkv_a.weight.squeeze(0)", "0 * shared.early_qkv_a.weight.squeeze(0)"),
     "shared expert's gate and up swapped": layer_fault(
-        'part.squeeze(0) for name, part', 'part.squeeze(0).flip(-1) for name, part'),
+        '": part for', '": part.flip(-1) for'),
     "a rank's summand lost": lambda: edited(
         nki_ranks.RankOfProcess, "exchange", "brought for _, brought in found",
         "found[0][1] for _, brought in found"),
@@ -74,17 +74,17 @@ FAULTS: dict[str, Callable[[], Patch]] = {
 
 
 SPLIT_FAULTS: dict[str, Callable[[], Patch]] = {
-    "every rank counts the new entry": step_fault("active_mask.reshape(batch, 1)", "torch.ones(batch, 1)"),
-    "no rank counts the new entry": step_fault("active_mask.reshape(batch, 1)", "torch.zeros(batch, 1)"),
+    "every rank counts the new entry": step_fault("own.reshape(tokens, 1)", "torch.ones(tokens, 1)"),
+    "no rank counts the new entry": step_fault("own.reshape(tokens, 1)", "torch.zeros(tokens, 1)"),
     "ranks paired otherwise": lambda: edited(
-        K, "call", "[list(range(first, first + self.group)) for first in firsts]",
-        "[list(range(first, self.ranks, self.group)) for first in range(self.group)]"),
+        K, "call", "tuple(range(first, first + self.group)) for first in firsts",
+        "tuple(range(first, self.ranks, self.group)) for first in range(self.group)"),
     "heads of the cores swapped": lambda: edited(
         tiles.AttentionTiles, "of_group", "found[field] = tile.weight", "found[field] = tile.weight.flip(0)"),
     "W_UK of the cores swapped": lambda: edited(
         tiles.AttentionTiles, "of_group", "found[field] = tile.weight",
         "found[field] = tile.weight.flip(0) if field == 'w_uk' else tile.weight"),
-    "a slot too many": step_fault("sum(dim=(1, 2, 3))", "sum(dim=(1, 2, 3)).add(1)"),
+    "a slot too many": step_fault("sum(dim=1)", "sum(dim=1).add(1)"),
 }  # fmt: skip
 
 
