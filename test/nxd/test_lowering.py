@@ -164,19 +164,20 @@ def test_whole_layers_in_one_kernel_cost_what_the_planner_says(preset: str) -> N
 
 
 def test_whole_layers_over_a_part_of_the_cache_cost_what_the_planner_says() -> None:
-    """The dense layer's flash decoding is XLA's; in the kernel an all-to-all a layer brings a rank its head's parts."""
+    """The dense layer's part of the cache is `mla_decode`'s; in the layers' kernel an all-to-all brings a head's parts."""
     counts = lowered("trn2-tp64-ep1-nki-layers-128k", "3", DECODE)
     planned = counts["planned"]
     for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
         assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
-    assert counts["kernels"] == {"decode_layers": 1}
+    assert counts["kernels"] == {"mla_decode": 1, "decode_layers": 1}
     assert counts["bytes_moved"] < 500_000
     assert counts["live"] <= counts["planned_live"]
     assert collectives_of(counts) == collectives_of(planned)
     assert ("all-to-all", 16, 16 * 2 * 513 * 4, 2) in collectives_of(counts)
     # Queries of 16 heads are made in FP8, and each core reads its half of them.
     queries = 2 * 16 * (1536 * 192 + 512 * 128)
-    assert counts["fetches"][0]["ahead"] > queries
+    layers = next(one for one in counts["fetches"] if one["kernel"] == "decode_layers")
+    assert layers["ahead"] > queries
 
 
 def test_prefill_from_attention_tiles_costs_what_the_planner_says(tmp_path: Path) -> None:
