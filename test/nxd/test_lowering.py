@@ -164,7 +164,7 @@ def test_whole_layers_in_one_kernel_cost_what_the_planner_says(preset: str) -> N
 
 
 def test_whole_layers_over_a_part_of_the_cache_cost_what_the_planner_says() -> None:
-    """The dense layer's part of the cache is `mla_decode`'s; in the layers' kernel an all-to-all brings a head's parts."""
+    """`mla_decode` reads the dense layer's part; in the layers' kernel an all-to-all brings a rank its head's parts."""
     counts = lowered("trn2-tp64-ep1-nki-layers-128k", "3", DECODE)
     planned = counts["planned"]
     for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
