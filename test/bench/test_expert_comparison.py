@@ -13,19 +13,26 @@ from torch import Tensor
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
-from kimi_k2.bench.kernels import expert_rows, moe, tune, w4a16
-from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, RandomExperts
+from kimi_k2.bench.kernels import expert_rows, tune
+from kimi_k2.bench.kernels.expert_formats import (
+    Case,
+    RandomExperts,
+    bf16_experts,
+    checkpoint,
+    fp8_experts,
+    int4_experts,
+    random_fp8,
+    random_int4,
+)
 from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
 from kimi_k2.bench.kernels.expert_rows import (
     Comparison,
     add_row,
     begin_row,
     begun_rows,
-    by_layout,
     kernel_state,
     read_rows,
     summary,
-    table,
 )
 from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, run, sections
 from kimi_k2.config import KimiK2Config
@@ -41,22 +48,24 @@ def stored(name: str) -> tuple[RandomExperts, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     if name == "BF16":
         made = torch.randn(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), torch.randn(EXPERTS, HIDDEN, INTER).bfloat16()
-        return Bf16Experts(made), [(made[0][e].double(), made[1][e].double()) for e in range(EXPERTS)]
+        return bf16_experts(made), [(made[0][e].double(), made[1][e].double()) for e in range(EXPERTS)]
     if name == "FP8":
-        fp8 = moe.random_experts(EXPERTS, INTER, HIDDEN, device="cpu")
+        fp8 = random_fp8(EXPERTS, INTER, HIDDEN, device="cpu")
         blocks = [torch.kron(scale.double(), torch.ones(1, 128, 128, dtype=torch.float64)) for scale in fp8[1::2]]
-        return Fp8Experts(fp8), [
+        return fp8_experts(fp8), [
             (fp8[0][e].double() * blocks[0][e], fp8[2][e].double() * blocks[1][e]) for e in range(EXPERTS)
         ]
-    int4 = Int4Experts(w4a16.random_experts(EXPERTS, INTER, HIDDEN, device="cpu"))
-    packed = int4.checkpoint(slice(None))
+    int4 = random_int4(EXPERTS, INTER, HIDDEN, device="cpu")
+    packed = checkpoint(int4, slice(None))
 
     def whole(words: Tensor, scale: Tensor) -> Tensor:
         values = unpack_from_int32(words, 4, torch.Size((words.shape[0], words.shape[1] * 8)))
         scaled: Tensor = values.double() * scale.double().repeat_interleave(32, 1)
         return scaled
 
-    return int4, [(whole(packed[0][e], packed[1][e]), whole(packed[2][e], packed[3][e])) for e in range(EXPERTS)]
+    return int4_experts(int4), [
+        (whole(packed[0][e], packed[1][e]), whole(packed[2][e], packed[3][e])) for e in range(EXPERTS)
+    ]
 
 
 @pytest.mark.parametrize("name", ["FP8", "INT4", "BF16"])
@@ -104,11 +113,11 @@ def test_a_line_tells_our_time_over_each_peers_and_the_summary_what_is_slower() 
         "Marlin 100.0 us (error 1.0e-03), ratio 1.200" in line
         and "Triton 150.0 us (error 1.0e-03), ratio 0.800" in line
     )
-    told = list(summary([slow, fast, compared(1.0)]))
-    assert told[0] == "FP8: 2 cases, ours over the best peer: median 0.850, largest 1.200, above 1.05 in 1"
-    assert told[1:] == [f"  {line}"]
-    assert list(by_layout([slow, fast, compared(1.0)])) == [
-        "FP8 TP8: 2 cases over 1 token counts, largest 1.200 (same, T=64)"
+    rows = [replace(slow, state="1a"), replace(fast, tokens=1024), compared(1.0)]
+    assert list(summary(rows))[2:] == [
+        "| FP8 TP8 | 2 | 0.85 | 1.200 | same, 64 tokens | 1 | not noted and 1 more |",
+        "| FP8, all | 2 | 0.85 | 1.200 | same, 64 tokens, TP8 | 1 | not noted and 1 more |",
+        f"  {line}",
     ]
 
 
@@ -137,20 +146,21 @@ def test_unknown_choices_are_refused(wanted: Selection, error: type[Exception], 
 
 
 def test_launches_that_a_first_look_finds_slow_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, bool, int]] = []
+    asked: list[tuple[int, int]] = []
     speeds = {1: 100.0, 2: 105.0, 4: 130.0, 7: 120.0}  # by item_slabs
 
-    def time_experts(
-        weights: None, tokens: int, top_k: int, choice: ExpertChoice, *, same: bool, replays: int
-    ) -> moe.Timing:
-        asked.append((choice.item_slabs, same, replays))
-        return moe.Timing(speeds[choice.item_slabs] / (2 if same else 1), 1e6)
+    def time_choice(
+        case: Case, experts: None, tokens: int, choice: ExpertChoice, routing: str, replays: int
+    ) -> tuple[float, float]:
+        asked.append((choice.item_slabs, replays))
+        return speeds[choice.item_slabs] / (2 if routing == "same" else 1), 1e6
 
-    monkeypatch.setattr(moe, "time_experts", time_experts)
-    left = tune.time_candidates(tune.Case(384, 2048, 8), None, 2048)
+    monkeypatch.setattr(tune, "time_choice", time_choice)
+    experts = stored("BF16")[0]
+    left = tune.time_candidates(Case(384, 2048, 8), experts, 2048)
     assert {timed.choice.item_slabs for timed in left} == {1, 2} and all(timed.same == 0.0 for timed in left)
-    assert {slabs for slabs, _, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
-    left = tune.time_candidates(tune.Case(384, 256, 8), None, 512)
+    assert {slabs for slabs, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
+    left = tune.time_candidates(Case(384, 256, 8), experts, 512)
     assert {timed.same for timed in left} == {50.0, 52.5}
 
 
@@ -214,13 +224,6 @@ def test_a_formats_state_follows_its_sources(monkeypatch: pytest.MonkeyPatch) ->
         "FP8": True, "INT4": False, "BF16": True,
     }  # fmt: skip
     kernel_state.cache_clear()
-
-
-def test_the_table_tells_where_the_largest_ratio_is() -> None:
-    slow, fast = replace(compared(120.0, Marlin=100.0), state="1a"), replace(compared(50.0, Marlin=100.0), tokens=1024)
-    told = list(table([slow, fast, compared(1.0)]))
-    assert told[2] == "| FP8 TP8 | 2 | 0.85 | 1.200 | same, 64 tokens | 1 | not noted and 1 more |"
-    assert told[3] == "| FP8, all | 2 | 0.85 | 1.200 | same, 64 tokens, TP8 | 1 | not noted and 1 more |"
 
 
 def test_deep_gemm_is_left_out_where_it_ends_in_an_illegal_access() -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.bench.kernels.expert_formats import random_packed
 from kimi_k2.bench.kernels.model import synthetic_rank
-from kimi_k2.bench.kernels.w4a16 import random_packed
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
 from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.experts.fp8_decode import moe_decode
 from kimi_k2.kernels.linear.fused_linear import fused_add_linear
@@ -34,7 +34,7 @@ def expert(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize(("hidden", "inter"), [(1024, 128), (1024, 640), (7168, 256), (7168, 2048)])
 @pytest.mark.parametrize("with_shared", [True, False])
 def test_experts(tokens: int, top_k: int, hidden: int, inter: int, with_shared: bool) -> None:
-    weights, shared = random_experts(20, inter, hidden), random_experts(1, inter, hidden)
+    weights, shared = random_fp8(20, inter, hidden), random_fp8(1, inter, hidden)
     indices, scores = random_routing(tokens, top_k, 20)
     if tokens > 2:
         indices[1, 0], scores[tokens - 1] = -1, 0.0  # an invalid pair, and a padded token
@@ -55,7 +55,7 @@ def test_experts(tokens: int, top_k: int, hidden: int, inter: int, with_shared: 
 
 
 def test_expert_parallel_ranks_sum_to_the_whole() -> None:
-    weights, x = random_experts(32, 256, 1024), torch.randn(4, 1024, device="cuda").bfloat16()
+    weights, x = random_fp8(32, 256, 1024), torch.randn(4, 1024, device="cuda").bfloat16()
     indices, scores = random_routing(4, 8, 32)
     total = torch.zeros(4, 1024, device="cuda")
     for rank in range(2):
@@ -67,7 +67,7 @@ def test_expert_parallel_ranks_sum_to_the_whole() -> None:
 
 
 def test_graph_replay_follows_its_inputs() -> None:
-    weights = random_experts(32, 256, 1024)
+    weights = random_fp8(32, 256, 1024)
     x, (indices, scores) = torch.randn(2, 1024, device="cuda").bfloat16(), random_routing(2, 8, 32)
     moe_decode(x, *weights, indices, scores)
     torch.cuda.synchronize()

@@ -10,12 +10,11 @@ from e4m3 import rounded
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts
+from kimi_k2.bench.kernels.expert_formats import FORMATS, Case, RandomExperts, draw_inputs
 from kimi_k2.bench.kernels.expert_peers import Peer, peers
-from kimi_k2.bench.kernels.experts import CHECKED_TOKENS, compare, draw_inputs
+from kimi_k2.bench.kernels.experts import CHECKED_TOKENS, compare
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.bench.kernels.routing import Routing
-from kimi_k2.bench.kernels.tune import Case
 from kimi_k2.errors import KernelError
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -28,7 +27,7 @@ LARGEST = {"FP8": 0.05, "INT4": 6e-3, "BF16": 6e-3}
 @pytest.fixture(scope="module", params=list(FORMATS))
 def experts(request: pytest.FixtureRequest) -> RandomExperts:
     torch.manual_seed(0)
-    return FORMATS[request.param].draw(CASE.experts, CASE.inter)
+    return FORMATS[request.param](CASE.experts, CASE.inter)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf:1.5", "same"])

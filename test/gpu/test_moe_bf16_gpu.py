@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k2.bench.kernels.moe import random_routing
+from kimi_k2.bench.kernels.expert_formats import random_routing
 from kimi_k2.kernels.experts.bf16 import moe_bf16
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts

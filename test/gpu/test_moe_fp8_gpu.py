@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from e4m3 import rounded
 
-from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -58,7 +58,7 @@ CASES = [
 @pytest.mark.parametrize(("tokens", "top_k", "choice"), CASES)
 def test_matches_float64(tokens: int, top_k: int, choice: list[int] | None, inter: int) -> None:
     torch.manual_seed(tokens + inter)
-    weights = random_experts(32, inter, H)
+    weights = random_fp8(32, inter, H)
     indices, scores = random_routing(tokens, top_k, 32)
     if tokens > 2:
         indices[1, 0], scores[tokens - 1] = -1, 0.0  # an invalid pair, and a padded token
@@ -78,7 +78,7 @@ def test_matches_float64(tokens: int, top_k: int, choice: list[int] | None, inte
 
 
 def test_expert_parallel_ranks_sum_to_the_whole() -> None:
-    weights = random_experts(32, 256, H)
+    weights = random_fp8(32, 256, H)
     indices, scores = random_routing(40, 8, 32)
     x = torch.randn(40, H, device="cuda").bfloat16()
     total = torch.zeros(40, H, device="cuda")
@@ -93,7 +93,7 @@ def test_expert_parallel_ranks_sum_to_the_whole() -> None:
 @pytest.mark.parametrize(("tokens", "choice"), [(4, None), (300, None), (2100, [0, 32, 1, 1, 2])])
 def test_graph_replay_follows_its_inputs(tokens: int, choice: list[int] | None) -> None:
     """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
-    weights = random_experts(32, 256, H)
+    weights = random_fp8(32, 256, H)
     x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, 32)
     moe_fp8(x, *weights, indices, scores, choice=choice)
     torch.cuda.synchronize()

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from four_bits import FORMATS, dense_experts, drawn
 
-from kimi_k2.bench.kernels.moe import random_routing
-from kimi_k2.bench.kernels.w4a16 import random_experts, random_packed
+from kimi_k2.bench.kernels.expert_formats import random_int4, random_packed, random_routing
 from kimi_k2.kernels.experts.entries import _four_bit_experts, _scales_of_all, prepare_w4a16_experts
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
@@ -148,7 +147,7 @@ def test_pairs_that_share_an_expert(tokens: int, top_k: int, inter: int, w2_bf16
 def test_a_token_has_the_bits_that_it_has_alone(tokens: int, inter: int) -> None:
     """At the model's width, whoever shares its experts: a GEMM's other columns are other tokens."""
     torch.manual_seed(tokens + inter)
-    prepared = random_experts(16, inter)
+    prepared = random_int4(16, inter)
     x = torch.randn(tokens, 7168, device="cuda").bfloat16()
     same, scores = random_routing(tokens, 8, 16, same=True)
     for indices in (same, random_routing(tokens, 8, 16)[0]):

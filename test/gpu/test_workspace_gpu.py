@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.moe import random_experts, random_routing
+from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.experts.entries import experts_beside_shared
 from kimi_k2.kernels.experts.fp8 import moe_fp8
@@ -33,7 +33,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 @pytest.fixture(scope="module")
 def fp8() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    return random_experts(EXPERTS, INTER, HIDDEN)
+    return random_fp8(EXPERTS, INTER, HIDDEN)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: 
         return torch.zeros_like(x)
 
     monkeypatch.setattr(operations, "routed_experts", routed)
-    weights = [tensor[0] for tensor in random_experts(1, INTER, HIDDEN)]
+    weights = [tensor[0] for tensor in random_fp8(1, INTER, HIDDEN)]
     gate_up, down = (
         Weight({"weight": weights[at], "weight_scale_inv": weights[at + 1]}, Fp8BlockFormat()) for at in (0, 2)
     )
@@ -150,7 +150,7 @@ def test_kernels_of_a_stream_share_its_counters(request: pytest.FixtureRequest, 
     """A fused launch of many tiles and groups counts in words that others have used before it."""
     kind, tokens = before
     other = operation(kind, tokens, request.getfixturevalue(kind), 6)
-    weights = random_experts(EXPERTS, 2048, HIDDEN)
+    weights = random_fp8(EXPERTS, 2048, HIDDEN)
     x, routing = torch.randn(24, HIDDEN, device="cuda").bfloat16(), random_routing(24, TOP_K, EXPERTS)
     wanted = moe_fp8(x, *weights, *routing, choice=[1, 16, 2, 1, 1])
     workspace.release()

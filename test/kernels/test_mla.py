@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
-from kimi_k2.bench.kernels.mla_cases import random_inputs
+from kimi_k2.bench.kernels.mla_cases import ragged_inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
@@ -71,7 +71,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
     q, cache = torch.randn(3, 1, heads, 576), torch.randn(3, 20, 576)
     wanted = mla_absorbed_attention(q[..., :512], q[..., 512:], cache, torch.full((3, 1), 19), 0.1)
     with FakeTensorMode():
-        one = random_inputs(3, heads, 100, device="cpu")
+        one = ragged_inputs([100] * 3, heads, device="cpu")
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table)
     assert (got.shape, got.dtype) == (wanted[:, 0].shape, BF16)
 
@@ -79,7 +79,7 @@ def test_fake_operation_has_the_plain_ones_shape(heads: int) -> None:
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) -> None:
     with FakeTensorMode():
-        one = random_inputs(3, 8, 100, device="cpu", dtype=dtype)
+        one = ragged_inputs([100] * 3, 8, dtype, "cpu")
         got = mla.mla_decode(one.q, one.cache, one.seq_lens, 0.1, one.block_table, 0.05)
         assert (got.shape, got.dtype) == ((3, 8, 512), BF16)
         cos, w_uk = torch.empty(3, 32, dtype=BF16), torch.empty(8, 128, 512, dtype=BF16)
@@ -91,7 +91,7 @@ def test_fake_operations_take_both_cache_dtypes_and_a_scale(dtype: torch.dtype) 
 
 
 def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
-    one = random_inputs(2, 64, 128, device="cpu")
+    one = ragged_inputs([128] * 2, 64, device="cpu")
     assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 
@@ -105,12 +105,10 @@ def test_without_a_compiler_the_kernel_takes_nothing(monkeypatch: pytest.MonkeyP
         assert mla.supports(q, cache, lengths, table) is (nvcc is not None)
 
 
-def test_benchmark_has_every_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for timed in ("time_mla", "time_ragged"):
-        monkeypatch.setattr(bench, timed, lambda *_: 1.0)
-    rows = list(bench.rows(with_peers=False))
-    assert sorted(row.target for row in rows if row.target) == sorted(bench.TARGETS.values())
-    one = next(row for row in rows if row.case == "64 heads, B=16, T=8192")
+def test_a_benchmarks_case_counts_what_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ways", lambda batch, others: {})
+    even = "64 heads, B=16, equal, median 8192, max 8192"
+    one = next(case for case in bench.cases(with_peers=False) if case.name == even)
     shapes = ((16, 64, 576), (16, 8192, 576), (16, 64, 512))
     assert one.bytes == sum(torch.empty(shape, dtype=BF16, device="meta").nbytes for shape in shapes)
 

@@ -120,7 +120,7 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take(model: str) -> None
     for case in cases.values():
         assert file_name(case.experts, case.inter, 7168, case.dtype, case.block, "NVIDIA H200").endswith(".json")
         for tokens in tune.TOKENS:
-            found = case.candidates(tokens)
+            found = tune.candidates(case, tokens)
             assert len(found) > 1 or tokens > 512
             for choice in found:
                 choice.check(tokens, case.top_k, 7168, case.inter)
@@ -132,7 +132,7 @@ def test_a_launch_that_stands_skew_is_preferred_within_four_percent() -> None:
     from kimi_k2.bench.kernels.tune import Timed, best
 
     fast, even, slow = (ExpertChoice(False, rows, 1, 1, 1) for rows in (32, 64, 128))
-    timed = [Timed(fast, 100.0, 90.0, 1.0), Timed(even, 103.9, 40.0, 1.0), Timed(slow, 104.1, 10.0, 1.0)]
+    timed = [Timed(fast, 100.0, 1.0, 90.0), Timed(even, 103.9, 1.0, 40.0), Timed(slow, 104.1, 1.0, 10.0)]
     assert best(timed).choice == even
     assert best(timed[::2]).choice == fast
 

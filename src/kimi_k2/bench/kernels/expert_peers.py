@@ -10,15 +10,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.expert_formats import Bf16Experts, Fp8Experts, Int4Experts, Operation, RandomExperts
-from kimi_k2.bench.kernels.moe import HIDDEN
-from kimi_k2.kernels.experts.w4a16_layout import GROUP
+from kimi_k2.bench.kernels.expert_formats import HIDDEN, Operation, RandomExperts, checkpoint
+from kimi_k2.kernels.experts.w4a16_layout import GROUP, PreparedW4A16
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
@@ -58,31 +56,24 @@ class Peer:
         return None
 
 
-def triton_fp8(experts: Fp8Experts) -> Operation:
-    """vLLM's fused MoE kernel over e4m3 blocks."""
+def triton(experts: RandomExperts) -> Peer:
+    """vLLM's fused MoE kernel over e4m3 blocks or BF16 weights."""
     fused_moe, config = _module(f"{FUSED_MOE}.fused_moe"), _module(f"{FUSED_MOE}.config")
-    gate_up, gate_up_scale, down, down_scale = experts.weights
-    quantized = config.fp8_w8a8_moe_quant_config(w1_scale=gate_up_scale, w2_scale=down_scale, block_shape=[128, 128])
+    fp8 = experts.name == "FP8"
+    gate_up, down = experts.weights[::2] if fp8 else experts.weights
+    quantized = None
+    if fp8:
+        scales = {"w1_scale": experts.weights[1], "w2_scale": experts.weights[3]}
+        quantized = config.fp8_w8a8_moe_quant_config(**scales, block_shape=[128, 128])
 
     def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         out: Tensor = fused_moe.fused_experts(x, gate_up, down, weights, indices, quant_config=quantized)
         return out
 
-    return run
+    return Peer("vLLM Triton", run)
 
 
-def triton_bf16(experts: Bf16Experts) -> Operation:
-    """vLLM's fused MoE kernel over BF16 weights."""
-    fused_moe = _module(f"{FUSED_MOE}.fused_moe")
-
-    def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = fused_moe.fused_experts(x, *experts.weights, weights, indices)
-        return out
-
-    return run
-
-
-def deep_gemm(experts: Fp8Experts) -> Operation:
+def deep_gemm(experts: RandomExperts) -> Peer:
     """The steps of vLLM's `DeepGemmExperts`, with float32 scales as the checkpoint has them."""
     ours, gemms = _module(f"{FUSED_MOE}.deep_gemm_utils"), _module("vllm.utils.deep_gemm")
     fp8 = _module(f"{QUANTIZATION}.fp8_utils")
@@ -109,10 +100,10 @@ def deep_gemm(experts: Fp8Experts) -> Operation:
         )
         return out
 
-    return run
+    return Peer("DeepGEMM pipeline", run, least=512, most_pairs=DEEP_GEMM_PAIRS - PADDING * count)
 
 
-def marlin(experts: Int4Experts) -> Operation:
+def marlin(experts: RandomExperts) -> Peer:
     """Marlin's W4A16 experts; the weights are put into its order first."""
     operations, utils = _module("vllm._custom_ops"), _module(f"{QUANTIZATION}.marlin_utils")
     moe, types = _module(f"{FUSED_MOE}.experts.marlin_moe"), _module("vllm.scalar_type")
@@ -125,8 +116,9 @@ def marlin(experts: Int4Experts) -> Operation:
         return tiles, utils.marlin_moe_permute_scales(scale.mT.contiguous(), words * 8, rows, GROUP)
 
     parts = []
+    assert isinstance(experts.weights, PreparedW4A16)
     for begin in range(0, experts.shape[0], PART):
-        packed, scale, down, down_scale = experts.checkpoint(slice(begin, begin + PART))
+        packed, scale, down, down_scale = checkpoint(experts.weights, slice(begin, begin + PART))
         parts.append((*ordered(packed, scale), *ordered(down, down_scale)))
     first, first_scale, second, second_scale = (torch.cat(each) for each in zip(*parts, strict=True))
     kind = types.scalar_types.uint4b8.id
@@ -140,30 +132,28 @@ def marlin(experts: Int4Experts) -> Operation:
         )  # fmt: skip
         return out
 
-    return run
+    return Peer("Marlin", run)
 
 
 def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+# By the experts' format.
+PEERS: dict[str, dict[str, Callable[[RandomExperts], Peer]]] = {
+    "FP8": {"vLLM Triton": triton, "DeepGEMM pipeline": deep_gemm},
+    "INT4": {"Marlin": marlin},
+    "BF16": {"vLLM Triton": triton},
+}
+
+
 def peers(experts: RandomExperts) -> Iterator[Peer]:
     """Each implementation that is known for the experts' format, installed or not."""
-    known: list[tuple[str, Callable[[], Operation], int, int | None]] = []
-    if isinstance(experts, Fp8Experts):
-        known = [
-            ("vLLM Triton", partial(triton_fp8, experts), 1, None),
-            ("DeepGEMM pipeline", partial(deep_gemm, experts), 512, DEEP_GEMM_PAIRS - PADDING * experts.shape[0]),
-        ]
-    elif isinstance(experts, Int4Experts):
-        known = [("Marlin", partial(marlin, experts), 1, None)]
-    elif isinstance(experts, Bf16Experts):
-        known = [("vLLM Triton", partial(triton_bf16, experts), 1, None)]
-    for name, make, least, most in known:
+    for name, make in PEERS[experts.name].items():
         if importlib.util.find_spec("vllm") is None:
             yield Peer(name, None, "not installed")
             continue
         try:
-            yield Peer(name, make(), least=least, most_pairs=most)
+            yield make(experts)
         except (ImportError, AttributeError, RuntimeError) as failure:
             yield Peer(name, None, f"not installed: {failure}".splitlines()[0])

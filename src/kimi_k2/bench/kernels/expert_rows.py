@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kimi_k2.bench.kernels.harness import SLOWER
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import KERNELS, source_hash
 from kimi_k2.kernels.experts.tuning import DIRECTORY
@@ -129,8 +130,11 @@ def ratios(found: Iterable[Comparison]) -> list[tuple[float, Comparison]]:
     return sorted(((one.ratio, one) for one in found if one.ratio is not None), key=lambda pair: pair[0])
 
 
-def table(found: Sequence[Comparison]) -> Iterator[str]:
-    """Markdown: of each format and layout the cases, the median and largest ratio, where that is, and the states."""
+def summary(found: Sequence[Comparison]) -> Iterator[str]:
+    """Of each format and layout the cases, the median and largest ratio, where that is, and the states, in Markdown.
+
+    Below them the cases whose ratio is above 1.05, largest first.
+    """
     yield "| ours over the best peer's time | cases | median | largest | where | above 1.05 | kernels |"
     yield "|---|---|---|---|---|---|---|"
     for name in dict.fromkeys(one.format for one in found):
@@ -149,34 +153,8 @@ def table(found: Sequence[Comparison]) -> Iterator[str]:
                 f"{statistics.median(values):.2f}",
                 f"{most:.3f}",
                 f"{where.routing}, {where.tokens:,} tokens" + f", {where.layout}" * (part is mine),
-                sum(value > 1.05 for value in values) or "none",
+                sum(value > SLOWER for value in values) or "none",
                 states[0] + (f" and {others} more" if others else ""),
             )
             yield f"| {' | '.join(map(str, cells))} |"
-
-
-def summary(found: Sequence[Comparison]) -> Iterator[str]:
-    """Our time over the best peer's, by format."""
-    for name in dict.fromkeys(one.format for one in found):
-        ratios = sorted((one.ratio, one.line()) for one in found if one.format == name and one.ratio is not None)
-        if not ratios:
-            continue
-        values = [ratio for ratio, _ in ratios]
-        slower = sum(value > 1.05 for value in values)
-        yield (
-            f"{name}: {len(values)} cases, ours over the best peer: median {statistics.median(values):.3f},"
-            f" largest {values[-1]:.3f}, above 1.05 in {slower}"
-        )
-        yield from (f"  {line}" for ratio, line in ratios[::-1] if ratio > 1.05)
-
-
-def by_layout(found: Sequence[Comparison]) -> Iterator[str]:
-    """Of each format and layout the largest of our times over the best peer's, and how many token counts it has."""
-    for name, layout in dict.fromkeys((one.format, one.layout) for one in found):
-        mine = [one for one in found if (one.format, one.layout) == (name, layout) and one.ratio is not None]
-        if mine:
-            largest = max(mine, key=lambda one: one.ratio or 0.0)
-            yield (
-                f"{name} {layout}: {len(mine)} cases over {len({one.tokens for one in mine})} token counts, largest"
-                f" {largest.ratio:.3f} ({largest.routing}, T={largest.tokens})"
-            )
+    yield from (f"  {one.line()}" for ratio, one in reversed(ratios(found)) if ratio > SLOWER)

@@ -13,9 +13,20 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from kimi_k2.bench.kernels.expert_formats import FORMATS, Operation, RandomExperts
+from kimi_k2.bench.kernels import harness
+from kimi_k2.bench.kernels.expert_formats import (
+    FORMATS,
+    HIDDEN,
+    Case,
+    Operation,
+    RandomExperts,
+    distinct,
+    draw_inputs,
+    int4_experts,
+    random_int4,
+    scales_of_all,
+)
 from kimi_k2.bench.kernels.expert_peers import Peer, peers
 from kimi_k2.bench.kernels.expert_rows import (
     Comparison,
@@ -23,19 +34,17 @@ from kimi_k2.bench.kernels.expert_rows import (
     add_row,
     begin_row,
     begun_rows,
-    by_layout,
     kernel_state,
     read_rows,
     summary,
-    table,
 )
 from kimi_k2.bench.kernels.harness import Captures, in_turns, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.mla_cases import relative
-from kimi_k2.bench.kernels.moe import HIDDEN
 from kimi_k2.bench.kernels.routing import Routing
-from kimi_k2.bench.kernels.tune import Case, cases
+from kimi_k2.bench.kernels.tune import cases
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS as FOUR_BITS
 
 # Beside a rank's parts of the model: what FlyDSL's benchmark of W4A16 and BF16 experts has, by its number of experts
 # (tests/kernels/bench_moe_w4a16.py of ROCm/FlyDSL: 7168 x 512, 8 a token; published for 512 to 16,384 tokens).
@@ -46,7 +55,6 @@ TOKENS = tuple(2**power for power in range(17))
 # A run takes every shape to so many tokens before it takes any further.
 BANDS = (512, 4096, 16384)
 CHECKED_TOKENS = 2
-MOVED = 4e8  # bytes that a case's inputs read together at least, or as many sets as there are: several times the L2
 # Two roundings to e4m3 give 4e-2; a call with arguments in a wrong order gives about 1.
 MOST_ERROR = 0.1
 
@@ -88,23 +96,6 @@ def drawn_cases(wanted: Selection) -> list[Key]:
 def replays_of(tokens: int) -> int:
     """Replays whose median is taken: few, as a row says how far apart they were."""
     return 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
-
-
-def draw_inputs(
-    case: Case, routing: Routing, tokens: int, seed: int, bytes_each: float = 0.0
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens with their routings, int32 indices, so many that what they read does not fit the L2.
-
-    Args:
-        bytes_each: of an expert; a token's experts are the least that a call reads.
-    """
-    generator = torch.Generator("cuda").manual_seed(seed)
-    sets, enough = [], max(2, math.ceil(MOVED / max(1.0, case.top_k * bytes_each)))
-    for _ in range(min(enough, 12 if tokens <= 8 else 6 if tokens <= 512 else 2 if tokens <= 4096 else 1)):
-        x = torch.randn(tokens, HIDDEN, device="cuda", generator=generator).bfloat16()
-        indices, weights = routing.draw(tokens, case.top_k, case.experts, generator)
-        sets.append((x, indices.int().contiguous(), weights.contiguous()))
-    return sets
 
 
 def compare(
@@ -163,19 +154,10 @@ def compare(
             continue
         errors[peer.name], timers[peer.name] = error, partial(microseconds_of, peer.name, peer.call)
     microseconds = {name: value for name, value in in_turns(timers).items() if name not in absent}
-    distinct = statistics.mean(indices.unique().numel() for _, indices, _ in sets)
+    reached, state = distinct(sets), kernel_state(experts.name)
+    moved = reached * experts.bytes_each
     return Comparison(
-        experts.name,
-        layout,
-        routing,
-        tokens,
-        distinct,
-        distinct * experts.bytes_each,
-        microseconds,
-        errors,
-        absent,
-        spread,
-        kernel_state(experts.name),
+        experts.name, layout, routing, tokens, reached, moved, microseconds, errors, absent, spread, state
     )
 
 
@@ -226,7 +208,7 @@ def comparisons(
         if time.monotonic() > deadline:
             return
         case = shapes[layout]
-        experts = FORMATS[name].draw(case.experts, case.inter)
+        experts = FORMATS[name](case.experts, case.inter)
         known, captures = list(peers(experts)) if wanted.with_peers else [], Captures()
         for tokens, routing in left:
             if time.monotonic() > deadline:
@@ -289,6 +271,42 @@ def run(
         say(one.line())
         if out is not None:
             add_row(out, one)
-    rows = list(found.values())
-    for line in (*by_layout(rows), *summary(rows), *table(rows)):
+    for line in summary(list(found.values())):
         say(line)
+
+
+def timed(
+    operation: str, name: str, experts: RandomExperts, top_k: int, counts: Sequence[int], routing: str = "uniform"
+) -> Iterator[harness.Case]:
+    """For `bench kernels` ours at each number of tokens; the peers stand in `bench experts`."""
+    count, inter = experts.shape
+    for tokens in counts:
+        sets = draw_inputs(Case(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
+        call = experts.ours(tokens, top_k)
+        moved, flops = distinct(sets) * experts.bytes_each + 4 * tokens * HIDDEN, 6 * tokens * top_k * HIDDEN * inter
+        ways = {"ours": [partial(call, *one) for one in sets]}
+        yield harness.Case(
+            operation, f"{name}, T={tokens}{', all to the same' * (routing == 'same')}", ways, moved, flops
+        )
+
+
+def fp8_cases(with_peers: bool) -> Iterator[harness.Case]:
+    """FP8 at a rank's shapes, under EP with the pairs of T tokens that arrive; no peer is known here."""
+    few, many = (64, 512), (1, 8, 64, 512, 4096)
+    for name, case, counts in (
+        ("TP8", Case(384, 256, 8), many), ("EP8", Case(48, 2048, 1), many), ("TP4", Case(384, 512, 8), few),
+        ("EP4", Case(96, 2048, 2), few),
+    ):  # fmt: skip
+        experts, name = case.draw(), f"{name}: {case.experts} x {case.inter}"
+        yield from timed("FP8 experts", name, experts, case.top_k, (*counts, 8192, 16384, 32768))
+        yield from timed("FP8 experts", name, experts, case.top_k, (16, 64), "same")
+
+
+def four_bit_cases(with_peers: bool) -> Iterator[harness.Case]:
+    """INT4 of a rank of four, then each format at a rank of eight with INT4's tuned choices; no peer is known here."""
+    count, top_k = 384, 8
+    yield from timed("moe_w4a16", "int4, N=512", int4_experts(random_int4(count, 512)), top_k, (1, 8, 64, 512, 16384))
+    for kind in FOUR_BITS:
+        name = kind.library.rpartition("/")[2].removeprefix("w4a16").strip("_") or "int4"
+        experts = int4_experts(random_int4(count, 256, kind=kind), **scales_of_all(count, 256, HIDDEN, kind))
+        yield from timed("moe_w4a16", f"{name}, N=256", experts, top_k, (1, 4, 16, 64, 128, 256, 1024, 4096))

@@ -1,4 +1,4 @@
-"""Time of the fused gate: ours, torch.compile of the plain operation, and SGLang's or vLLM's kernel where installed."""
+"""Cases of the fused gate: ours, torch.compile of the plain operation, SGLang's and vLLM's kernel where installed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import Row, graph_median
+from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.kernels.router.gate import fused_gate
 
 TOKENS = (1, 8, 64, 512, 4096, 32768, 65536)
 EXPERTS = (384, 256)
-TARGETS = {
-    (384, 1): 2.4, (384, 64): 2.5, (384, 4096): 8.0, (384, 65536): 60.0,
-    (256, 1): 2.1, (256, 64): 2.2, (256, 4096): 6.0, (256, 65536): 45.0,
-}  # fmt: skip
 TOP_K = 8
 SCALE = 2.827
 
@@ -37,6 +33,12 @@ def plain_gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return indices.int(), weights / (weights.sum(-1, keepdim=True) + 1e-20) * SCALE
 
 
+def ours(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`fused_gate` as Kimi-K2 calls it, int32 indices."""
+    out: tuple[Tensor, Tensor] = fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32)
+    return out
+
+
 def peers(experts: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Any]]]:
     """(name, call) of each peer that can be imported here."""
     yield "torch.compile", torch.compile(plain_gate, dynamic=False)
@@ -52,26 +54,12 @@ def peers(experts: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Any]]]
             yield "vllm", lambda z, b: vllm.grouped_topk(z, 1, 1, TOP_K, True, SCALE, b, 1)
 
 
-def time_gate(call: Callable[[Tensor, Tensor], Any], tokens: int, experts: int) -> float:
-    """Median microseconds of graph replays over sets that together are larger than the L2, up to 200 of them."""
-    sets = [random_logits(tokens, experts) for _ in range(max(3, min(200, 2**28 // (tokens * experts * 4))))]
-    return graph_median([partial(call, *one) for one in sets])
-
-
-def ours(logits: Tensor, bias: Tensor, **pinned: Any) -> tuple[Tensor, Tensor]:
-    """`fused_gate` as Kimi-K2 calls it, int32 indices."""
-    out: tuple[Tensor, Tensor] = fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32, **pinned)
-    return out
-
-
-def rows(with_peers: bool = True) -> Iterator[Row]:
-    """Each shape, ours first."""
+def cases(with_peers: bool) -> Iterator[Case]:
+    """Each shape, over sets of logits that together are larger than the L2, at most 200 of them."""
     for experts in EXPERTS:
-        calls: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [("ours", ours)]
-        if with_peers:
-            calls += peers(experts)
+        calls = {"ours": ours, **(dict(peers(experts)) if with_peers else {})}
         for tokens in TOKENS:
-            case, moved = f"{experts} experts, T={tokens}", tokens * (experts * 4 + TOP_K * 8) + experts * 4
-            for name, call in calls:
-                target = TARGETS.get((experts, tokens)) if name == "ours" else None
-                yield Row("gate", case, name, time_gate(call, tokens, experts), moved, target=target)
+            sets = [random_logits(tokens, experts) for _ in range(max(3, min(200, 2**28 // (tokens * experts * 4))))]
+            ways = {name: [partial(call, *one) for one in sets] for name, call in calls.items()}
+            moved = tokens * (experts * 4 + TOP_K * 8) + experts * 4
+            yield Case("gate", f"{experts} experts, T={tokens}", ways, moved)

@@ -7,11 +7,12 @@ that what a kernel reads comes from memory as it does in a model, where other la
 from __future__ import annotations
 
 import gc
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,19 +116,43 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / statistics.median(event_times(lambda: a @ b, 10)) / 1e6
 
 
-@dataclass(frozen=True)
-class Row:
-    """A timed call.
+class Case(NamedTuple):
+    """What is timed for one shape.
 
     Attributes:
         operation: e.g. "gate".
-        case: the shape, e.g. "384 experts, T=64".
-        implementation: "ours" or the peer's name.
-        microseconds: median of CUDA-graph replays.
+        name: of the shape, e.g. "384 experts, T=64".
+        ways: by implementation the calls of its graph, each with inputs of its own: "ours" first, the others are peers;
+            names that begin with "ours" are other forms of ours.
         bytes: the fewest that must move: each input read and each output written once.
         flops: matrix operations, 0 if there are none.
-        target: microseconds aimed at, None if no target was set.
     """
+
+    operation: str
+    name: str
+    ways: Mapping[str, Sequence[Callable[[], Any]]]
+    bytes: float
+    flops: float = 0.0
+
+    def rows(self, replays: int) -> Iterator[Row]:
+        """A row a way, in turns; a peer that fails, as one that wants more scratch memory than is left, has none."""
+
+        def microseconds(name: str) -> float:
+            try:
+                return graph_median(self.ways[name], replays)
+            except RuntimeError:
+                if name.startswith("ours"):
+                    raise
+                return math.inf
+
+        for name, time in in_turns({name: partial(microseconds, name) for name in self.ways}).items():
+            if math.isfinite(time):
+                yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A timed call: of `Case` its fields, of `implementation` the median of CUDA-graph replays."""
 
     operation: str
     case: str
@@ -135,7 +160,6 @@ class Row:
     microseconds: float
     bytes: float
     flops: float = 0.0
-    target: float | None = None
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""Time of the GEMMs of a TP8 rank with the norm before them, if any, beside cuBLAS on a BF16 weight of the same shape.
+"""Cases of the GEMMs of a TP8 rank with the norm before them, if any, beside cuBLAS on a BF16 weight of the same shape.
 
 Where vLLM is installed, DeepGEMM too, with the quantization of its input; neither has a norm to do.
 """
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import Row, graph_median
+from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.linear.fused_linear import fused_linear
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm
 from kimi_k2.ops import registry
 from kimi_k2.ops.linear import Weight, project
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 Way = Callable[[Tensor, Tensor], object]
+Ways = dict[str, list[Callable[[], object]]]
 SHAPES = {
     "q_a|kv_a": (2112, 7168),
     "q_b": (1536, 1536),
@@ -38,7 +38,6 @@ NORMED = ("q_a|kv_a", "q_b")
 FEW = 8
 TOKENS = (1, FEW, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 E4M3 = "fp8_linear=e4m3"
-SPLITS = (1, 2, 4, 7, 8, 14, 28)
 BLOCK = 128
 # Of the peer: rounding its input to e4m3 gives 2.6e-2.
 MOST_ERROR = 0.05
@@ -76,51 +75,41 @@ def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Way]]:
     yield "DeepGEMM with quantization", run
 
 
-def rows(with_peers: bool = True, sweep: bool = False) -> Iterator[Row]:
-    """Each shape at 1 to 8192 tokens, by the table's choice and with e4m3 pinned; `sweep` adds every Triton launch."""
+def cases(with_peers: bool) -> Iterator[Case]:
+    """Each shape at 1 to 8192 tokens, by the table's choice and with e4m3 pinned."""
     for name, (count, columns) in SHAPES.items():
         sets = max(8, min(64, 2**28 // (count * columns)))
         weights = [(torch.randn(count, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
-        scale = torch.rand(-(-count // 128), columns // 128, device="cuda") * 1e-3
+        scale = torch.rand(-(-count // BLOCK), columns // BLOCK, device="cuda") * 1e-3
         norm = torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None
         others = dict(deep_gemm(weights[0], scale)) if with_peers else {}
         for tokens in TOKENS:
-            x, used = torch.randn(tokens, columns, device="cuda").bfloat16(), weights[: _sets(tokens, sets)]
-            for label, microseconds in _times(x, used, scale, norm, others, with_peers=with_peers, sweep=sweep):
-                moved, flops = count * columns, 2 * tokens * count * columns
-                kind = "FP8 GEMM" if norm is None else "norm + FP8 GEMM"
-                yield Row(kind, f"{name}, T={tokens}", label, microseconds, moved, flops)
+            x = torch.randn(tokens, columns, device="cuda").bfloat16()
+            used = weights[: sets if tokens <= FEW else 8 if tokens < 1024 else 2]
+            ways = _ours(x, used, scale, norm) | (_cublas(x, used, scale, norm) if with_peers else {})
+            ways |= {label: [partial(way, x, weight) for weight in used] for label, way in others.items()}
+            kind = "FP8 GEMM" if norm is None else "norm + FP8 GEMM"
+            yield Case(kind, f"{name}, T={tokens}", ways, count * columns, 2 * tokens * count * columns)
 
 
-def _sets(tokens: int, most: int) -> int:
-    return most if tokens <= FEW else 8 if tokens < 1024 else 2
-
-
-def _times(
-    x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None, others: dict[str, Way], *,
-    with_peers: bool, sweep: bool,
-) -> Iterator[tuple[str, float]]:  # fmt: skip
-    """(way, microseconds); cuBLAS has no norm to do."""
-
-    def by_table(weight: Tensor) -> None:
+def _ours(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) -> Ways:
+    def call(pins: str | None, weight: Tensor) -> None:
+        registry.pin(pins)
         project(x, Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat()), norm)
+        registry.pin()
+
+    return {
+        name: [partial(call, pins, weight) for weight in weights]
+        for name, pins in (("ours", None), ("ours, e4m3", E4M3))
+    }
+
+
+def _cublas(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) -> Ways:
+    """On BF16 weights for few tokens, without the norm; for more on weights dequantized before, behind the norm."""
 
     def dequantized(weight: Tensor) -> None:
         torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
 
-    for label, pins in (("ours", None), ("ours, e4m3", E4M3)):
-        registry.pin(pins)
-        yield label, graph_median([partial(by_table, weight) for weight in weights])
-    registry.pin()
-    if sweep and len(x) <= FEW:
-        for splits, strip in ((s, r) for s in SPLITS for r in (16, 32, 64) if x.shape[1] // BLOCK % s == 0):
-            calls = [partial(fused_linear, x, weight, scale, norm, 1e-6, splits, strip) for weight in weights]
-            yield f"splits {splits}, rows {strip}", graph_median(calls)
-    if with_peers:
-        if len(x) <= FEW:
-            wide = [weight.bfloat16() for weight in weights]
-            yield "cuBLAS BF16", graph_median([partial(torch.mm, x, weight.t()) for weight in wide])
-        else:
-            yield "dequantized, cuBLAS", graph_median([partial(dequantized, weight) for weight in weights])
-    for label, way in others.items():
-        yield label, graph_median([partial(way, x, weight) for weight in weights])
+    if len(x) <= FEW:
+        return {"cuBLAS BF16": [partial(torch.mm, x, weight.bfloat16().t()) for weight in weights]}
+    return {"dequantized, cuBLAS": [partial(dequantized, weight) for weight in weights]}

@@ -1,158 +1,139 @@
-"""Time of MLA decode attention over a paged cache: ours, and FlashAttention 3 and FlashMLA where vLLM is installed."""
+"""Cases of MLA decode attention over a paged cache: ours, and what vLLM brings where it is installed.
+
+Standard batches are even, or ragged as a server sees them; drawn ones have lengths from 1 to 131,072, 1 to 256
+sequences, 8, 16 and 64 heads.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels import mla_peers
-from kimi_k2.bench.kernels.harness import Row, graph_median
-from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, ragged_inputs, random_inputs
-from kimi_k2.kernels.attention.mla_decode import mla_decode
-from kimi_k2.kernels.attention.mla_plan import available
-from kimi_k2.kernels.attention.mla_sizes import LATENT, ROW
+from kimi_k2.bench.kernels.harness import Case
+from kimi_k2.bench.kernels.mla_cases import Inputs, ragged_inputs
+from kimi_k2.bench.kernels.mla_peers import OURS, PLANNED, ROUNDED, Kernel, check, peers
+from kimi_k2.kernels.attention.mla_plan import available, pays
+from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 
-HEADS = (64, 8)
-BATCHES = (1, 16, 64)
-CONTEXTS = (1024, 8192, 65536)
-# Microseconds aimed at for (heads, batch) at a context of 8192.
-TARGETS = {(64, 1): 15.0, (64, 16): 50.0, (64, 64): 155.0, (8, 1): 12.0, (8, 16): 42.0, (8, 64): 140.0}
-
-
-def _one_long(batch: int) -> list[int]:
-    return [65536, *[1024] * (batch - 1)]
+LONGEST = 65536  # of the standard batches
+DRAWN_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
+DRAWN_HEADS = (8, 16, 64)
+DRAWN_LONGEST = 131072
+# Cached rows of a drawn batch, so that two sets of inputs fit a GPU and many cases into minutes.
+DRAWN_ROWS = 2**22
 
 
-def _lognormal(batch: int) -> list[int]:
-    draw = random.Random(batch)
-    return [max(1, int(min(65536, draw.lognormvariate(math.log(4096), 1.0)))) for _ in range(batch)]
+@dataclass(frozen=True)
+class Batch:
+    """A batch.
 
-
-def _uniform(batch: int) -> list[int]:
-    draw = random.Random(batch)
-    return [draw.randrange(1, 32769) for _ in range(batch)]
-
-
-# What a server sees beside even batches.
-RAGGED = {
-    "one of 65,536, the rest 1,024": _one_long,
-    "lognormal about 4,096": _lognormal,
-    "uniform to 32,768": _uniform,
-}
-RAGGED_BATCHES = (16, 64, 128)
-
-
-def ours(one: Inputs) -> Tensor:
-    """`mla_decode` as the model calls it."""
-    out: Tensor = mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table)
-    return out
-
-
-def by_plan(one: Inputs) -> Tensor:
-    """`mla_decode` with the work shared out by the lengths; the plan, one for all layers of a step, is not timed."""
-    out: Tensor = mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=one.plan)
-    return out
-
-
-def peers(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Callable[[Inputs], Tensor]]]:
-    """(name, call) of each other kernel that can be imported here and takes a cache of this dtype; each is checked."""
-    for name, peer in mla_peers.peers(dtype):
-        for heads in HEADS:
-            one = ragged_inputs([1, 64, 700, 1024], heads, dtype)
-            mla_peers.check(name, peer, one, ours(one))
-        yield name, peer
-
-
-def time_mla(
-    call: Callable[[Inputs], Tensor],
-    batch: int,
-    heads: int,
-    context: int,
-    inputs: Callable[[int, int, int], Inputs] = random_inputs,
-) -> float:
-    """Median microseconds of graph replays over caches that together are several times the L2.
-
-    At least 16 calls a graph, as a model has one a layer: a graph's own start, about 4 us, is no part of a call.
+    Attributes:
+        kind: how its lengths are distributed.
+        lengths: rows of each sequence.
+        heads: of the queries.
+        fp8: the cache is e4m3.
     """
-    count = max(2, min(40, 2**28 // (batch * context * ROW * 2)))
-    given = [inputs(batch, heads, context) for _ in range(count)]
-    if isinstance(call, mla_peers.Scheduled):
-        given = [replace(one, q=one.q.to(call.query_dtype)) for one in given]
-        for one in given:
-            call.schedule(one)
-    calls = [partial(call, one) for one in given]
-    return graph_median(calls * -(-16 // count))
+
+    kind: str
+    lengths: tuple[int, ...]
+    heads: int
+    fp8: bool = False
+
+    @property
+    def name(self) -> str:
+        """What a row of the table says."""
+        cache = ", e4m3 cache" if self.fp8 else ""
+        middle, longest = sorted(self.lengths)[len(self.lengths) // 2], max(self.lengths)
+        return f"{self.heads} heads, B={len(self.lengths)}, {self.kind}, median {middle}, max {longest}{cache}"
 
 
-def ragged_layers(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16) -> list[Inputs]:
+def lengths_of(kind: str, count: int, top: int, draw: random.Random, most: int = DRAWN_LONGEST) -> list[int]:
+    """`count` lengths from 1 to about `top`; lognormal ones to `most`."""
+    if kind == "equal":
+        return [top] * count
+    if kind == "uniform":
+        return [draw.randint(1, top) for _ in range(count)]
+    if kind == "lognormal":
+        return [max(1, min(most, int(draw.lognormvariate(math.log(top) - 1, 1.0)))) for _ in range(count)]
+    long = draw.randint(1, max(1, count // 16))
+    lengths = [top] * long + [draw.randint(1, 1 + top // 16) for _ in range(count - long)]
+    draw.shuffle(lengths)
+    return lengths
+
+
+def standard() -> Iterator[Batch]:
+    """Of each number of heads ragged batches over both caches, even ones, and an even one over e4m3."""
+    for heads in (64, 8):
+        for fp8, count in product((False, True), (16, 64, 128)):
+            yield Batch("one long", (LONGEST, *[1024] * (count - 1)), heads, fp8)
+            # The lognormal's median is 4,096.
+            for kind, top in (("lognormal", 4096 * math.e), ("uniform", 32768)):
+                lengths = lengths_of(kind, count, int(top), random.Random(count), LONGEST)
+                yield Batch(kind, tuple(lengths), heads, fp8)
+        for count, context in product((1, 16, 64), (1024, 8192, LONGEST)):
+            yield Batch("equal", (context,) * count, heads)
+        yield Batch("equal", (8192,) * 64, heads, fp8=True)
+
+
+def drawn(count: int, seed: int) -> list[Batch]:
+    """So many batches, the same for a seed: equal, uniform and lognormal lengths, and one or a few long among short."""
+    draw = random.Random(seed)
+    batches: list[Batch] = []
+    while len(batches) < count:
+        size, heads, fp8 = draw.choice(DRAWN_BATCHES), draw.choice(DRAWN_HEADS), draw.random() < 0.3
+        kind = draw.choice(("equal", "uniform", "lognormal", "few long"))
+        lengths = lengths_of(kind, size, int(2 ** draw.uniform(5, math.log2(DRAWN_LONGEST))), draw)
+        if sum(lengths) <= DRAWN_ROWS:
+            batches.append(Batch(kind, tuple(lengths), heads, fp8))
+    return batches
+
+
+def layers(batch: Batch) -> list[Inputs]:
     """As a model's layers: queries and caches of their own; lengths, pages and plan are the same, so stay in the L2."""
-    count = max(2, min(40, 2**28 // (sum(lengths) * ROW * 2)))
-    first = ragged_inputs(lengths, heads, dtype)
+    dtype = torch.float8_e4m3fn if batch.fp8 else torch.bfloat16
+    count = max(2, min(40, 2**28 // (sum(batch.lengths) * ROW * 2)))
+    first = ragged_inputs(batch.lengths, batch.heads, dtype)
     queries = [torch.randn_like(first.q) for _ in range(count)]
     caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]
     return [replace(first, q=q, cache=cache) for q, cache in zip(queries, caches, strict=True)]
 
 
-def time_layers(call: Callable[[Inputs], Tensor], layers: list[Inputs], replays: int = 25) -> float:
-    """As `time_mla` over these inputs, which share one tensor of lengths."""
-    if isinstance(call, mla_peers.Scheduled):
-        layers = [replace(one, q=one.q.to(call.query_dtype)) for one in layers]
-        call.schedule(layers[0])
-    return graph_median([partial(call, one) for one in layers] * -(-16 // len(layers)), replays)
+def ways(batch: Batch, others: Sequence[Kernel]) -> dict[str, list[partial[Tensor]]]:
+    """By name the calls: ours as a decode step runs it, by an even split if that is another, and the peers.
+
+    At least 16 calls a graph, as a model has one a layer: a graph's own start, about 4 us, is no part of a call. Plans,
+    one for all layers of a step, and queries rounded for a peer are made before.
+    """
+    inputs = layers(batch)
+    even = not available() or not pays(len(batch.lengths), -(-max(batch.lengths) // PAGE) * PAGE, batch.heads)
+    kernels = {"ours": OURS} if even else {"ours": PLANNED, "ours, even split": OURS}
+    if batch.fp8 and not even:
+        kernels["ours, e4m3 queries"] = ROUNDED
+    made = {}
+    for name, kernel in (kernels | {kernel.name: kernel for kernel in others}).items():
+        given = [replace(one, q=one.q.to(kernel.queries)) for one in inputs]
+        plan = kernel.plan(given[0])
+        made[name] = [partial(kernel.run, one, plan) for one in given] * -(-16 // len(given))
+    return made
 
 
-def time_ragged(
-    call: Callable[[Inputs], Tensor], lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16
-) -> float:
-    """As `time_mla` over these lengths; `dtype` of the cache."""
-    return time_layers(call, ragged_layers(lengths, heads, dtype))
-
-
-def ragged_rows(calls: list[tuple[str, Callable[[Inputs], Tensor]]], dtype: torch.dtype) -> Iterator[Row]:
-    """Batches whose lengths differ; `dtype` of the cache."""
-    cache = "" if dtype == torch.bfloat16 else ", e4m3 cache"
-    for heads in HEADS:
-        for name, lengths_of in RAGGED.items():
-            for batch in RAGGED_BATCHES:
-                lengths = lengths_of(batch)
-                moved = sum(lengths) * ROW * dtype.itemsize + batch * heads * (ROW + LATENT) * 2
-                flops = 2 * sum(lengths) * heads * (ROW + LATENT)
-                for who, call in calls:
-                    case = f"{heads} heads, B={batch}, {name}{cache}"
-                    yield Row("mla_decode", case, who, time_ragged(call, lengths, heads, dtype), moved, flops, None)
-
-
-def rows(with_peers: bool = True) -> Iterator[Row]:
-    """Each shape, ours first."""
-    calls: list[tuple[str, Callable[[Inputs], Tensor]]] = [("ours", ours)]
-    if available():
-        calls.append(("ours, by plan", by_plan))
-    over_fp8 = list(calls)
+def cases(with_peers: bool, batches: Sequence[Batch] | None = None) -> Iterator[Case]:
+    """Each batch, standard ones if none are given; peers that can be imported are checked first."""
+    others: dict[bool, list[Kernel]] = {False: [], True: []}
     if with_peers:
-        calls += peers()
-        over_fp8 += peers(torch.float8_e4m3fn)
-    yield from ragged_rows(calls, torch.bfloat16)
-    yield from ragged_rows(over_fp8, torch.float8_e4m3fn)
-    for heads in HEADS:
-        for batch in BATCHES:
-            for context in CONTEXTS:
-                cached = batch * context
-                moved, flops = (
-                    cached * ROW * 2 + batch * heads * (ROW + LATENT) * 2,
-                    2 * cached * heads * (ROW + LATENT),
-                )
-                for name, call in calls:
-                    target = TARGETS.get((heads, batch)) if name == "ours" and context == 8192 else None
-                    case = f"{heads} heads, B={batch}, T={context}"
-                    yield Row("mla_decode", case, name, time_mla(call, batch, heads, context), moved, flops, target)
-        fp8_cache = partial(random_inputs, dtype=torch.float8_e4m3fn)
-        case = f"{heads} heads, B=64, T=8192, e4m3 cache"
-        for name, call in over_fp8:
-            time = time_mla(call, 64, heads, 8192, fp8_cache)
-            yield Row("mla_decode", case, name, time, 64 * 8192 * ROW, 2 * 64 * 8192 * heads * (ROW + LATENT))
+        for fp8, dtype in ((False, torch.bfloat16), (True, torch.float8_e4m3fn)):
+            others[fp8] = list(peers(dtype))
+            for peer, heads in product(others[fp8], (64, 8)):
+                check(peer, ragged_inputs([1, 64, 700, 1024], heads, dtype))
+    for batch in standard() if batches is None else batches:
+        rows, queries = sum(batch.lengths), len(batch.lengths) * batch.heads * (ROW + LATENT)
+        moved = rows * ROW * (1 if batch.fp8 else 2) + queries * 2
+        flops = 2 * rows * batch.heads * (ROW + LATENT)
+        yield Case("mla_decode", batch.name, ways(batch, others[batch.fp8]), moved, flops)

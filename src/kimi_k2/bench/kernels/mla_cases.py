@@ -81,35 +81,20 @@ class Inputs:
     plan: Tensor | None = None
 
 
-def ragged_inputs(lengths: list[int], heads: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Sequences of these lengths, pages shuffled, and their plan."""
-    pages = [-(-length // PAGE) for length in lengths]
-    numbers = torch.randperm(sum(pages)).int().split(pages)
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
-    for row, held in zip(table, numbers, strict=True):
-        row[: len(held)] = held
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    return Inputs(
-        torch.randn(len(lengths), heads, ROW, device="cuda", dtype=torch.bfloat16),
-        torch.randn(sum(pages), PAGE, ROW, device="cuda", dtype=torch.bfloat16).to(dtype),
-        seq_lens,
-        table.cuda(),
-        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16) if available() else None,
-    )
-
-
-def random_inputs(
-    batch: int, heads: int, context: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+def ragged_inputs(
+    lengths: Sequence[int], heads: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
 ) -> Inputs:
-    """Every sequence of `context` rows, values of deviation 1; `dtype` of the cache."""
-    pages = -(-context // PAGE)
-    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
-    seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+    """Sequences of these lengths, values of deviation 1, pages shuffled, and their plan; `dtype` of the cache."""
+    pages = [-(-length // PAGE) for length in lengths]
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for row, numbers in zip(table, torch.randperm(sum(pages)).int().split(pages), strict=True):
+        row[: len(numbers)] = numbers
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     plans = seq_lens.is_cuda and available()
     return Inputs(
-        torch.randn(batch, heads, ROW, device=device, dtype=torch.bfloat16),
-        torch.randn(batch * pages, PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
+        torch.randn(len(lengths), heads, ROW, device=device, dtype=torch.bfloat16),
+        torch.randn(sum(pages), PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
         seq_lens,
-        table,
-        mla_plan(seq_lens, pages * PAGE, heads, dtype != torch.bfloat16) if plans else None,
+        table.to(device),
+        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16) if plans else None,
     )

@@ -1,4 +1,4 @@
-"""Time of the router GEMM alone and with the gate, beside cuBLAS and beside two launches."""
+"""Cases of the router GEMM alone and with the gate, beside cuBLAS and beside two launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.gate import SCALE, TOP_K, ours
-from kimi_k2.bench.kernels.harness import Row, graph_median
+from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
 
 TOKENS = (1, 4, 8, 16, 32, 64)
@@ -22,33 +22,30 @@ def cublas(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def time_calls(call: Callable[..., Any], tokens: int) -> float:
-    """Median microseconds of replays over 24 sets of tokens and weights: 132 MB of weights."""
-    sets = []
-    for _ in range(24):
-        weight = (torch.randn(EXPERTS, HIDDEN, device="cuda") * 0.02).bfloat16()
-        sets.append((torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), weight))
-    return graph_median([partial(call, *one) for one in sets])
-
-
-def rows(with_peers: bool = True) -> Iterator[Row]:
-    """Each token count: the GEMM, then the GEMM and the gate."""
+def cases(with_peers: bool) -> Iterator[Case]:
+    """Each token count: the GEMM, then the GEMM and the gate; 24 sets of weights are 132 MB."""
     bias = torch.randn(EXPERTS, device="cuda") * 0.03
-    product: dict[str, Callable[..., Any]] = {"ours": router_gemm, "cuBLAS": cublas}
 
-    def routed_in(launches: int) -> Callable[..., Any]:
+    def routed(launches: int) -> Callable[..., Any]:
         return lambda x, w: router_decode(x, w, bias, TOP_K, True, SCALE, index_dtype=torch.int32, launches=launches)
 
-    routed: dict[str, Callable[..., Any]] = {
-        "ours": routed_in(0),
-        "ours, one launch": routed_in(1),
-        "ours, two launches": routed_in(2),
-        "cuBLAS, our gate": lambda x, w: ours(cublas(x, w), bias),
+    operations: dict[str, tuple[int, dict[str, Callable[..., Any]]]] = {
+        "router GEMM": (EXPERTS * 4, {"ours": router_gemm, "cuBLAS": cublas}),
+        "router GEMM and gate": (
+            TOP_K * 8,
+            {
+                "ours": routed(0),
+                "ours, one launch": routed(1),
+                "ours, two launches": routed(2),
+                "cuBLAS, our gate": lambda x, w: ours(cublas(x, w), bias),
+            },
+        ),
     }
-    for operation, calls in (("router GEMM", product), ("router GEMM and gate", routed)):
+    weights = [(torch.randn(EXPERTS, HIDDEN, device="cuda") * 0.02).bfloat16() for _ in range(24)]
+    for operation, (written, calls) in operations.items():
         for tokens in TOKENS:
-            moved = (EXPERTS + tokens) * HIDDEN * 2 + tokens * (EXPERTS * 4 if calls is product else TOP_K * 8)
-            for name, call in calls.items():
-                if with_peers or name == "ours":
-                    flops = 2 * tokens * EXPERTS * HIDDEN
-                    yield Row(operation, f"T={tokens}", name, time_calls(call, tokens), moved, flops)
+            sets = [(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), weight) for weight in weights]
+            chosen = {name: call for name, call in calls.items() if with_peers or name == "ours"}
+            ways = {name: [partial(call, *one) for one in sets] for name, call in chosen.items()}
+            moved, flops = (EXPERTS + tokens) * HIDDEN * 2 + tokens * written, 2 * tokens * EXPERTS * HIDDEN
+            yield Case(operation, f"T={tokens}", ways, moved, flops)

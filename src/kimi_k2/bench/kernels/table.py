@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
-import pkgutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-import kimi_k2.bench.kernels as bench
-from kimi_k2.bench.kernels.harness import SLOWER, Row, matmul_rate, quick_captures, read_bandwidth
-from kimi_k2.bench.kernels.mla_drawn import drawn_rows
+from kimi_k2.bench.kernels import experts, gate, linear, mla, mla_prefill, router
+from kimi_k2.bench.kernels.harness import SLOWER, Case, Row, matmul_rate, quick_captures, read_bandwidth
 from kimi_k2.errors import KernelError
 from kimi_k2.files import replace_file
 
-
-def operations() -> list[str]:
-    """Modules beside this one that offer `rows()`."""
-    names = [m.name for m in pkgutil.iter_modules(bench.__path__)]
-    return [n for n in names if hasattr(importlib.import_module(f"{bench.__name__}.{n}"), "rows")]
+# By operation its cases, with peers or without.
+OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
+    "gate": gate.cases,
+    "linear": linear.cases,
+    "mla": mla.cases,
+    "mla_prefill": mla_prefill.cases,
+    "moe": experts.fp8_cases,
+    "router": router.cases,
+    "w4a16": experts.four_bit_cases,
+}
+# Replays whose median is a row's time: of standard cases, and of drawn ones, which are many.
+REPLAYS, DRAWN_REPLAYS = 25, 9
 
 
 def describe(row: Row, bandwidth: float, matrix_rate: float, ours: float | None = None) -> str:
     """One line of the table; `ours` is our time for a peer's case, told as a part of the peer's."""
     verdict = "" if ours is None else f"  ours {ours / row.microseconds:.3f} of it"
-    if row.target is not None:
-        verdict += f"  target {row.target:g}: {'met' if row.microseconds <= row.target else 'not met'}"
     rate = f"{row.teraflops:7.1f}" if row.flops else " " * 7
     return (
         f"{row.operation:<24} {row.case:<28} {row.implementation:<20} {row.microseconds:9.2f} us"
@@ -42,14 +45,14 @@ def describe(row: Row, bandwidth: float, matrix_rate: float, ours: float | None 
 def run(
     only: Sequence[str], peers: bool, out: Path | None, say: Callable[[str], None], *, drawn: int = 0, seed: int = 0
 ) -> None:
-    """Say a line a row: microseconds, GB/s, TFLOP/s, the larger share of the two ceilings, and the target if any.
+    """Say a line a row: microseconds, GB/s, TFLOP/s, and the larger share of the two ceilings.
 
     A case's first row is ours; the others tell our time as a part of theirs.
 
     Args:
         only: operations to run; all if empty.
         peers: also time PyTorch and the peers that can be imported.
-        out: JSON file, written anew at each row; None for none.
+        out: JSON file, written anew at each case; None for none.
         say: takes each line.
         drawn: so many drawn batches of MLA decode instead of the standard rows, the same for a seed.
         seed: of the drawn batches.
@@ -59,27 +62,25 @@ def run(
     """
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device")
-    available = operations()
-    if unknown := sorted(set(only) - set(available)):
-        raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(available)}")
+    if unknown := sorted(set(only) - set(OPERATIONS)):
+        raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(OPERATIONS)}")
     quick_captures()
     bandwidth, matrix_rate = read_bandwidth(), matmul_rate()
     ceilings = {"device": torch.cuda.get_device_name(), "read_gb_s": bandwidth, "bf16_tflop_s": matrix_rate}
     say(f"{torch.cuda.get_device_name()}: read {bandwidth:.0f} GB/s, BF16 GEMM {matrix_rate:.0f} TFLOP/s")
-    found: list[Row] = []
-    modules = (importlib.import_module(f"{bench.__name__}.{name}") for name in only or available)
-    standard = (row for module in modules for row in module.rows(with_peers=peers))
+    rows: list[Row] = []
+    standard = chain.from_iterable(OPERATIONS[name](peers) for name in only or OPERATIONS)
     if peers and importlib.util.find_spec("vllm") is None:
         say("not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM")
-    ours: dict[tuple[str, str], float] = {}
-    for row in drawn_rows(drawn, seed, peers) if drawn else standard:
-        case = row.operation, row.case
-        say(describe(row, bandwidth, matrix_rate, ours.get(case)))
-        ours.setdefault(case, row.microseconds)  # a case's first row
-        found.append(row)
+    for case in mla.cases(peers, mla.drawn(drawn, seed)) if drawn else standard:
+        ours: float | None = None
+        for row in case.rows(DRAWN_REPLAYS if drawn else REPLAYS):
+            say(describe(row, bandwidth, matrix_rate, ours))
+            ours = ours or row.microseconds
+            rows.append(row)
         if out is not None:
-            replace_file(out, json.dumps(ceilings | {"rows": [asdict(one) for one in found]}, indent=1) + "\n")
-    for line in slower(found):
+            replace_file(out, json.dumps(ceilings | {"rows": [asdict(one) for one in rows]}, indent=1) + "\n")
+    for line in slower(rows):
         say(line)
 
 

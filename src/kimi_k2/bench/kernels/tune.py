@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kimi_k2.bench.kernels import moe, w4a16
-from kimi_k2.bench.kernels.harness import quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.expert_formats import HIDDEN, Case, RandomExperts, distinct, draw_inputs
+from kimi_k2.bench.kernels.harness import graph_median, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
@@ -33,46 +35,26 @@ def replays_of(tokens: int) -> int:
     return 25 if tokens <= 512 else 9 if tokens <= 4096 else 5
 
 
-@dataclass(frozen=True)
-class Case:
-    """A rank's shape: its experts, their intermediate size, and the pairs that arrive for each token."""
-
-    experts: int
-    inter: int
-    top_k: int
-    dtype: str = "fp8_e4m3"
-
-    @property
-    def block(self) -> str:
-        """As the tuning file's name has it."""
-        return "128x128" if self.dtype == "fp8_e4m3" else "1x32"
-
-    def weights(self) -> Any:
-        """Random ones."""
-        if self.dtype == "fp8_e4m3":
-            return moe.random_experts(self.experts, self.inter, moe.HIDDEN)
-        return w4a16.random_experts(self.experts, self.inter, w2_bf16=self.dtype == "int4_w2_bf16")
-
-    def timer(
-        self, weights: Any, tokens: int, same: bool = False, replays: int = 25
-    ) -> Callable[[ExpertChoice], tuple[float, float]]:
-        """Microseconds of a launch, and the bytes of weights read; `same`: all tokens go to the same experts."""
-
-        def fp8(choice: ExpertChoice) -> tuple[float, float]:
-            timing = moe.time_experts(weights, tokens, self.top_k, choice, same=same, replays=replays)
-            return timing.microseconds, timing.weight_bytes
-
-        def int4(choice: ExpertChoice) -> tuple[float, float]:
-            return w4a16.time_experts(weights, tokens, self.top_k, choice, same=same, replays=replays)
-
-        return fp8 if self.dtype == "fp8_e4m3" else int4
-
-    def candidates(self, tokens: int) -> list[ExpertChoice]:
-        """The launches worth timing."""
-        result: list[ExpertChoice] = (moe if self.dtype == "fp8_e4m3" else w4a16).candidates(
-            tokens, self.top_k, self.inter
-        )
-        return result
+def candidates(case: Case, tokens: int) -> list[ExpertChoice]:
+    """The launches worth timing for a number of tokens."""
+    pairs, fp8 = tokens * case.top_k, case.dtype == "fp8_e4m3"
+    wide = fp8 and case.inter > 512
+    slabs: tuple[int, ...]
+    choices = []
+    if pairs <= 512:
+        splits1 = (8, 4) if pairs <= 8 else (4, 2, 1) if pairs <= 64 else (2, 1)
+        split2 = case.inter > 512 if fp8 else pairs <= 64
+        splits2 = [parts for parts in (1, 2, 4) if parts <= case.inter // 128 and (parts == 1 or split2)]
+        slabs = (1, 2) if wide else (1, 2, 4)
+        choices += [ExpertChoice(True, 16, *parts) for parts in product(splits1, splits2, slabs)]
+    if tokens >= 8:
+        slabs = (1, 2, 7) if fp8 and tokens > 1024 else (1, 2) if wide else (1, 2, 4, 7)
+        if fp8:
+            rows = (32,) if tokens < 128 else (32, 64) if tokens <= 1024 else (64, 128, 256)
+        else:
+            rows = (32,) if tokens <= 512 else (64, 128)
+        choices += [ExpertChoice(False, most, 1, 1, each) for most, each in product(rows, slabs)]
+    return choices
 
 
 def cases(config: KimiK2Config) -> dict[str, Case]:
@@ -94,7 +76,7 @@ def cases(config: KimiK2Config) -> dict[str, Case]:
         dtype = TUNING_DTYPES[not packed]
     else:
         raise ConfigError("no tuned kernel takes these experts", field="quantization_config")
-    found = {}
+    shapes = {}
     for ranks in (1, 2, 4, 8):
         for ep in (1, 2, 4, 8):
             if ranks % ep or config.n_routed_experts % ep:
@@ -102,8 +84,8 @@ def cases(config: KimiK2Config) -> dict[str, Case]:
             tp = ranks // ep
             inter, top_k = config.moe_intermediate_size // tp, max(1, config.num_experts_per_tok // ep)
             name = "-".join(f"{kind}{size}" for kind, size in (("TP", tp), ("EP", ep)) if size > 1)
-            found[name or "TP1"] = Case(config.n_routed_experts // ep, inter, top_k, dtype)
-    return found
+            shapes[name or "TP1"] = Case(config.n_routed_experts // ep, inter, top_k, dtype)
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -112,8 +94,8 @@ class Timed:
 
     choice: ExpertChoice
     uniform: float
-    same: float
     bytes: float
+    same: float
 
 
 def best(timed: Sequence[Timed]) -> Timed:
@@ -122,17 +104,28 @@ def best(timed: Sequence[Timed]) -> Timed:
     return min((one for one in timed if one.uniform <= 1.04 * least), key=lambda one: (one.same, one.uniform))
 
 
-def time_candidates(case: Case, weights: Any, tokens: int) -> list[Timed]:
+def time_choice(
+    case: Case, experts: RandomExperts, tokens: int, choice: ExpertChoice, routing: str, replays: int
+) -> tuple[float, float]:
+    """Microseconds of a launch, and the bytes of weights read."""
+    sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
+    call = experts.ours(tokens, case.top_k, choice)
+    microseconds = graph_median([partial(call, *one) for one in sets], replays, min(3, replays))
+    return microseconds, distinct(sets) * experts.bytes_each
+
+
+def time_candidates(case: Case, experts: RandomExperts, tokens: int) -> list[Timed]:
     """The launches that a first short look left, timed; without a skewed routing beyond MOST_SKEWED tokens."""
-    look = case.timer(weights, tokens, replays=FIRST_REPLAYS)
-    seen = {choice: look(choice)[0] for choice in case.candidates(tokens)}
-    left = [choice for choice, microseconds in seen.items() if microseconds <= SLACK * min(seen.values())]
-    uniform = case.timer(weights, tokens, replays=replays_of(tokens))
-    same = case.timer(weights, tokens, same=True)
+    timed = partial(time_choice, case, experts, tokens)
+    seen = {choice: timed(choice, "uniform", FIRST_REPLAYS)[0] for choice in candidates(case, tokens)}
     return [
-        Timed(choice, microseconds, same(choice)[0] if tokens <= MOST_SKEWED else 0.0, moved)
-        for choice in left
-        for microseconds, moved in [uniform(choice)]
+        Timed(
+            choice,
+            *timed(choice, "uniform", replays_of(tokens)),
+            timed(choice, "same", replays_of(tokens))[0] if tokens <= MOST_SKEWED else 0.0,
+        )
+        for choice, microseconds in seen.items()
+        if microseconds <= SLACK * min(seen.values())
     ]
 
 
@@ -168,16 +161,16 @@ def tune(
     say(f"read bandwidth {ceiling:.0f} GB/s")
     for name in shapes or known:
         case = known[name]
-        file = file_name(case.experts, case.inter, moe.HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
+        file = file_name(case.experts, case.inter, HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
         path = (out or DIRECTORY) / file
         chosen = load_choices(path) if tokens and path.exists() else {}
-        weights = case.weights()
+        experts = case.draw()
         for count in tokens or TOKENS:
-            won = best(time_candidates(case, weights, count))
+            won = best(time_candidates(case, experts, count))
             chosen[count] = won.choice
             save_choices(path, chosen)
             rate = won.bytes / won.uniform / 1e3
             skewed = f", all to the same {won.same:.1f} us" if won.same else ""
             say(f"{name} T={count}: {won.uniform:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won.choice}")
-        del weights
+        del experts
         torch.cuda.empty_cache()
