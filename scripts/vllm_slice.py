@@ -149,7 +149,6 @@ def start(
     layers: int,
     pages: int = PAGES,
     executor: str | None = None,
-    traces: str | None = None,
     ranks: int = 1,
     more: Mapping[str, Any] | None = None,
     requests: Sequence[int] = CONCURRENCY,
@@ -161,21 +160,17 @@ def start(
         layers: how many.
         pages: of the cache, 64 tokens each.
         executor: vLLM's `distributed_executor_backend`; its own choice if None.
-        traces: directory for torch's profiler; None for no profiler.
         ranks: GPUs, each of which has a rank's slice.
         more: other arguments of vLLM's engine.
         requests: at once, at most the largest of them.
     """
     from vllm import EngineArgs, LLMEngine
-    from vllm.config import ProfilerConfig
 
     replace_loader()
-    profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces, "torch_profiler_with_stack": False}
     directory, config = write_model(kind, layers, ranks if int(os.environ.get("VLLM_DP_SIZE", "1")) == 1 else OF)
     arguments = EngineArgs(
         model=str(directory), skip_tokenizer_init=True, distributed_executor_backend=executor,
         tensor_parallel_size=ranks, **{**engine_arguments(config, pages, requests), **(more or {})},
-        **({} if traces is None else {"profiler_config": ProfilerConfig(**profiler)}),
     )  # fmt: skip
     return LLMEngine.from_engine_args(arguments)
 
@@ -222,19 +217,9 @@ def write(found: Iterable[tuple[str, float]], result: Path) -> None:
 
 
 def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
-    """What a line asks for, or a profile.
-
-    {"result": FILE, "requests": [...], "contexts": [...], "prompts": [...], "temperature": 0}
-    """
-    result = Path(asked["result"])
-    if "profile" in asked:
-        timer.run(1, 1024, 20)
-        timer.engine.start_profile()
-        timer.run(asked["profile"], 1024, 20)
-        timer.engine.stop_profile()
-        result.write_text("{}")
-        return
+    """A line: {"result": FILE, "requests": [...], "contexts": [...], "prompts": [...], "temperature": 0}."""
     times = {length: PROMPTS.get(length, 3) for length in asked["prompts"]}
+    result = Path(asked["result"])
     partial = result.with_suffix(".so-far")
     found = figures(timer, asked["requests"], asked["contexts"], times, asked.get("temperature", 0.0))
     write(found, partial)
@@ -255,16 +240,12 @@ if __name__ == "__main__":
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     parser.add_argument("--new", type=int, help="tokens of a request that are timed")
     parser.add_argument("--pages", type=int, default=PAGES, help="of the cache, 64 tokens each")
-    parser.add_argument("--in-process", action="store_true", help="the engine in this process, as LLM's option has it")
     parser.add_argument("--executor", choices=("uni", "mp"), help="vLLM's executor; mp is that of several ranks")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with a slice of its own")
-    parser.add_argument("--traces", help="directory for a profile")
     parser.add_argument("--engine", type=json.loads, default={}, help='more of its arguments: {"stream_interval": 8}')
     parser.add_argument("--by-line", action="store_true", help="write `{}` to the result once warm; then lines of JSON")
     given = parser.parse_args()
-    if given.in_process:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    options = given.pages, given.executor, given.traces, given.ranks, given.engine, given.requests
+    options = given.pages, given.executor, given.ranks, given.engine, given.requests
     engine = start(given.experts, given.layers, *options)
     timer = Timer(engine, given.new)
     warm(timer, given.requests, given.prompts)

@@ -157,10 +157,6 @@ class Engine:
         say(f"{self.name}: {listed} (busy cores {own:.1f}, {taken:.1f} taken away)")
         return figures
 
-    def ask(self, limit: float, **asked: Any) -> dict[str, float]:
-        """`begin` and `end_of`."""
-        return self.end_of(limit) if self.begin(**asked) else {}
-
     def close(self) -> None:
         """Close its input, which ends it."""
         self._signal(signal.SIGCONT)
@@ -239,18 +235,9 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
     """Our own runner's step of one sequence of 1,024 tokens, of the same slice: milliseconds."""
-    command = [sys.executable, str(HERE / "run_cuda.py"), "--preset", "h200-tp8", "--stand-in", "--layers", layers]
-    command += [
-        NAMES[experts],
-        "--routing",
-        "uniform",
-        "--batch-size",
-        "1",
-        "--context",
-        "1024",
-        "--prompt-length",
-        "0",
-    ]
+    options = f"--preset h200-tp8 --stand-in --layers {layers} {NAMES[experts]} --routing uniform"
+    options += " --batch-size 1 --context 1024 --prompt-length 0"
+    command = [sys.executable, str(HERE / "run_cuda.py"), *options.split()]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r"TPOT[^0-9]*([0-9.]+) ms", done.stdout)

@@ -21,6 +21,7 @@ from kimi_k2.bench.backend import NeuronBackend, TorchBackend
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.bench.results import Sweep, load_results, percentile
 from kimi_k2.bench.sweep import Settings, capture, draw_prompts, run_sweep, time_run
+from kimi_k2.errors import DeviceError
 from kimi_k2.neuron import contrib
 from kimi_k2.plan.deployment import Deployment
 
@@ -154,7 +155,7 @@ def test_missing_machines_are_named(checkpoints: dict[str, Path], tmp_path: Path
     import torch
 
     if not torch.cuda.is_available():
-        with pytest.raises(BackendUnavailableError, match="no CUDA device"):
+        with pytest.raises(DeviceError, match="no CUDA device"):
             TorchBackend.load(checkpoints["fp8"], "cuda", torch.float32)
     with pytest.raises(BackendUnavailableError, match="neuronx-cc" if not contrib.missing() else "Neuron SDK"):
         NeuronBackend(checkpoints["fp8"], Deployment.load("trn2-tp32-ep2"), tmp_path)

@@ -15,11 +15,10 @@ import torch
 
 from kimi_k2.bench.errors import BackendUnavailableError, SweepError
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine import device as device_checks
 from kimi_k2.engine.decode_step import capturable
+from kimi_k2.engine.device import check_device
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.errors import DeviceError
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
@@ -57,12 +56,13 @@ class Backend(Protocol):
         ...
 
 
-def check_device(device: str) -> None:
-    """As `engine.device.check_device`, with a BackendUnavailableError."""
+def peak_resident() -> int | None:
+    """Peak resident bytes of this process (ru_maxrss would remember the parent's); None without Linux's /proc."""
     try:
-        device_checks.check_device(device)
-    except DeviceError as error:
-        raise BackendUnavailableError(str(error)) from None
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 class TorchBackend:
@@ -98,7 +98,7 @@ class TorchBackend:
             kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
 
         Raises:
-            BackendUnavailableError: cuda is asked for and there is none.
+            DeviceError: cuda is asked for and there is none.
         """
         check_device(device)
         model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
@@ -124,12 +124,8 @@ class TorchBackend:
         """Bytes that torch had allocated on the GPU, or the process's resident memory."""
         if self.name == "cuda":
             return torch.cuda.max_memory_allocated(self.device), "allocated by torch on the GPU"
-        try:
-            status = Path("/proc/self/status").read_text(encoding="utf-8")
-        except OSError:
-            return None, "unknown"
-        sizes = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
-        return (sizes[0], "resident memory of the process") if sizes else (None, "unknown")
+        size = peak_resident()
+        return size, "unknown" if size is None else "resident memory of the process"
 
 
 class NeuronBackend:

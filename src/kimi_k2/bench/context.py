@@ -68,16 +68,6 @@ def measure(
     ]
 
 
-def linear_fit(rows: list[dict[str, float]], key: str) -> tuple[float, float, float]:
-    """Least-squares line of `key` over the context: (seconds a token, intercept, R^2)."""
-    x = torch.tensor([row["context"] for row in rows], dtype=torch.float64)
-    y = torch.tensor([row[key] for row in rows], dtype=torch.float64)
-    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-    intercept = y.mean() - slope * x.mean()
-    residual = (y - slope * x - intercept).square().sum()
-    return float(slope), float(intercept), float(1 - residual / (y - y.mean()).square().sum())
-
-
 def report(rows: list[dict[str, float]], plot: Path) -> None:
     """Print the table and the fitted lines, and write the plot (PNG)."""
     table = Table("context", "step, ms", "attention, ms", "rest, ms", title="decode step against context (measured)")
@@ -87,7 +77,9 @@ def report(rows: list[dict[str, float]], plot: Path) -> None:
     console = Console()
     console.print(table)
     for key in ("attention", "rest"):
-        slope, intercept, r2 = linear_fit(rows, key)
+        fitted = [row["context"] for row in rows], [row[key] for row in rows]
+        slope, intercept = statistics.linear_regression(*fitted)
+        r2 = statistics.correlation(*fitted) ** 2
         console.print(f"{key}: {intercept * 1e3:.3f} ms + {slope * 1e9:.2f} ns a cached token (R2 {r2:.4f})")
 
     import matplotlib as mpl

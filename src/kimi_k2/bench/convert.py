@@ -20,18 +20,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from kimi_k2.bench.backend import peak_resident
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
-
-
-def peak_bytes() -> int:
-    """Peak resident memory of this process."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def straightforward(source: Path, work: Path, tp: int, ep: int) -> None:
@@ -162,7 +157,7 @@ def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, f
         experts = "per_channel" if job.startswith("per_channel") else "blockwise"
         Presharder(source, work, Layout(tp, ep, experts=experts), report=job.endswith("report")).run()
     seconds, busy = time.perf_counter() - start, time.process_time()
-    peak = peak_bytes()
+    peak = peak_resident() or 0
     if job not in ("copy", "slices", "straightforward"):
         extra = load_ratio(work)
     return {"seconds": seconds, "rate": sum(sizes) / seconds / 1e6, "cpu_seconds": busy, "peak_gb": peak / 1e9, **extra}

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kimi_k2.bench.backend import Prompts, TorchBackend, check_device
+from kimi_k2.bench.backend import Prompts, TorchBackend
 from kimi_k2.bench.errors import RanksLostError
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.device import check_device
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.ranks import Rank, load_ranks
@@ -38,7 +39,7 @@ class RanksBackend(TorchBackend):
             kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
 
         Raises:
-            BackendUnavailableError: cuda is asked for and there is none.
+            DeviceError: cuda is asked for and there is none.
             ConfigError, CheckpointError: see `parallel.ranks.load_ranks`.
         """
         check_device(device)

@@ -17,6 +17,7 @@ from rich.table import Table
 from safetensors import safe_open
 from torch import Tensor
 
+from kimi_k2.bench.backend import peak_resident
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 
@@ -107,18 +108,10 @@ def report(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def _high_water_mark() -> int:
-    """Peak resident bytes of this process; ru_maxrss would remember the parent's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("VmHWM is not in /proc/self/status; this measurement needs Linux")
-
-
 def _main(directory: str, reader: str, consumer: str) -> None:
-    baseline = _high_water_mark()
+    before = peak_resident() or 0
     READERS[reader](Path(directory), CONSUMERS[consumer])
-    typer.echo(_high_water_mark() - baseline)
+    typer.echo((peak_resident() or 0) - before)
 
 
 if __name__ == "__main__":

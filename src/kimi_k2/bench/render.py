@@ -7,63 +7,35 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.results import end_to_end, percentile, series, tpot
+from kimi_k2.bench.results import percentile, series
 
 LABEL = "published, not measured here"
-
-
-class PublishedRow(NamedTuple):
-    """One reported result; times in milliseconds.
-
-    Attributes:
-        note: what limits the comparison.
-    """
-
-    model: str
-    layout: str
-    tpot: float
-    ttft: float | None
-    source: str
-    note: str = ""
 
 
 _PORT = "NxDI pull request 131"
 _K25 = "README of the Kimi-K2.5 port"
 
-PUBLISHED = (
-    PublishedRow("K2-0905", "TP=64 EP=2, LNC=1, FP8 blocks", 297.0, None, _PORT),
-    PublishedRow(
-        "K2-0905", "TP=32 EP=2, LNC=2, FP8 blocks", 165.5, 1420.0, _PORT, "165.4 to 166.4 for 16 to 512 tokens"
-    ),
-    PublishedRow("K2-0905", "TP=64 EP=1, LNC=2, FP8 blocks", 144.5, None, _PORT, "512 tokens of context"),
-    PublishedRow(
-        "K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 76.3, None, _PORT, "512 tokens of context; TTFT inside"
-    ),
-    PublishedRow(
-        "K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", 41.1, None, _PORT, "1024 tokens of context; TTFT inside"
-    ),
-    PublishedRow("K2.5", "TP=64 EP=1, LNC=2, FP8 a channel", 21.4, 2094.0, _K25, "512 tokens of context"),
-    PublishedRow("K2.6", "TP=64 EP=1, LNC=2, FP8 a channel", 17.3, 1010.0, _K25, "512 tokens of context"),
-)
-
-
-def published_rows() -> list[list[str]]:
-    """The rows as text: model, layout, TPOT ms, TTFT ms, source, note."""
-    return [
-        [row.model, row.layout, f"{row.tpot:g}", "" if row.ttft is None else f"{row.ttft:g}", row.source, row.note]
-        for row in PUBLISHED
-    ]
-
-
+# The note says what limits the comparison.
 PUBLISHED_HEADER = ["model", "layout on trn2.48xlarge, batch 1", "TPOT, ms", "TTFT, ms", "reported in", "note"]
+PUBLISHED = [
+    ["K2-0905", "TP=64 EP=2, LNC=1, FP8 blocks", "297", "", _PORT, ""],
+    ["K2-0905", "TP=32 EP=2, LNC=2, FP8 blocks", "165.5", "1420", _PORT, "165.4 to 166.4 for 16 to 512 tokens"],
+    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 blocks", "144.5", "", _PORT, "512 tokens of context"],
+    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", "76.3", "", _PORT, "512 tokens of context; TTFT inside"],
+    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", "41.1", "", _PORT, "1024 tokens of context; TTFT inside"],
+    ["K2.5", "TP=64 EP=1, LNC=2, FP8 a channel", "21.4", "2094", _K25, "512 tokens of context"],
+    ["K2.6", "TP=64 EP=1, LNC=2, FP8 a channel", "17.3", "1010", _K25, "512 tokens of context"],
+]
+
+HEADER = ["model", "layout on trn2.48xlarge, batch 1", "TPOT, ms", "TTFT, ms", "reported in", "note"]
 
 
 HEADER = [
@@ -132,7 +104,7 @@ def markdown(results: dict[str, Any], published: bool = False) -> str:
     if failed := failures(results):
         parts.append("\n".join(f"- {line}" for line in failed) + "\n")
     if published:
-        parts += [f"Trainium, {LABEL}:\n", markdown_table(PUBLISHED_HEADER, published_rows())]
+        parts += [f"Trainium, {LABEL}:\n", markdown_table(PUBLISHED_HEADER, PUBLISHED)]
     return "\n".join(parts)
 
 
@@ -199,7 +171,7 @@ def html(results: dict[str, Any], images: list[Path], published: bool = False) -
         images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
         published_label=LABEL,
         published_header=PUBLISHED_HEADER,
-        published=published_rows() if published else [],
+        published=PUBLISHED if published else [],
         settings=results["settings"],
         environment=results["environment"],
     )
@@ -214,11 +186,7 @@ def write_reports(results: dict[str, Any], directory: Path, published: bool = Fa
     return [text, *images, page]
 
 
-METRICS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "ttft": lambda run: run["ttft"],
-    "tpot": tpot,
-    "e2e": end_to_end,
-}
+METRICS = ("ttft", "tpot", "e2e")
 # Runs of one process vary less than processes do (memory layout, neighbours, clocks): two sweeps of one commit on a
 # shared two-core machine differed by up to 2.6 % with runs that did not overlap.
 DRIFT = 0.03
@@ -271,8 +239,9 @@ def compare(a: dict[str, Any], b: dict[str, Any], drift: float = DRIFT) -> list[
     ratios = []
     for key in sorted(first.keys() & second.keys()):
         prompt, batch, output = key
-        for metric, value in METRICS.items():
-            old, new = ([value(run) for run in side[key]["runs"]] for side in (first, second))
+        before, after = (series(side[key]["runs"]) for side in (first, second))
+        for metric in METRICS:
+            old, new = before[metric], after[metric]
             middle = percentile(new, 50) / percentile(old, 50)
             ratios.append(Ratio(prompt, batch, output, metric, middle, min(new) / max(old), max(new) / min(old), drift))
     if not ratios:

@@ -138,19 +138,13 @@ def tpot(run: dict[str, Any]) -> float:
     return math.fsum(run["itl"]) / len(run["itl"])
 
 
-def end_to_end(run: dict[str, Any]) -> float:
-    """Seconds from the call to the last token."""
-    result: float = run["ttft"] + math.fsum(run["itl"])
-    return result
-
-
 def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Seconds by name: ttft, tpot and e2e of each run, and itl, all gaps of all runs."""
+    """Seconds by name: ttft, tpot and e2e (from the call to the last token) of each run; itl, all gaps of all runs."""
     return {
         "ttft": [run["ttft"] for run in runs],
         "tpot": [tpot(run) for run in runs],
         "itl": [gap for run in runs for gap in run["itl"]],
-        "e2e": [end_to_end(run) for run in runs],
+        "e2e": [run["ttft"] + math.fsum(run["itl"]) for run in runs],
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_plan import available, mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 
@@ -65,6 +66,18 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted."""
     result: float = ((got.double() - wanted).norm() / wanted.norm()).item()
     return result
+
+
+def checked(name: str, got: Tensor, wanted: Tensor, most: float, whose: str = "float64") -> float:
+    """How far `got` is from `wanted`.
+
+    Raises:
+        KernelError: `most` or more.
+    """
+    error = relative(got, wanted)
+    if not error < most:
+        raise KernelError(f"{name}: {error:.1e} from {whose}, expected below {most}")
+    return error
 
 
 SOFTMAX_SCALE = 192**-0.5

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, relative
-from kimi_k2.errors import KernelError
+from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, checked
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
@@ -168,6 +167,4 @@ def check(peer: Kernel, one: Inputs, ours: Tensor | None = None) -> None:
     """
     wanted = _decode(one, None) if ours is None else ours
     given = replace(one, q=one.q.to(peer.queries))
-    error = relative(peer.run(given, peer.plan(given)).reshape(wanted.shape), wanted.double())
-    if not error < peer.error:
-        raise KernelError(f"{peer.name}: {error:.1e} from ours, expected below {peer.error}")
+    checked(peer.name, peer.run(given, peer.plan(given)).reshape(wanted.shape), wanted.double(), peer.error, "ours")

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import event_times
 from kimi_k2.config import KimiK2Config
@@ -53,18 +56,16 @@ def transformers_model(attention: str, dtype: torch.dtype = torch.bfloat16, devi
         return None
     tower, projector = tower.to(device, dtype).eval(), projector.to(device, dtype).eval()
 
-    def run(pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = projector(tower(pixels, grid_thw=grids).pooler_output)
+    def run(pixels: Tensor, grids: Tensor) -> Tensor:
+        out: Tensor = projector(tower(pixels, grid_thw=grids).pooler_output)
         return out
 
     return run
 
 
-def media_of(side: int, count: int, device: str = "cuda") -> list[Media]:
-    """`count` images of random pixels, on the device already."""
-    grid = Grid(1, side // 14, side // 14)
-    patches = torch.randint(0, 256, (count, grid.patches, 3, 14, 14), dtype=torch.uint8, device=device)
-    return [Media(grid, one) for one in patches]
+def images_a_second(count: int, action: Callable[[], object]) -> float:
+    """By the median of 15 runs over `count` images."""
+    return count / (statistics.median(event_times(action, 15, 5)) * 1e-6)
 
 
 @torch.inference_mode()
@@ -73,31 +74,26 @@ def measure(sides: tuple[int, ...] = SIDES, patches: int = 2 * PACK_PATCHES) -> 
     ours = random_model()
     theirs = {name: model for name in ATTENTIONS if (model := transformers_model(name)) is not None}
     for side in sides:
-        count = max(1, patches // (side // 14) ** 2)
-        media = media_of(side, count)
-        packs = packed(media, PACK_PATCHES)
-        times = event_times(lambda packs=packs: [run_pack(ours, pack) for pack in packs], 15, 5)  # type: ignore[misc]
-        row = {"side": side, "images": count, "ours": count / (sorted(times)[len(times) // 2] * 1e-6)}
-        grid = torch.tensor([list(media[0].grid)], device="cuda")
-        pixels = torch.cat([one.patches for one in media]).to(torch.bfloat16) / 127.5 - 1
+        grid = Grid(1, side // 14, side // 14)
+        count = max(1, patches // grid.patches)
+        pixels = torch.randint(0, 256, (count, grid.patches, 3, 14, 14), dtype=torch.uint8, device="cuda")
+        packs = packed([Media(grid, one) for one in pixels], PACK_PATCHES)
+
+        def in_packs(packs: Any = packs) -> None:
+            for pack in packs:
+                run_pack(ours, pack)
+
+        row: dict[str, Any] = {"side": side, "images": count, "ours": images_a_second(count, in_packs)}
+        floats, grids = pixels.to(torch.bfloat16) / 127.5 - 1, torch.tensor([list(grid)] * count, device="cuda")
         for name, model in theirs.items():
-            best = 0.0
-            for size in {count, len(packs[0])}:
-                parts = pixels.split(size * media[0].grid.patches)
-                grids = grid.repeat(size, 1)
 
-                def call(
-                    parts: Any = parts,
-                    grids: torch.Tensor = grids,
-                    model: Any = model,
-                    each: int = media[0].grid.patches,
-                ) -> None:
-                    for part in parts:
-                        model(part, grids[: len(part) // each])
+            def in_parts(size: int, model: Any = model, floats: Tensor = floats, grids: Tensor = grids) -> None:
+                for part in floats.split(size):
+                    model(part.flatten(0, 1), grids[: len(part)])
 
-                times = event_times(call, 15, 5)
-                best = max(best, count / (sorted(times)[len(times) // 2] * 1e-6))
-            row[f"transformers {name}"] = best
+            row[f"transformers {name}"] = max(
+                images_a_second(count, partial(in_parts, size)) for size in {count, len(packs[0])}
+            )
         row["ratio"] = row["ours"] / max((row[f"transformers {name}"] for name in theirs), default=float("nan"))
         yield row
 

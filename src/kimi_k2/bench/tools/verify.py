@@ -170,21 +170,6 @@ def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None =
             "tool_call_f1": f1}  # fmt: skip
 
 
-def stored(outcome: Outcome) -> dict[str, Any]:
-    """As a line of a results file."""
-    return {**asdict(outcome), "problems": list(outcome.problems)}
-
-
-def restored(fields: Mapping[str, Any]) -> Outcome:
-    """From a line of a results file; the Verifier's own lines do too.
-
-    Raises:
-        KeyError: it has no index.
-    """
-    index = fields["index"] if "index" in fields else fields["data_index"]
-    return Outcome(index, fields.get("finish_reason"), tuple(fields.get("problems") or ()), fields.get("error"))
-
-
 OUTCOMES, SUMMARY = "outcomes.jsonl", "summary.json"
 
 
@@ -213,15 +198,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Outcomes that an earlier run (or the Verifier) wrote.
+    """Outcomes that an earlier run, or the Verifier itself, wrote.
 
     Raises:
         SweepError: see `read_lines`; a line without an index.
     """
-    try:
-        return [restored(fields) for fields in read_lines(path)]
-    except KeyError as error:
-        raise SweepError(f"a line has no {error}", file=path) from None
+    outcomes = []
+    for fields in read_lines(path):
+        index = fields.get("index", fields.get("data_index"))
+        if index is None:
+            raise SweepError("a line has no index", file=path)
+        reason, problems, error = (fields.get(name) for name in ("finish_reason", "problems", "error"))
+        outcomes.append(Outcome(index, reason, tuple(problems or ()), error))
+    return outcomes
 
 
 async def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any]) -> Outcome:
@@ -279,7 +268,7 @@ def verify(
     trusted = None if reference is None else read_outcomes(reference)
     outcomes = asyncio.run(_verify(endpoint, asked, concurrency, on_answer))
     out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / OUTCOMES, "".join(json.dumps(stored(one)) + "\n" for one in outcomes))
+    replace_file(out / OUTCOMES, "".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
     summary = summarize(outcomes, trusted)
     write_json(out / SUMMARY, summary)
     return summary
