@@ -1,4 +1,4 @@
-"""The attention kernels at the sizes of one rank against float64: BF16 and FP8 weights, cache write, LNC 1 and 2."""
+"""The attention kernels at the sizes of one rank against float64: BF16 and FP8 weights, LNC 1 and 2."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.nki.kernels.attention import attention_decode
-from kimi_k2.nki.kernels.flash_decoding import attention_output, attention_queries
 from kimi_k2.nki.kernels.linear import load_weight, project
-from kimi_k2.nki.kernels.mla_decode import mla_decode
 from kimi_k2.ops.embedding import apply_rotary_interleaved
 
 EXPERTS = 384
@@ -248,46 +246,6 @@ def test_early_router(batch: int, heads: int, rows: int, cores: int, stored: tor
         assert relative(got, exact) < 1e-5
     else:  # the PyTorch form rounds o_proj's output first
         assert (got - exact).norm() <= (reference(torch.bfloat16).double() - exact).norm()
-
-
-def test_new_entries_are_written_to_the_cache() -> None:
-    rank = Rank(3, 256, 1, torch.float32, torch.float32)
-    latents, keys = rank.latents.numpy().copy(), rank.keys.numpy().copy()
-    arguments = rank.arguments()
-    arguments[12:14] = latents, keys
-    out, new_latents, new_keys = attention_decode[2](*arguments, slots=rank.lengths)
-    assert relative(torch.from_numpy(out).view(3, -1).double(), rank.reference(torch.float64)[0]) < 1e-5
-    for before, after, new in ((rank.latents, latents, new_latents), (rank.keys, keys, new_keys)):
-        wanted = before.numpy().copy()
-        wanted[np.arange(3), rank.lengths[:, 0]] = new
-        assert np.array_equal(after, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flash_decoding_over_four_ranks_equals_one_kernel(dtype: torch.dtype) -> None:
-    """Queries, each rank's quarter of the slots, the merge, and o_proj; the last rank has no slot in use."""
-    ranks, heads = 4, 2
-    rank = Rank(3, 256 * ranks, heads, dtype, dtype)
-    rank.lengths = torch.tensor([[0], [300], [256 * 3]], dtype=torch.int32)
-    arguments = rank.arguments()
-    query, latent, key = attention_queries[2](*arguments[:7], arguments[11], EPS)
-    sums, logs = [], []
-    for number in range(ranks):
-        slots = slice(256 * number, 256 * (number + 1))
-        mine = (rank.lengths - 256 * number).clamp(0, 256)
-        own = torch.full((3, 1), int(number == 1), dtype=torch.int32)
-        cache = rank.latents[:, slots].contiguous(), rank.keys[:, slots].contiguous()
-        part = mla_decode[2](query, *cache, latent, key, mine, SCALE, own, return_logsumexp=True)
-        sums.append(part[0].reshape(3 * heads, -1))
-        logs.append(part[1].reshape(3 * heads))
-    kind = str(dtype).removeprefix("torch.")
-    out = attention_output[2](np.stack(sums), np.stack(logs, 1), *arguments[7:11], kind)
-    got = torch.from_numpy(out).view(3, HIDDEN).double()
-    exact, plain = rank.reference(torch.float64)[0], rank.reference(dtype)[0].double()
-    if dtype is torch.float32:
-        assert relative(got, exact) < 1e-5
-    else:
-        assert (got - exact).norm() <= (plain - exact).norm()
 
 
 def test_a_projection_of_more_than_a_bank_of_sums() -> None:

@@ -74,8 +74,7 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> It
 CHECKS: dict[str, Callable[[], None]] = {
     "attend": lambda: attention.test_attention_in_float32(2, 512, 2, 2),
     "attend_fp8": lambda: attention.test_attention_is_no_farther_than_pytorch(2, 256, 2, torch.float8_e4m3fn),
-    "write": lambda: attention.test_new_entries_are_written_to_the_cache(),
-    "merge": lambda: attention.test_flash_decoding_over_four_ranks_equals_one_kernel(torch.float32),
+    "merge": lambda: mla.test_parts_of_four_ranks_merge_to_the_whole(2, 1),
     "groups": lambda: attention.test_a_projection_of_more_than_a_bank_of_sums(),
     "latent": lambda: mla.test_attention_in_float32(3, 1024, 8, 2),
     "choose": lambda: router.test_router_at_real_size(4, torch.float32, 2),
@@ -114,9 +113,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", "merge"),
     ("latent_cache", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", "latent"),
     ("latent_attention", "offset=(count + token) * heads", "offset=0", "latent"),
-    ("attention", "src=latent_rows[sequence : sequence + 1]", "src=latent_rows[0:1]", "write"),
     ("halves", "op=nl.subtract", "op=nl.add", "parts"),
-    ("flash_decoding", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", "merge"),
     ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "route"),
     ("experts", "[-1, self.stack], [0, rows]]", "[0, self.stack], [0, rows]]", "route"),
     ("experts", "accumulate=group > 0 or begun\n",
@@ -169,6 +166,7 @@ LAYER_FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("layers", "numbers(index[:, begin:end]", "numbers(index[:, 0 : self.routed.slots]", "whole"),
     ("layer_attention", "part = mine if nl.program_id() == core", "part = mine if core == 0", "grouped"),
     ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", "grouped"),
+    ("layer_attention", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", "grouped"),
 )
 
 

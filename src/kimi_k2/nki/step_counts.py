@@ -58,7 +58,7 @@ def kernel_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
     attention, choice, experts = attention_decode[2], noaux_tc_choice[2], selective_experts[2]
     attention(
         sizes.bfloat16((1, DOWNS)), *sizes.norms(), *sizes.queries(form), *sizes.values(form), torch.zeros(2, ROPE, 1),
-        *sizes.cache(slots), sizes.lengths(slots), SCALE, EPS, None, sizes.bfloat16((1, sizes.OWN)),
+        *sizes.cache(slots), sizes.lengths(slots), SCALE, EPS, sizes.bfloat16((1, sizes.OWN)),
         *sizes.early_router(shape),
     )  # fmt: skip
     choice(torch.zeros(1, EXPERTS), sizes.float32((1, EXPERTS)), SCALING)

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import nki
-import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
+from kimi_k2.nki.kernels.columns import BLOCK, all_ones
 from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
-from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, store_entries, turn_short_rows
+from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, write_entries
 
 
 @nki.jit
@@ -37,7 +36,6 @@ def attention_decode(
     lengths: Any,
     softmax_scale: float,
     eps: float,
-    slots: Any = None,
     residual: Any = None,
     early_residual: Any = None,
     early_heads: Any = None,
@@ -67,7 +65,6 @@ def attention_decode(
         lengths: int32 [B, 1], slots in use, without the new entry.
         softmax_scale: of the configuration.
         eps: of both norms.
-        slots: int32 [B, 1], where the new entries are written to the cache; None: they are returned only.
         residual: [B, n], this rank's columns of what the norm before attention was given; None: no early router.
         early_residual: float32 [n, E], n at most 128, and
         early_heads: float32 [heads * 128, E]: weights of the early router (`sharding.early_router`).
@@ -100,34 +97,9 @@ def attention_decode(
     if early != None:
         logits = early.store(values)
     out = behind.store(values)
-    new_latents, new_keys = store_entries(queries, identity, rank, batch)
-    if slots != None:
-        _write(latents, keys, queries, identity, slots)
+    new_latents = nl.ndarray((batch, rank), dtype=projected.dtype, buffer=nl.shared_hbm)
+    new_keys = nl.ndarray((batch, keys.shape[2]), dtype=projected.dtype, buffer=nl.shared_hbm)
+    write_entries(queries, identity, new_latents, new_keys)
     if early == None:
         return out, new_latents, new_keys
     return out, new_latents, new_keys, logits
-
-
-def _write(latents: Any, keys: Any, queries: Any, identity: Any, slots: Any) -> None:
-    """Write the new entries to the cache, when both cores have read it."""
-    batch, rope = latents.shape[0], keys.shape[2]
-    if nl.num_programs() > 1:
-        nisa.core_barrier([latents, keys], (0, 1))
-    if nl.program_id() > 0:
-        return
-    key_rows = nl.ndarray((batch, rope), dtype=keys.dtype, buffer=nl.sbuf)
-    turn_short_rows(queries.new_key, identity, key_rows)
-    latent_rows = turn_columns(queries.new_latent, identity)
-    places = nl.ndarray((batch, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=places, src=slots)
-    for sequence in range(batch):
-        place = places[sequence : sequence + 1]
-        nisa.dma_copy(dst=_slot(latents, sequence, place), src=latent_rows[sequence : sequence + 1])
-        nisa.dma_copy(dst=_slot(keys, sequence, place), src=key_rows[sequence : sequence + 1])
-
-
-def _slot(table: Any, sequence: int, place: Any) -> Any:
-    """The slot of a sequence in [B, S, n] whose number is int32 [1, 1] in SBUF: [1, n]."""
-    slots, width = table.shape[1], table.shape[2]
-    pattern = [[width, 1], [1, width]]
-    return table.ap(pattern=pattern, offset=sequence * slots * width, scalar_offset=place, indirect_dim=1)

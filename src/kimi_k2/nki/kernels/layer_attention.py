@@ -12,10 +12,9 @@ from kimi_k2.nki.kernels.column_router import EarlyLogits
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 from kimi_k2.nki.kernels.expanded_attention import MOST_TILES, ExpandedAttention
-from kimi_k2.nki.kernels.flash_decoding import merged_parts
 from kimi_k2.nki.kernels.latent_attention import LatentAttention
 from kimi_k2.nki.kernels.latent_cache import rows_of_keys
-from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection
+from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, turn_short_rows
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
 from kimi_k2.nki.kernels.views import on_partitions, over_sums, split
 
@@ -229,7 +228,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_copy(dst=summand[:, 0:chunks, :], src=share, engine=nisa.engine.gpsimd)
 
         parts, logs = self._parts(exchanged, batch)
-        values = self.behind.values(merged_parts(parts, logs, step.exact, step.dtype))
+        values = self.behind.values(_merged(parts, logs, step.exact, step.dtype))
         self.early.take(values)
         first = self.behind.first
         end = first + self.behind.o_proj.shape[2] // BLOCK
@@ -315,3 +314,40 @@ def _gather_heads(queries: Any, batch: int) -> None:
             nisa.tensor_copy(dst=target, src=part[begin:end, chunks], engine=engine)
     queries.latent = whole.reshape((rows, chunks, 2 * count))
     queries.rope, queries.heads = rope, 2 * each
+
+
+def _merged(parts: Any, logs: Any, exact: Any, dtype: Any) -> Any:
+    """Parts of a softmax over slots that lie apart, as columns [128, rank / 128, n] of `dtype`.
+
+    Args:
+        parts: float32 [ranks, n, rank] in SBUF, each one's softmax times latents.
+        logs: float32 [n, ranks] in SBUF, logs of the sums of exponentials; changed.
+        exact: identity, float32 [128, 128].
+        dtype: of the result.
+    """
+    ranks, count, rank = parts.shape
+    # A rank a partition: the Tensor Engine weighs and sums them, and leaves columns.
+    top = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=top, op=nl.maximum, data=logs, axis=1)
+    nisa.tensor_scalar(dst=logs, data=logs, op0=nl.subtract, operand0=top)
+    shares = nl.ndarray((count, ranks), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=shares, op=nl.exp, data=logs)
+    total = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=total, op=nl.add, data=shares, axis=1)
+    nisa.reciprocal(dst=total, data=total)
+    nisa.tensor_scalar(dst=shares, data=shares, op0=nl.multiply, operand0=total)
+    by_rank = nl.ndarray((ranks, count), dtype=nl.float32, buffer=nl.sbuf)
+    turn_short_rows(shares, exact, by_rank)
+    chunks = rank // BLOCK
+    columns = nl.ndarray((BLOCK, chunks, count), dtype=nl.float32, buffer=nl.psum)
+    for row in range(count):
+        for chunk in range(chunks):
+            nisa.nc_matmul(
+                dst=columns[:, chunk, row : row + 1],
+                stationary=parts[:, row, chunk * BLOCK : (chunk + 1) * BLOCK],
+                moving=by_rank[:, row : row + 1],
+                accumulate=False,
+            )
+    rounded = nl.ndarray((BLOCK, chunks, count), dtype=dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=rounded, src=columns)
+    return rounded

@@ -321,15 +321,6 @@ def turn_short_rows(rows: Any, identity: Any, out: Any) -> None:
     nisa.tensor_copy(dst=out, src=turned)
 
 
-def store_entries(queries: Queries, identity: Any, rank: int, batch: int) -> tuple[Any, Any]:
-    """The new entries as new tensors in HBM, [B, rank] and [B, rope]; core 0 writes them."""
-    rope, dtype = queries.new_key.shape[0], queries.new_key.dtype
-    new_latents = nl.ndarray((batch, rank), dtype=dtype, buffer=nl.shared_hbm)
-    new_keys = nl.ndarray((batch, rope), dtype=dtype, buffer=nl.shared_hbm)
-    write_entries(queries, identity, new_latents, new_keys)
-    return new_latents, new_keys
-
-
 def write_entries(queries: Queries, identity: Any, new_latents: Any, new_keys: Any) -> None:
     """The new entries into HBM, [B, rank] and [B, rope]; core 0 writes them."""
     if nl.program_id() > 0:
