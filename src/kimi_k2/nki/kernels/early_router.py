@@ -13,6 +13,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import load_weight
+from kimi_k2.nki.kernels.projections import turn_short_rows
 
 
 class EarlyRouter(nl.NKIObject):  # type: ignore[misc]
@@ -37,10 +38,8 @@ class EarlyRouter(nl.NKIObject):  # type: ignore[misc]
         count, rows = residual.shape
         loaded = nl.ndarray((count, rows), dtype=residual.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=loaded, src=residual)
-        turned = nl.ndarray((rows, count), dtype=residual.dtype, buffer=nl.psum)
-        nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:count, 0:count], is_transpose=True)
         self.columns = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=self.columns, src=turned)
+        turn_short_rows(loaded, identity, self.columns)
 
     def store(self, values: Any) -> Any:
         """This rank's summand in a new tensor in HBM, float32 [B, E].

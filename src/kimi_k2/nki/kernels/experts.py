@@ -99,7 +99,8 @@ def selective_experts(
     weights = nl.ndarray((own.tokens, expert_weights.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=weights, src=expert_weights[begin:end])
     # First of all, as the experts' loads wait for it.
-    places, kept = routed.places(index, weights, first_expert)
+    places, held_here = routed.numbers(index, first_expert)
+    kept = routed.kept(weights, held_here)
     columns = load_columns(hidden, identity)
     shared = None
     if shared_expert != None:
@@ -152,8 +153,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         divided: the other core has other tokens, and this one all blocks, which it adds up as two cores' halves.
     """
 
-    early_tiles: Any
-    early_rows: Any
     beside_rows: Any
     beside_tiles: Any
 
@@ -165,6 +164,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
         self.apart, self.beside, self.early, self.local = apart, beside, early, local
+        self.extra = 0 if beside == None else beside.shape[2]
         self.divided, self.num_experts = divided, num_experts
         self.width, self.count, self.slots = width, count, slots
         self.exchanged = count < blocks
@@ -184,19 +184,13 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         pairs, groups = slots // self.per, slots // self.stack
         self.gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
         self.down_tiles = self._buffers(groups, (BLOCK, out_count, BLOCK), down.dtype)
-        self.early_tiles = None
-        self.early_rows = None
         self.beside_rows = None
         self.beside_tiles = None
         if early != None:
-            columns = early.routed.shape[2]
-            self.early_rows = Table(early.routed, (rows, early.count), (columns, 1), early.first)
-            self.early_tiles = self._buffers(groups, (BLOCK, early.count), early.routed.dtype)
-            assert len(self.early_tiles) == groups, "expected early columns that fit 64 KiB a partition"
+            self._make_beside(early.routed, early.first, early.count, groups)
+            assert len(self.beside_tiles) == groups, "expected early columns that fit 64 KiB a partition"
         if beside != None:
-            columns = beside.shape[2]
-            self.beside_rows = Table(beside, (rows, columns), (columns, 1), begin * columns)
-            self.beside_tiles = self._buffers(groups, (BLOCK, columns), beside.dtype)
+            self._make_beside(beside, 0, self.extra, groups)
         self.row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
         self.out_scales = nl.ndarray((slots, out_count), dtype=nl.float32, buffer=nl.sbuf)
         if self.skips:
@@ -205,6 +199,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         # Which row of scales goes to which partition: [2 * slots, pairs, 128] for gate and up, [slots, groups, 128].
         self.spread_rows = _selector(2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, width]], pairs)
         self.spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, rows]], groups)
+
+    def _make_beside(self, weight: Any, first: int, count: int, groups: int) -> None:
+        """Tiles for `count` columns from `first` on of a weight [E_local, I, N] that goes beside down's."""
+        columns = weight.shape[2]
+        self.beside_rows = Table(weight, (self.rows, count), (columns, 1), self.begin * columns + first)
+        self.beside_tiles = self._buffers(groups, (BLOCK, count), weight.dtype)
 
     def _buffers(self, wanted: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """Tiles used in turn. A skipped read leaves what is there, which must be a number: they begin as zeros."""
@@ -229,12 +229,17 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             end = min(begin + each, tile.shape[0])
             nisa.dma_copy(dst=tile[begin:end], src=table.part(place, begin, end), oob_mode=mode)
 
+    def _load_group(self, tile: Any, table: Table, group: int, place: list[Any]) -> None:
+        """The rows of a group's experts, one above the other."""
+        for row in range(self.stack):
+            self._load(tile[row * self.rows : (row + 1) * self.rows], table, place[group * self.stack + row])
+
     def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
         """[128, n, T] float32: over each token's experts, of n blocks, with `shared` [128, n, T] where there is one.
 
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
-            places, kept: of `places`.
+            places, kept: of `numbers` and `kept`.
             shared: float32 in SBUF, or None; [128, n + ceil(N / 128), T] with N columns `beside`.
             exact: identity, float32 [128, 128].
         """
@@ -243,8 +248,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=by_slot, src=turned)
-        width = 0 if self.beside == None else self.beside.shape[2]
-        whole, rest = self.out_count + width // BLOCK, width % BLOCK
+        whole, rest = self.out_count + self.extra // BLOCK, self.extra % BLOCK
         blocks = whole + (1 if rest > 0 else 0)
         result = nl.ndarray((BLOCK, blocks, tokens), dtype=nl.float32, buffer=nl.sbuf)
         # One part's sums begin with what is shared; those of several parts have it added.
@@ -284,21 +288,14 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 _add(result, total, shared, token, rest, whole, whole + 1)
         return result
 
-    def places(self, index: Any, weights: Any, first_expert: int) -> tuple[Any, Any]:
-        """Local numbers int32 [T, slots], `local` or more where another rank holds the expert; weights, 0 there.
+    def numbers(self, index: Any, first_expert: Any) -> tuple[Any, Any]:
+        """Local numbers int32 [T, slots], `local` or more where another rank holds the expert; and where this one does.
+
+        The second is float32, 1 where this rank holds the expert, else 0; None where it holds all.
 
         Args:
             index: [T, slots] in SBUF, global numbers, integers or float32.
-            weights: float32 [T, slots] in SBUF.
-            first_expert: global number of the first local expert.
-        """
-        places, held = self.numbers(index, first_expert)
-        return places, self.kept(weights, held)
-
-    def numbers(self, index: Any, first_expert: Any) -> tuple[Any, Any]:
-        """The first of `places`; and float32, 1 where this rank holds the expert, None where it holds all.
-
-        `first_expert` is a number, or float32 [T, 1] in SBUF.
+            first_expert: global number of the first local expert: a number, or float32 [T, 1] in SBUF.
         """
         shape, first = index.shape, first_expert
         if isinstance(first_expert, int):
@@ -318,7 +315,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         return places, held
 
     def kept(self, weights: Any, held: Any) -> Any:
-        """The second of `places`."""
+        """Weights float32 [T, slots] in SBUF, 0 where another rank holds the expert; `held` is of `numbers`."""
         if held == None:
             return weights
         kept = nl.ndarray(weights.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -405,7 +402,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         """
         parts = parts_of(inner[0], self.narrow)
         groups, count, begun = len(inner), self.out_count, base != None
-        beside = 0 if self.beside == None else (self.beside.shape[2] + BLOCK - 1) // BLOCK
+        beside = (self.extra + BLOCK - 1) // BLOCK
         total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
         if begun:
             nisa.nc_matmul(dst=total[:, :, 0], stationary=exact, moving=base, accumulate=False)
@@ -415,25 +412,25 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             last = moving[:, :, count : count + 1]
             if parts > 1:
                 moving = in_parts(moving, parts)
-                last = _of_parts(last, parts) if self._beside_is_wide(parts) else moving[:, :, count, :]
+                # Columns beside that are float32, where down's are not, take the value whole.
+                wide = self.extra > 0 and bytes_of(self.beside.dtype) == 4
+                last = _of_parts(last, parts) if wide else moving[:, :, count, :]
             own.append(last)
             tile = self.down_tiles[group % len(self.down_tiles)]
-            for row in range(self.stack):
-                rows = tile[row * self.rows : (row + 1) * self.rows]
-                self._load(rows, self.down, place[group * self.stack + row])
+            self._load_group(tile, self.down, group, place)
             for block in range(count):
                 value = moving[:, 0, block, :] if parts > 1 else moving[:, 0, block : block + 1]
                 nisa.nc_matmul(
                     dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=group > 0 or begun
                 )
         # Last what has fewest matmuls, which no transfer hides.
-        if self.beside != None:
+        if self.extra > 0:
             for group in range(groups):
                 self._add_beside(group, place, own[group][:, 0, :], total[:, count:], group > 0 or begun)
         if parts == 1:
             return total[:, :, 0]
         sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
-        rest = 0 if self.beside == None else self.beside.shape[2] % BLOCK
+        rest = self.extra % BLOCK
         last = count + beside - (1 if rest > 0 else 0)
         nisa.tensor_reduce(dst=sums[:, 0:last], op=nl.add, data=total[:, 0:last, :], axis=2)
         if rest > 0:
@@ -442,31 +439,22 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
     def _store_early(self, token: int, inner: list[Any], place: list[Any], factors: Any) -> None:
         """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
-        groups, rows, count = len(inner), self.rows, self.out_count
+        groups, count = len(inner), self.out_count
         weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
         for group in range(groups):
-            tile = self.early_tiles[group]
-            for row in range(self.stack):
-                self._load(tile[row * rows : (row + 1) * rows], self.early_rows, place[group * self.stack + row])
+            self._load_group(self.beside_tiles[group], self.beside_rows, group, place)
             nisa.tensor_scalar(
                 dst=weighted[:, group : group + 1], data=factors[:, group, count : count + 1], op0=nl.multiply,
                 operand0=inner[group],
             )  # fmt: skip
-        self.early.store(token, self.early_tiles, weighted)
-
-    def _beside_is_wide(self, parts: int) -> bool:
-        """Whether the columns beside are float32, where down's are not and what goes into them is in parts."""
-        return parts > 1 and self.beside != None and bytes_of(self.beside.dtype) == 4
+        self.early.store(token, self.beside_tiles, weighted)
 
     def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
         """The columns beside down's, of one group of experts; added to what is there, or not."""
-        columns = self.beside.shape[2]
         tile = self.beside_tiles[group % len(self.beside_tiles)]
-        for row in range(self.stack):
-            rows = tile[row * self.rows : (row + 1) * self.rows]
-            self._load(rows, self.beside_rows, place[group * self.stack + row])
+        self._load_group(tile, self.beside_rows, group, place)
         for block in range(total.shape[1]):
-            size = min(BLOCK, columns - block * BLOCK)
+            size = min(BLOCK, self.extra - block * BLOCK)
             nisa.nc_matmul(
                 dst=total[0:size, block, :],
                 stationary=tile[:, block * BLOCK : block * BLOCK + size],
