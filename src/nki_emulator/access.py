@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -127,19 +126,16 @@ class Call:
         if tensor.mark == ALONE and tensor.size * tensor.itemsize == len(storage.data):
             storage.written = None
             return
-        width = _WIDTHS[tensor.itemsize]
-        window = open_window(self, operand, tensor, storage.written, offset, np.dtype(width))
-        window[...] = width(_SPREAD[tensor.itemsize] * tensor.mark)
+        marks, own = _marks(self, operand, tensor, storage.written, offset)
+        marks[...] = own
 
     def _check_written(self, operand: str, tensor: NkiTensor, offset: int, index: Array | None) -> None:
         storage = tensor.storage
         if storage.written is None:
             return
-        width = _WIDTHS[tensor.itemsize]
-        marks = open_window(self, operand, tensor, storage.written, offset, np.dtype(width))
+        marks, own = _marks(self, operand, tensor, storage.written, offset)
         if index is not None:
             marks = gather(self, operand, tensor, marks, index)
-        own = width(_SPREAD[tensor.itemsize] * tensor.mark)
         if (marks == own).all():
             return
         if settings.unwritten_allowed:
@@ -181,10 +177,10 @@ class Call:
                 if settings.races_allowed:
                     self.core.launch.races += 1
                     continue
-                verb = ("wrote" if theirs_written else "read") + (
-                    " what this core " + ("writes" if written else "reads")
+                theirs_did, mine_does = "wrote" if theirs_written else "read", "writes" if written else "reads"
+                rule = (
+                    f"core {core} {theirs_did} what this core {mine_does}: a core_barrier over the tensor lies between"
                 )
-                rule = f"core {core} {verb}: a core_barrier over the tensor lies between"
                 raise self.fail(operand, rule, tensor, RaceError)
         touched.setdefault(self.core.number, []).append(mine)
 
@@ -196,6 +192,13 @@ class Call:
         old = window if index is None else gather(self, operand, tensor, window, index)
         new = np.ascontiguousarray(values.reshape(old.shape))
         return np.ascontiguousarray(old).tobytes() == new.tobytes()
+
+
+def _marks(call: Call, operand: str, tensor: NkiTensor, written: Array, offset: int) -> tuple[Array, Any]:
+    """The map of written bytes an element at a time, and what the tensor's own writes leave there."""
+    width = _WIDTHS[tensor.itemsize]
+    marks = open_window(call, operand, tensor, written, offset, np.dtype(width))
+    return marks, width(_SPREAD[tensor.itemsize] * tensor.mark)
 
 
 def form_of(tensor: NkiTensor) -> np.dtype[Any]:
@@ -257,13 +260,15 @@ def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offs
 
 def gather(call: Call, operand: str, tensor: NkiTensor, window: Array, index: Array) -> Array:
     """Rows of a window by index."""
-    place = tensor.indirect_place
-    assert place is not None
-    rows = rows_within(tensor)
-    if ((index < 0) | (index >= rows)).any():
-        wrong = index[(index < 0) | (index >= rows)][0]
-        raise call.fail(operand, f"indices of 0 to {rows - 1}", int(wrong))
+    _check_rows(call, operand, tensor, index)
     return window[index]
+
+
+def _check_rows(call: Call, operand: str, tensor: NkiTensor, index: Array) -> None:
+    rows = rows_within(tensor)
+    outside = index[(index < 0) | (index >= rows)]
+    if len(outside):
+        raise call.fail(operand, f"indices of 0 to {rows - 1}", int(outside[0]))
 
 
 def rows_within(tensor: NkiTensor) -> int:
@@ -276,15 +281,12 @@ def rows_within(tensor: NkiTensor) -> int:
 
 def scatter(call: Call, operand: str, tensor: NkiTensor, offset: int, values: Array, index: Array) -> None:
     """Write rows by index."""
-    rows = rows_within(tensor)
-    if ((index < 0) | (index >= rows)).any():
-        raise call.fail(operand, f"indices of 0 to {rows - 1}", int(index[(index < 0) | (index >= rows)][0]))
+    _check_rows(call, operand, tensor, index)
     window = open_window(call, operand, tensor, tensor.storage.data, offset, form_of(tensor))
     window[index] = values.reshape(tensor.shape)
     if tensor.storage.written is not None:
-        width = _WIDTHS[tensor.itemsize]
-        marks = open_window(call, operand, tensor, tensor.storage.written, offset, np.dtype(width))
-        marks[index] = width(_SPREAD[tensor.itemsize] * tensor.mark)
+        marks, own = _marks(call, operand, tensor, tensor.storage.written, offset)
+        marks[index] = own
 
 
 def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
@@ -301,27 +303,17 @@ def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
         low = tensor.base // tensor.storage.pitch + partition
         high = low + tensor.shape[0]
         first = tensor.base % tensor.storage.pitch + column * item
-        last = first + (1 + sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.strides[1:], strict=True))) * item
+        last = first + (1 + tensor.reach) * item
     else:
         low, high = 0, 1
         first = tensor.base + offset * item
-        last = first + (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))) * item
+        last = first + (1 + tensor.reach) * item
         if tensor.indirect_place is not None:
             first, last = tensor.base, tensor.base + tensor.extent * item
     return Access(
-        tensor.storage.number,
-        tensor.buffer,
-        low,
-        high,
-        first,
-        last,
-        written,
-        operand,
-        tensor.dtype,
-        math.prod(tensor.shape[1:]),
-        tensor.shape[0],
-        run,
-    )
+        tensor.storage.number, tensor.buffer, low, high, first, last, written, operand, tensor.dtype,
+        tensor.free_size, tensor.shape[0], run,
+    )  # fmt: skip
 
 
 def share_bytes(one: NkiTensor, one_offset: int, other: NkiTensor, other_offset: int) -> bool:

@@ -16,8 +16,8 @@ from nki_emulator.errors import CapacityError, DtypeError, PlaceError, ShapeErro
 from nki_emulator.limits import PARTITIONS, PSUM_BANK_BYTES, TileSize
 from nki_emulator.ops import OPERATORS
 from nki_emulator.registers import VirtualRegister
-from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
-from nki_emulator.tensor import DynamicSlice, NkiTensor, row_major
+from nki_emulator.storage import CAPACITY, Region, Storage
+from nki_emulator.tensor import DynamicSlice, NkiTensor
 
 sbuf, psum = Region.sbuf, Region.psum
 hbm = private_hbm = Region.private_hbm
@@ -80,15 +80,14 @@ def ndarray(
         raise DtypeError(where, "dtype", "a dtype of nki.language", dtype) from None
     if not sizes or any(size < 1 for size in sizes):
         raise ShapeError(where, "shape", "positive sizes", shape)
-    core, count = current(), math.prod(sizes)
+    core = current()
     if not buffer.on_chip:
         return _in_hbm(sizes, form, buffer, name)
     if len(sizes) < 2:
         raise ShapeError(where, "shape", "at least a partition and a free dimension", sizes)
     if sizes[0] > PARTITIONS:
         raise ShapeError(where, "shape", f"at most {PARTITIONS} partitions", sizes[0])
-    row = count // sizes[0]
-    nbytes = row * size_of(form)
+    nbytes = math.prod(sizes[1:]) * size_of(form)
     partition, byte = address or (0, 0)
     if byte + nbytes > CAPACITY[buffer]:
         rule = f"within the {CAPACITY[buffer]} bytes a partition of {buffer.value}"
@@ -100,21 +99,16 @@ def ndarray(
     if address is None:
         storage = Storage(buffer, sizes[0] * nbytes, nbytes)
         core.tiles.append(Tile(buffer, nbytes, name))
-        return NkiTensor(
-            storage, form, sizes, row_major(sizes), 0, 0, row, count, buffer, name, ALONE, len(core.tiles) - 1
-        )
+        return NkiTensor.whole(storage, form, sizes, name, tile=len(core.tiles) - 1)
     storage = core.physical(buffer)
-    mark = core.next_mark()
-    base = partition * storage.pitch + byte
-    return NkiTensor(storage, form, sizes, row_major(sizes), 0, base, row, count, buffer, name, mark, -1)
+    return NkiTensor.whole(storage, form, sizes, name, partition * storage.pitch + byte, core.next_mark())
 
 
 def _in_hbm(shape: tuple[int, ...], dtype: str, buffer: Region, name: str) -> NkiTensor:
-    core, count = current(), math.prod(shape)
+    core = current()
 
     def make() -> NkiTensor:
-        storage = Storage(buffer, count * size_of(dtype))
-        return NkiTensor(storage, dtype, shape, row_major(shape), 0, 0, 0, count, buffer, name, ALONE, -1)
+        return NkiTensor.whole(Storage(buffer, math.prod(shape) * size_of(dtype)), dtype, shape, name)
 
     if buffer is not shared_hbm or core.launch.cores == 1:
         return make()

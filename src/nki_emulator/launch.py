@@ -13,8 +13,8 @@ from nki_emulator.dtypes import NUMPY, Array, name_of
 from nki_emulator.errors import CapacityError, DeadlockError, NkiError, PlaceError, UnwrittenError
 from nki_emulator.ranks import Ranks
 from nki_emulator.settings import before, settings
-from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
-from nki_emulator.tensor import NkiTensor, row_major
+from nki_emulator.storage import CAPACITY, Region, Storage
+from nki_emulator.tensor import NkiTensor
 
 
 class _Aborted(BaseException):
@@ -145,11 +145,8 @@ def argument(value: Any, region: Region) -> Any:
     dtype = name_of(array.dtype)
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
-    shape = array.shape or (1,)
     storage = Storage(region, array.nbytes, data=array.reshape(-1).view(np.uint8))
-    return NkiTensor(
-        storage, dtype, shape, row_major(shape), 0, 0, 0, array.size, region, "argument", mark=ALONE, tile=-1
-    )
+    return NkiTensor.whole(storage, dtype, array.shape or (1,), "argument")
 
 
 def as_array(value: Any) -> Array | None:
@@ -213,14 +210,19 @@ class Kernel:
         """Run the kernel; arrays and torch tensors become tensors in HBM, results NumPy arrays."""
         if inside_kernel():
             return self.function(*args, **kwargs)
-        launch, tensors = self.begin(Ranks(1, self.cores), 0, args, kwargs)
-        self.last = launch
-        launch.ranks.turns.begin()
-        for thread in launch.threads:
-            thread.join()
-        return self.end(launch, tensors)
+        return self.run(Ranks(1, self.cores), {0: args}, kwargs)[0]
 
-    def begin(
+    def run(self, ranks: Ranks, arguments: Mapping[int, Sequence[Any]], named: Mapping[str, Any]) -> list[Any]:
+        """Run the kernel on ranks at once, each with its positional arguments; `last` is the first one's launch."""
+        begun = [self._begin(ranks, rank, mine, named) for rank, mine in arguments.items()]
+        self.last = begun[0][0]
+        ranks.turns.begin()
+        for launch, _ in begun:
+            for thread in launch.threads:
+                thread.join()
+        return [self._end(*one) for one in begun]
+
+    def _begin(
         self, ranks: Ranks, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Launch, tuple[Any, ...]]:
         """A launch on one of several ranks, and its positional arguments as tensors."""
@@ -242,7 +244,7 @@ class Kernel:
         launch.begin(self.function, tensors, {name: once(value) for name, value in kwargs.items()})
         return launch, tensors
 
-    def end(self, launch: Launch, tensors: tuple[Any, ...]) -> Any:
+    def _end(self, launch: Launch, tensors: tuple[Any, ...]) -> Any:
         """The results of a launch that has ended."""
         out = launch.end()
         launch.arguments = [part.storage.number if isinstance(part, NkiTensor) else None for part in tensors]

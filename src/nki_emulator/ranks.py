@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -98,13 +97,7 @@ def run_as_rank(
         arguments: positional ones.
         named: the others.
     """
-    ranks = RankOfProcess(kernel.cores, gather)
-    launch, tensors = kernel.begin(ranks, rank, arguments, named or {})
-    ranks.turns.begin()
-    for thread in launch.threads:
-        thread.join()
-    kernel.last = launch
-    return kernel.end(launch, tensors)
+    return kernel.run(RankOfProcess(kernel.cores, gather), {rank: arguments}, named or {})[0]
 
 
 def run_on_ranks(kernel: Any, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -117,11 +110,5 @@ def run_on_ranks(kernel: Any, arguments: Sequence[Sequence[Any]]) -> list[Any]:
     Returns:
         The results of each rank.
     """
-    ranks = Ranks(len(arguments), kernel.cores)
-    begun = [kernel.begin(ranks, rank, mine, {}) for rank, mine in enumerate(arguments)]
-    threads: list[threading.Thread] = [thread for launch, *_ in begun for thread in launch.threads]
-    ranks.turns.begin()
-    for thread in threads:
-        thread.join()
-    kernel.last = begun[0][0]
-    return [kernel.end(*one) for one in begun]
+    found: list[Any] = kernel.run(Ranks(len(arguments), kernel.cores), dict(enumerate(arguments)), {})
+    return found

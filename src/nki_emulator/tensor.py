@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nki_emulator.dtypes import size_of
 from nki_emulator.errors import ShapeError, UnsupportedError
 from nki_emulator.settings import before, settings
-from nki_emulator.storage import Region, Storage
+from nki_emulator.storage import ALONE, Region, Storage
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -85,6 +85,16 @@ class NkiTensor:
     tile: int
     indirect_place: Indirect | None = None
 
+    @classmethod
+    def whole(
+        cls, storage: Storage, dtype: str, shape: tuple[int, ...], name: str, base: int = 0, mark: int = ALONE,
+        tile: int = -1,
+    ) -> NkiTensor:  # fmt: skip
+        """A dense tensor of a storage, from byte `base` on; on chip of at least two dimensions."""
+        count = math.prod(shape)
+        row = count // shape[0] if storage.region.on_chip else 0
+        return cls(storage, dtype, shape, row_major(shape), 0, base, row, count, storage.region, name, mark, tile)
+
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
@@ -104,6 +114,12 @@ class NkiTensor:
     def free_size(self) -> int:
         """Elements of one partition."""
         return math.prod(self.shape[1:])
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first of a partition (in HBM: of all) to the last."""
+        begin = 1 if self.row else 0
+        return sum((n - 1) * s for n, s in zip(self.shape[begin:], self.strides[begin:], strict=True))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -135,6 +151,12 @@ class NkiTensor:
         """Another layout over the same storage."""
         place = self.offset if offset is None else offset
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=place, **more)
+
+    def _replaced(self, begin: int, end: int, sizes: Iterable[int], strides: Iterable[int]) -> NkiTensor:
+        """Dimensions `begin` to `end` (exclusive) replaced."""
+        return self.with_layout(
+            (*self.shape[:begin], *sizes, *self.shape[end:]), (*self.strides[:begin], *strides, *self.strides[end:])
+        )
 
     def _fail(self, method: str, rule: str, found: object = None) -> ShapeError:
         return ShapeError(f"nki.language.NkiTensor.{method}", self.name or "tensor", rule, found)
@@ -191,27 +213,21 @@ class NkiTensor:
         """A dimension of size 1 repeated."""
         if self.shape[dim] != 1 or (dim == 0 and self.buffer.on_chip):
             raise self._fail("broadcast", "a free dimension of size 1", f"dimension {dim} of {self.shape}")
-        shape, strides = list(self.shape), list(self.strides)
-        shape[dim], strides[dim] = size, 0
-        return self.with_layout(shape, strides)
+        return self._replaced(dim, dim + 1, (size,), (0,))
 
     @_from_05
     def expand_dim(self, dim: int) -> NkiTensor:
         """A new dimension of size 1."""
         if dim == 0 and self.buffer.on_chip:
             raise self._fail("expand_dim", "no dimension before the partition")
-        return self.with_layout(
-            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 1, *self.strides[dim:])
-        )
+        return self._replaced(dim, dim, (1,), (1,))
 
     @_from_05
     def squeeze_dim(self, dim: int) -> NkiTensor:
         """Without a dimension of size 1."""
         if self.shape[dim] != 1 or (dim == 0 and self.buffer.on_chip):
             raise self._fail("squeeze_dim", "a free dimension of size 1", f"dimension {dim} of {self.shape}")
-        return self.with_layout(
-            (*self.shape[:dim], *self.shape[dim + 1 :]), (*self.strides[:dim], *self.strides[dim + 1 :])
-        )
+        return self._replaced(dim, dim + 1, (), ())
 
     @_from_05
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
@@ -222,9 +238,7 @@ class NkiTensor:
         if math.prod(sizes) != self.shape[dim] or (dim == 0 and self.buffer.on_chip and len(sizes) > 1):
             raise self._fail("reshape_dim", f"sizes whose product is {self.shape[dim]}, not of the partition", shape)
         steps = [step * self.strides[dim] for step in row_major(sizes)]
-        return self.with_layout(
-            (*self.shape[:dim], *sizes, *self.shape[dim + 1 :]), (*self.strides[:dim], *steps, *self.strides[dim + 1 :])
-        )
+        return self._replaced(dim, dim + 1, sizes, steps)
 
     @_from_05
     def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:

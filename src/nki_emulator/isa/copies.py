@@ -10,24 +10,21 @@ from nki_emulator.access import Call, form_of
 from nki_emulator.dtypes import INTEGERS, PACKED, narrow, widen
 from nki_emulator.errors import DtypeError
 from nki_emulator.isa.constants import engine as engines
-from nki_emulator.isa.operands import choose_engine, same_sizes, shaped
+from nki_emulator.isa.operands import instruction, same_sizes, shaped
 from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
 
 
-def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: Any = engines.unknown, name: str | None = None) -> None:
+@instruction("vector", "scalar", "gpsimd", alike=True)
+def tensor_copy(call: Call, dst: NkiTensor, src: NkiTensor, engine: Any = engines.unknown) -> None:
     """Copy between SBUF and PSUM: bit for bit if the dtypes are equal, otherwise through float32."""
-    call = Call("tensor_copy", choose_engine("tensor_copy", engine, "vector", ("vector", "scalar", "gpsimd")))
-    call.tile("dst", dst), call.tile("src", src)
-    same_sizes(call, dst=dst, src=src)
     values = call.read("src", src)
     call.write("dst", dst, shaped(values if src.dtype == dst.dtype else widen(values, src.dtype), dst))
 
 
-def memset(dst: NkiTensor, value: Any, engine: Any = engines.unknown, name: str | None = None) -> None:
+@instruction("vector", "gpsimd")
+def memset(call: Call, dst: NkiTensor, value: Any, engine: Any = engines.unknown) -> None:
     """Fill with a constant."""
-    call = Call("memset", choose_engine("memset", engine, "vector", ("vector", "gpsimd")))
-    call.tile("dst", dst)
     if dst.dtype in PACKED:
         call.need(value == 0, "value", "0 for packed dtypes", value)
         call.write("dst", dst, np.zeros(dst.shape, form_of(dst)))
@@ -38,12 +35,11 @@ def memset(dst: NkiTensor, value: Any, engine: Any = engines.unknown, name: str 
     call.write("dst", dst, np.broadcast_to(narrow(np.asarray([value], kind), dst.dtype), dst.shape))
 
 
+@instruction("vector")
 def tensor_copy_predicated(
-    dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
+    call: Call, dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False
 ) -> None:
     """Copy where the predicate holds; elsewhere dst keeps what it holds."""
-    call = Call("tensor_copy_predicated", "vector")
-    call.tile("dst", dst), call.tile("predicate", predicate)
     call.need_dtype("predicate", predicate, ("uint8", "uint16", "uint32"))
     chosen = shaped(call.read("predicate", predicate) != 0, dst)
     if isinstance(src, NkiTensor):
@@ -65,16 +61,9 @@ def tensor_copy_predicated(
         call.write("dst", dst, np.where(chosen, values, call.read("dst", dst)))
 
 
-def iota(
-    dst: NkiTensor,
-    pattern: Any,
-    offset: int = 0,
-    channel_multiplier: int = 0,
-    name: str | None = None,
-) -> None:
+@instruction("gpsimd")
+def iota(call: Call, dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0) -> None:
     """offset + partition * channel_multiplier + the steps of a pattern, in int32."""
-    call = Call("iota", "gpsimd")
-    call.tile("dst", dst)
     values = affine(call, dst, pattern, offset, channel_multiplier)
     call.write("dst", dst, values if form_of(dst).kind in "iu" else values.astype(np.float32))
 

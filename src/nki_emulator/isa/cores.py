@@ -12,23 +12,23 @@ from nki_emulator.errors import DtypeError, NkiError, PlaceError
 from nki_emulator.isa.constants import dma_engine as dma_engines
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import nc_version
+from nki_emulator.isa.operands import instruction
 from nki_emulator.registers import VirtualRegister
 from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
 
 
+@instruction("dma")
 def sendrecv(
+    call: Call,
     src: NkiTensor,
     dst: NkiTensor,
     send_to_rank: int,
     recv_from_rank: int,
     pipe_id: int,
     dma_engine: Any = dma_engines.dma,
-    name: str | None = None,
 ) -> None:
     """Exchange tiles with the other core."""
-    call = Call("sendrecv", "dma")
-    call.tile("src", src), call.tile("dst", dst)
     for operand, tensor in (("src", src), ("dst", dst)):
         call.need_region(operand, tensor, Region.sbuf)
     if src.dtype != dst.dtype:
@@ -47,9 +47,9 @@ def sendrecv(
     call.write("dst", dst, received.reshape(dst.shape))
 
 
-def core_barrier(data: NkiTensor, cores: Sequence[int], engine: Any = engines.gpsimd, name: str | None = None) -> None:
+@instruction("sync", tiles=())
+def core_barrier(call: Call, data: NkiTensor, cores: Sequence[int], engine: Any = engines.gpsimd) -> None:
     """Wait for the other core; orders accesses to `data`'s storage, and to no other."""
-    call = Call("core_barrier", "sync")
     if tuple(cores) != (0, 1):
         raise call.fail("cores", "(0, 1)", cores, NkiError)
     if call.core.launch.cores != 2:
@@ -78,16 +78,16 @@ def register_move(dst: VirtualRegister, src: Any) -> None:
     dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
 
 
-def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
+@instruction("sync", tiles=())
+def register_load(call: Call, dst: VirtualRegister, src: NkiTensor) -> None:
     """Set a register from one element in memory."""
-    call = Call("register_load", "sync")
     call.need(src.size == 1, "src", "one element", src.shape)
     dst.value = int(call.read("src", src).reshape(-1)[0])
 
 
-def register_store(dst: NkiTensor, src: VirtualRegister) -> None:
+@instruction("sync", tiles=())
+def register_store(call: Call, dst: NkiTensor, src: VirtualRegister) -> None:
     """Write a register to one element in memory."""
-    call = Call("register_store", "sync")
     call.need(dst.size == 1, "dst", "one element", dst.shape)
     call.write("dst", dst, np.full(dst.shape, src.value, np.int64))
 

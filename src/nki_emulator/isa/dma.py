@@ -13,6 +13,7 @@ from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnsupportedErr
 from nki_emulator.isa.constants import dge_mode as dge_modes
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import oob_mode as oob_modes
+from nki_emulator.isa.operands import instruction
 from nki_emulator.ops import OPERATORS
 from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
@@ -20,26 +21,24 @@ from nki_emulator.tensor import NkiTensor
 _PERMUTATIONS = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
-def _check(call: Call, operand: str, tensor: Any) -> None:
+def _reachable(call: Call, operand: str, tensor: Any) -> None:
     if not isinstance(tensor, NkiTensor):
         raise call.fail(operand, "a tensor", type(tensor).__name__)
     if tensor.buffer is Region.psum:
         raise call.fail(operand, "in HBM or SBUF: DMA does not reach PSUM", tensor.buffer.value, PlaceError)
 
 
+@instruction("dma", check=_reachable)
 def dma_copy(
+    call: Call,
     dst: NkiTensor,
     src: NkiTensor,
     priority: int | None = None,
     oob_mode: Any = oob_modes.error,
     dge_mode: Any = dge_modes.unknown,
     engine: Any = engines.unknown,
-    name: str | None = None,
 ) -> None:
     """Copy between HBM and SBUF: bit for bit if the dtypes are equal, otherwise through float32."""
-    call = Call("dma_copy", "dma")
-    _check(call, "dst", dst)
-    _check(call, "src", src)
     call.need(dst.size == src.size, "src", f"{dst.size} elements, as dst", src.shape)
     gathered = [t for t in (src, dst) if t.indirect_place is not None and t.indirect_place.a_partition]
     if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
@@ -98,19 +97,17 @@ def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None
         _copy(call, one["dst"], one["src"])
 
 
+@instruction("dma", check=_reachable)
 def dma_transpose(
+    call: Call,
     dst: NkiTensor,
     src: NkiTensor,
     axes: Sequence[int] | None = None,
     priority: int | None = None,
     dge_mode: Any = dge_modes.unknown,
     oob_mode: Any = oob_modes.error,
-    name: str | None = None,
 ) -> None:
     """Transpose on the way: (1, 0), (2, 1, 0) or (3, 1, 2, 0)."""
-    call = Call("dma_transpose", "dma")
-    _check(call, "dst", dst)
-    _check(call, "src", src)
     order = _PERMUTATIONS.get(src.ndim)
     if order is None or (axes is not None and tuple(axes) != order):
         raise call.fail("axes", "(1, 0), (2, 1, 0) or (3, 1, 2, 0) by the dimensions of src", axes)
@@ -128,18 +125,17 @@ def dma_transpose(
     call.write("dst", dst, values.reshape(dst.shape))
 
 
+@instruction("dma", check=_reachable)
 def dma_compute(
+    call: Call,
     dst: NkiTensor,
     srcs: Sequence[NkiTensor],
     reduce_op: Any,
     scales: Sequence[float] | None = None,
     unique_indices: bool = True,
     oob_mode: Any = oob_modes.error,
-    name: str | None = None,
 ) -> None:
     """Sum of the sources, in float32."""
-    call = Call("dma_compute", "dma")
-    _check(call, "dst", dst)
     if reduce_op is not OPERATORS["add"]:
         raise call.fail("reduce_op", "nl.add", reduce_op, NkiError)
     if scales is not None and any(scale != 1.0 for scale in scales):
@@ -149,7 +145,7 @@ def dma_compute(
         raise call.fail("unique_indices", "True", unique_indices, UnsupportedError)
     total: Any = np.float32(0)
     for number, src in enumerate(srcs):
-        _check(call, f"srcs[{number}]", src)
+        _reachable(call, f"srcs[{number}]", src)
         call.need(src.size == dst.size, f"srcs[{number}]", f"{dst.size} elements", src.shape)
         total = total + call.read32(f"srcs[{number}]", src).reshape(dst.shape)
     call.write("dst", dst, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import reduce_cmd as commands
 from nki_emulator.isa.operands import (
     apply,
-    choose_engine,
+    begun,
+    instruction,
     need_integers,
     need_operator,
     not_both_in_psum,
     rows,
-    same_sizes,
     shaped,
     vector_operand,
+    write_reduced,
 )
 from nki_emulator.ops import OPERATORS, Operator
 from nki_emulator.storage import Region
@@ -31,29 +33,29 @@ _WIDE_INTEGERS = ("int32", "uint32")
 _SCALAR_PAIRS = {("multiply", "add"), ("multiply", None), ("add", None)}
 
 
+def _all32(*tensors: NkiTensor) -> bool:
+    return all(tensor.dtype in _WIDE_INTEGERS for tensor in tensors)
+
+
+def _of_tensor_tensor(arguments: Mapping[str, Any]) -> str | None:
+    tensors = [arguments[operand] for operand in ("dst", "data1", "data2")]
+    exact = _all32(*tensors) and all(tensor.buffer is Region.sbuf for tensor in tensors)
+    return "gpsimd" if exact or arguments["op"] is OPERATORS["power"] else None
+
+
+@instruction("vector", "gpsimd", alike=True, default=_of_tensor_tensor)
 def tensor_tensor(
-    dst: NkiTensor,
-    data1: NkiTensor,
-    data2: NkiTensor,
-    op: Any,
-    engine: Any = engines.unknown,
-    name: str | None = None,
+    call: Call, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, engine: Any = engines.unknown
 ) -> None:
     """data1 <op> data2, in float32; 32-bit integers exactly (GpSimd) unless the Vector Engine is asked for."""
-    all32 = all(t.dtype in _WIDE_INTEGERS for t in (dst, data1, data2))
-    in_sbuf = all(t.buffer is Region.sbuf for t in (dst, data1, data2))
-    default = "gpsimd" if (all32 and in_sbuf) or op is OPERATORS["power"] else "vector"
-    call = Call("tensor_tensor", choose_engine("tensor_tensor", engine, default, ("vector", "gpsimd")))
     operator = need_operator(call, "op", op)
     if operator.unary:
         raise call.fail("op", "a binary operator", operator, NkiError)
-    call.tiles(dst=dst, data1=data1, data2=data2)
-    same_sizes(call, dst=dst, data1=data1, data2=data2)
     not_both_in_psum(call, data1, data2, "data2")
     if operator.bits:
         need_integers(call, operator, dst=dst, data1=data1, data2=data2)
         left, right = call.read("data1", data1), call.read("data2", data2)
-    elif all32 and call.engine == "gpsimd":
+    elif _all32(dst, data1, data2) and call.engine == "gpsimd":
         left = call.read("data1", data1).astype(np.int64)
         right = call.read("data2", data2).astype(np.int64)
     else:
@@ -64,23 +66,15 @@ def tensor_tensor(
     call.write("dst", dst, result)
 
 
+@instruction(
+    "vector", "scalar", "gpsimd", alike=True,
+    default=lambda arguments: "gpsimd" if arguments["op0"] is OPERATORS["rsqrt"] else None,
+)  # fmt: skip
 def tensor_scalar(
-    dst: NkiTensor,
-    data: NkiTensor,
-    op0: Any,
-    operand0: Any,
-    reverse0: bool = False,
-    op1: Any = None,
-    operand1: Any = None,
-    reverse1: bool = False,
-    engine: Any = engines.unknown,
-    name: str | None = None,
-) -> None:
+    call: Call, dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reverse0: bool = False, op1: Any = None,
+    operand1: Any = None, reverse1: bool = False, engine: Any = engines.unknown,
+) -> None:  # fmt: skip
     """(data <op0> operand0) <op1> operand1; operands are scalars or one value a partition, in float32."""
-    default = "gpsimd" if op0 is OPERATORS["rsqrt"] else "vector"
-    call = Call("tensor_scalar", choose_engine("tensor_scalar", engine, default, ("vector", "scalar", "gpsimd")))
-    call.tile("dst", dst), call.tile("data", data)
-    same_sizes(call, dst=dst, data=data)
     stages = [(need_operator(call, "op0", op0), "operand0", operand0, reverse0)]
     if op1 is not None:
         stages.append((need_operator(call, "op1", op1), "operand1", operand1, reverse1))
@@ -121,7 +115,9 @@ def _bits_operand(call: Call, operand: str, value: Any, data: NkiTensor) -> Any:
     return None if value is None else NUMPY[data.dtype].type(value)
 
 
+@instruction("vector", alike=True)
 def scalar_tensor_tensor(
+    call: Call,
     dst: NkiTensor,
     data: NkiTensor,
     op0: Any,
@@ -130,12 +126,8 @@ def scalar_tensor_tensor(
     operand1: NkiTensor,
     reverse0: bool = False,
     reverse1: bool = False,
-    name: str | None = None,
 ) -> None:
     """(data <op0> operand0) <op1> operand1, where operand1 is a tile."""
-    call = Call("scalar_tensor_tensor", "vector")
-    call.tiles(dst=dst, data=data, operand1=operand1)
-    same_sizes(call, dst=dst, data=data, operand1=operand1)
     not_both_in_psum(call, data, operand1, "operand1")
     first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
     if first.bits or second.bits:
@@ -145,51 +137,36 @@ def scalar_tensor_tensor(
     call.write("dst", dst, shaped(apply(second, part, rows(call.read32("operand1", operand1)), reverse1), dst))
 
 
+@instruction("scalar", alike=True)
 def activation(
-    dst: NkiTensor,
-    op: Any,
-    data: NkiTensor,
-    bias: Any = None,
-    scale: Any = 1.0,
-    reduce_op: Any = None,
-    reduce_res: NkiTensor | None = None,
-    reduce_cmd: Any = commands.idle,
-    name: str | None = None,
-) -> None:
+    call: Call, dst: NkiTensor, op: Any, data: NkiTensor, bias: Any = None, scale: Any = 1.0, reduce_op: Any = None,
+    reduce_res: NkiTensor | None = None, reduce_cmd: Any = commands.idle,
+) -> None:  # fmt: skip
     """op(data * scale + bias) on the Scalar Engine, and optionally its sum over each partition."""
-    _activation(Call("activation", "scalar"), dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
+    _activation(call, dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
 
+@instruction("scalar", alike=True)
 def activation_reduce(
-    dst: NkiTensor,
-    op: Any,
-    data: NkiTensor,
-    reduce_op: Any,
-    reduce_res: NkiTensor | None,
-    bias: Any = None,
-    scale: Any = 1.0,
-    name: str | None = None,
-) -> None:
-    """`activation` with `reduce_cmd.reset_reduce`."""
-    call = Call("activation_reduce", "scalar")
-    _activation(call, dst, op, data, bias, scale, reduce_op, reduce_res, commands.reset_reduce)
-
-
-def _activation(
     call: Call,
     dst: NkiTensor,
     op: Any,
     data: NkiTensor,
-    bias: Any,
-    scale: Any,
     reduce_op: Any,
     reduce_res: NkiTensor | None,
-    reduce_cmd: Any,
+    bias: Any = None,
+    scale: Any = 1.0,
 ) -> None:
+    """`activation` with `reduce_cmd.reset_reduce`."""
+    _activation(call, dst, op, data, bias, scale, reduce_op, reduce_res, commands.reset_reduce)
+
+
+def _activation(
+    call: Call, dst: NkiTensor, op: Any, data: NkiTensor, bias: Any, scale: Any, reduce_op: Any,
+    reduce_res: NkiTensor | None, reduce_cmd: Any,
+) -> None:  # fmt: skip
     if not isinstance(op, Operator) or op.activation is None:
         raise call.fail("op", "an activation function of nki.language", op, NkiError)
-    call.tile("dst", dst), call.tile("data", data)
-    same_sizes(call, dst=dst, data=data)
     if reduce_op is not None and reduce_op is not OPERATORS["add"]:
         raise call.fail("reduce_op", "nl.add", reduce_op, NkiError)
     inner = rows(call.read32("data", data))
@@ -205,19 +182,13 @@ def _activation(
     if reduce_cmd in (commands.reset, commands.reset_reduce):
         call.core.accumulator("scalar", 0.0)
     if reduce_cmd in (commands.reduce, commands.reset_reduce):
-        register = call.core.registers["scalar"]
-        if register is None:
-            raise call.fail("reduce_cmd", "reset_reduce before reduce", reduce_cmd, NkiError)
-        register[: len(result)] += result.sum(axis=1, keepdims=True)
+        begun(call, "scalar", reduce_cmd)[: len(result)] += result.sum(axis=1, keepdims=True)
     call.write("dst", dst, shaped(result, dst))
     if reduce_res is not None:
-        call.tile("reduce_res", reduce_res)
-        holds = reduce_res.shape[0] == data.shape[0] and reduce_res.free_size == 1
-        call.need(holds, "reduce_res", f"({data.shape[0]}, 1)", reduce_res.shape)
         register = call.core.registers["scalar"]
         if register is None:
             raise call.fail("reduce_res", "a reduction to read", reduce_cmd, NkiError)
-        call.write("reduce_res", reduce_res, register[: data.shape[0]].reshape(reduce_res.shape).copy())
+        write_reduced(call, reduce_res, register[: data.shape[0]])
 
 
 def _need_valid(call: Call, op: Operator, values: Any) -> None:
@@ -232,15 +203,15 @@ def _need_valid(call: Call, op: Operator, values: Any) -> None:
             raise call.fail("data", rule, float(values[wrong][0]), NkiError)
 
 
-def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+@instruction("vector", alike=True)
+def reciprocal(call: Call, dst: NkiTensor, data: NkiTensor) -> None:
     """1 / data on the Vector Engine."""
-    call = Call("reciprocal", "vector")
-    call.tile("dst", dst), call.tile("data", data)
-    same_sizes(call, dst=dst, data=data)
     call.write("dst", dst, shaped(apply(OPERATORS["reciprocal"], call.read32("data", data), None), dst))
 
 
+@instruction("gpsimd", alike=True)
 def affine_select(
+    call: Call,
     dst: NkiTensor,
     pattern: Any,
     channel_multiplier: int,
@@ -248,20 +219,18 @@ def affine_select(
     on_false_value: float,
     cmp_op: Any = OPERATORS["equal"],
     offset: int = 0,
-    name: str | None = None,
 ) -> None:
     """on_true_tile where an affine expression compares true with 0, on_false_value elsewhere."""
     from nki_emulator.isa.copies import affine
 
-    call = Call("affine_select", "gpsimd")
-    call.tile("dst", dst), call.tile("on_true_tile", on_true_tile)
-    same_sizes(call, dst=dst, on_true_tile=on_true_tile)
     chosen = apply(need_operator(call, "cmp_op", cmp_op), affine(call, dst, pattern, offset, channel_multiplier), 0)
     values = shaped(call.read32("on_true_tile", on_true_tile), dst)
     call.write("dst", dst, np.where(chosen != 0, values, np.float32(on_false_value)))
 
 
+@instruction("vector", tiles=("dst", "on_true_tile"), alike=True)
 def range_select(
+    call: Call,
     dst: NkiTensor,
     on_true_tile: NkiTensor,
     comp_op0: Any,
@@ -273,12 +242,8 @@ def range_select(
     reduce_op: Any = OPERATORS["maximum"],
     range_start: int = 0,
     on_false_value: float = float(np.finfo(np.float32).min),
-    name: str | None = None,
 ) -> None:
     """on_true_tile where its column compares with both bounds, the least float32 elsewhere; optionally the maximum."""
-    call = Call("range_select", "vector")
-    call.tile("dst", dst), call.tile("on_true_tile", on_true_tile)
-    same_sizes(call, dst=dst, on_true_tile=on_true_tile)
     call.need(on_false_value == float(np.finfo(np.float32).min), "on_false_value", "FP32_MIN", on_false_value)
     if on_true_tile.dtype in INTEGERS:
         raise call.fail("on_true_tile", "a float dtype", on_true_tile.dtype, DtypeError)
@@ -292,7 +257,9 @@ def range_select(
     accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
 
 
+@instruction("vector", alike=True)
 def select_reduce(
+    call: Call,
     dst: NkiTensor,
     predicate: NkiTensor,
     on_true: NkiTensor,
@@ -301,12 +268,8 @@ def select_reduce(
     reduce_cmd: Any = commands.idle,
     reduce_op: Any = OPERATORS["maximum"],
     reverse_pred: bool = False,
-    name: str | None = None,
 ) -> None:
     """on_true where the predicate holds, on_false elsewhere; optionally the maximum."""
-    call = Call("select_reduce", "vector")
-    call.tiles(dst=dst, predicate=predicate, on_true=on_true)
-    same_sizes(call, dst=dst, predicate=predicate, on_true=on_true)
     call.need_dtype("predicate", predicate, ("int8", "uint8", "int16", "uint16"))
     not_both_in_psum(call, on_true, predicate, "predicate")
     chosen = rows(call.read("predicate", predicate)) != 0
@@ -337,13 +300,7 @@ def accumulate(
         if initial is None:
             raise call.fail("reduce_init", "a value for load_reduce", None, NkiError)
         call.core.accumulator("vector", 0.0)[:count] = initial
-    register = call.core.registers["vector"]
-    if register is None:
-        raise call.fail("reduce_cmd", "reset_reduce before reduce", reduce_cmd, NkiError)
+    register = begun(call, "vector", reduce_cmd)
     register[:count] = apply(operator, register[:count], operator.reduce(values, (1,)))
     if reduce_res is not None:
-        call.tile("reduce_res", reduce_res)
-        holds = reduce_res.shape[0] == count and reduce_res.free_size == 1
-        call.need(holds, "reduce_res", f"({count}, 1)", reduce_res.shape)
-        out = -register[:count] if negate else register[:count]
-        call.write("reduce_res", reduce_res, out.reshape(reduce_res.shape).copy())
+        write_reduced(call, reduce_res, -register[:count] if negate else register[:count])

@@ -9,23 +9,22 @@ import numpy as np
 
 from nki_emulator.access import Call
 from nki_emulator.errors import DtypeError, NkiError, PlaceError
-from nki_emulator.isa.operands import rows, same_sizes, shaped
+from nki_emulator.isa.operands import instruction, rows, same_sizes, shaped
 from nki_emulator.tensor import NkiTensor
 
 _CORE = 16  # partitions of one of the eight GpSimd cores
 
 
+@instruction("gpsimd")
 def local_gather(
+    call: Call,
     dst: NkiTensor,
     src_buffer: NkiTensor,
     index: NkiTensor,
     num_elem_per_idx: int = 1,
     num_valid_indices: int | None = None,
-    name: str | None = None,
 ) -> None:
     """Gather within groups of 16 partitions: one list of indices a group, read partition first."""
-    call = Call("local_gather", "gpsimd")
-    call.tiles(dst=dst, src_buffer=src_buffer, index=index)
     call.need_dtype("index", index, ("uint16",))
     if dst.dtype != src_buffer.dtype:
         raise call.fail("dst", f"dtype {src_buffer.dtype} of src_buffer", dst.dtype, DtypeError)
@@ -48,10 +47,9 @@ def local_gather(
     call.write("dst", dst, shaped(out, dst))
 
 
-def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> None:
+@instruction("gpsimd")
+def nc_n_gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor) -> None:
     """Gather within each partition."""
-    call = Call("nc_n_gather", "gpsimd")
-    call.tiles(dst=dst, data=data, indices=indices)
     call.need_dtype("indices", indices, ("uint32",))
     if dst.dtype != data.dtype:
         raise call.fail("dst", f"dtype {data.dtype} of data", dst.dtype, DtypeError)
@@ -63,10 +61,9 @@ def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str |
     call.write("dst", dst, shaped(np.take_along_axis(rows(call.read("data", data)), places, 1), dst))
 
 
-def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Sequence[int], name: str | None = None) -> None:
+@instruction("vector")
+def nc_stream_shuffle(call: Call, dst: NkiTensor, src: NkiTensor, shuffle_mask: Sequence[int]) -> None:
     """Move partitions within each group of 32: output i comes from mask[i]; 255 leaves it as it was."""
-    call = Call("nc_stream_shuffle", "vector")
-    call.tile("dst", dst), call.tile("src", src)
     call.need(len(shuffle_mask) == 32, "shuffle_mask", "32 elements", len(shuffle_mask))
     if dst.dtype != src.dtype:
         raise call.fail("dst", f"dtype {src.dtype} of src", dst.dtype, DtypeError)
@@ -96,20 +93,18 @@ def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Sequence[int
     call.write("dst", dst, shaped(out, dst))
 
 
-def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> None:
+@instruction("vector")
+def max8(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
     """The 8 largest values of each partition, falling."""
-    call = Call("max8", "vector")
-    call.tile("dst", dst), call.tile("src", src)
     _need_columns(call, "src", src)
     call.need(dst.shape[0] == src.shape[0] and dst.free_size == 8, "dst", "8 elements a partition", dst.shape)
     values = rows(call.read32("src", src))
     call.write("dst", dst, shaped(np.ascontiguousarray(-np.sort(-values, axis=1)[:, :8]), dst))
 
 
-def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> None:
+@instruction("vector")
+def nc_find_index8(call: Call, dst: NkiTensor, data: NkiTensor, vals: NkiTensor) -> None:
     """Where each of 8 values occurs first; equal values take successive occurrences."""
-    call = Call("nc_find_index8", "vector")
-    call.tiles(dst=dst, data=data, vals=vals)
     call.need_dtype("dst", dst, ("uint16", "uint32"))
     _need_columns(call, "data", data)
     call.need(vals.free_size == 8, "vals", "8 elements a partition", vals.shape)
@@ -129,18 +124,11 @@ def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str |
     call.write("dst", dst, shaped(out.astype(np.uint32 if dst.dtype == "uint32" else np.uint16), dst))
 
 
+@instruction("vector", alike=("dst", "data"))
 def nc_match_replace8(
-    dst: NkiTensor,
-    data: NkiTensor,
-    vals: NkiTensor,
-    imm: float,
-    dst_idx: NkiTensor | None = None,
-    name: str | None = None,
+    call: Call, dst: NkiTensor, data: NkiTensor, vals: NkiTensor, imm: float, dst_idx: NkiTensor | None = None
 ) -> None:
     """Replace the first occurrence of each of 8 values; repeated values are paired from the last column."""
-    call = Call("nc_match_replace8", "vector")
-    call.tiles(dst=dst, data=data, vals=vals)
-    same_sizes(call, dst=dst, data=data)
     call.need(vals.free_size == 8, "vals", "8 elements a partition", vals.shape)
     values, wanted = rows(call.read32("data", data)).copy(), rows(call.read32("vals", vals))
     places = np.full((len(values), 8), 0xFFFFFFFF, np.int64)
@@ -163,12 +151,11 @@ def _need_columns(call: Call, operand: str, tensor: NkiTensor) -> None:
     call.need(8 <= tensor.free_size <= 16384, operand, "8 to 16384 elements a partition", tensor.free_size)
 
 
+@instruction("gpsimd")
 def nonzero_with_count(
-    dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1, name: str | None = None
+    call: Call, dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1
 ) -> None:
     """Indices of what is not zero, padding, and their number; partitions 0, 16, ... 112 alone."""
-    call = Call("nonzero_with_count", "gpsimd")
-    call.tile("dst", dst), call.tile("src", src)
     call.need_dtype("src", src, ("float32", "int32"))
     call.need_dtype("dst", dst, ("int32",))
     call.need(dst.shape[0] == src.shape[0], "dst", f"{src.shape[0]} partitions", dst.shape)
@@ -188,10 +175,9 @@ def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: s
     raise NkiError("nki.isa.topk", "operation", "max8 and nc_find_index8: topk is not emulated (README.md)")
 
 
-def sequence_bounds(dst: NkiTensor, segment_ids: NkiTensor, name: str | None = None) -> None:
+@instruction("gpsimd")
+def sequence_bounds(call: Call, dst: NkiTensor, segment_ids: NkiTensor) -> None:
     """First and one past the last index of the segment of each element; (n, -1) for padding, whose id is 0."""
-    call = Call("sequence_bounds", "gpsimd")
-    call.tile("dst", dst), call.tile("segment_ids", segment_ids)
     call.need(segment_ids.shape[0] == 1, "segment_ids", "one partition", segment_ids.shape)
     ids: Any = rows(call.read32("segment_ids", segment_ids))[0]
     count = len(ids)

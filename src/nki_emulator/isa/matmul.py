@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from nki_emulator.dtypes import FP8, Array
 from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnwrittenError
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import matmul_perf_mode
-from nki_emulator.isa.operands import choose_engine, rows, shaped
+from nki_emulator.isa.operands import instruction, rows, shaped
 from nki_emulator.limits import MOVING_COLUMNS, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_COLUMNS
 from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
@@ -20,7 +21,9 @@ _INPUTS = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "tfloa
 _WIDE = ("float32", "tfloat32")
 
 
+@instruction("tensor")
 def nc_matmul(
+    call: Call,
     dst: NkiTensor,
     stationary: NkiTensor,
     moving: NkiTensor,
@@ -31,15 +34,11 @@ def nc_matmul(
     tile_position: tuple[int, ...] = (),
     tile_size: tuple[int, ...] = (),
     perf_mode: Any = matmul_perf_mode.none,
-    name: str | None = None,
 ) -> None:
     """dst (PSUM) = or += stationary.T @ moving, contracted over partitions, summed in float32."""
-    call = Call("nc_matmul", "tensor")
     for operand, tensor in (("stationary", stationary), ("moving", moving)):
-        call.tile(operand, tensor)
         call.need_region(operand, tensor, Region.sbuf)
         call.need_dtype(operand, tensor, _INPUTS)
-    call.tile("dst", dst)
     call.need_region("dst", dst, Region.psum)
     if (stationary.dtype in _WIDE) != (moving.dtype in _WIDE):
         rule = f"32 bits wide as stationary ({stationary.dtype}), or both narrower"
@@ -99,7 +98,7 @@ def _check_tile(
 
 def _in_one_bank(call: Call, dst: NkiTensor) -> None:
     start = dst.base % dst.storage.pitch + dst.offset % dst.row * dst.itemsize
-    reach = sum((n - 1) * s for n, s in zip(dst.shape[1:], dst.strides[1:], strict=True)) * dst.itemsize
+    reach = dst.reach * dst.itemsize
     holds = start // PSUM_BANK_BYTES == (start + reach) // PSUM_BANK_BYTES
     call.need(holds, "dst", f"within one PSUM bank of {PSUM_BANK_BYTES} bytes", f"bytes {start} to {start + reach + 4}")
 
@@ -138,12 +137,15 @@ def _transpose(call: Call, dst: NkiTensor, data: NkiTensor, left: Array, right: 
     call.write("dst", dst, shaped(np.ascontiguousarray(left.T), dst))
 
 
-def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: Any = engines.unknown, name: str | None = None) -> None:
-    """Swap partitions and the flattened free dimensions; bit for bit."""
+def _of_transpose(arguments: Mapping[str, Any]) -> str | None:
+    dst, data = arguments["dst"], arguments["data"]
     small = data.shape[0] <= 32 and data.free_size <= 32
-    default = "vector" if small and not (dst.buffer is Region.psum and data.buffer is Region.sbuf) else "tensor"
-    call = Call("nc_transpose", choose_engine("nc_transpose", engine, default, ("tensor", "vector")))
-    call.tile("dst", dst), call.tile("data", data)
+    return "vector" if small and not (dst.buffer is Region.psum and data.buffer is Region.sbuf) else None
+
+
+@instruction("tensor", "vector", default=_of_transpose)
+def nc_transpose(call: Call, dst: NkiTensor, data: NkiTensor, engine: Any = engines.unknown) -> None:
+    """Swap partitions and the flattened free dimensions; bit for bit."""
     limit = 128 if call.engine == "tensor" else 32
     holds = data.shape[0] <= limit and data.free_size <= limit
     call.need(holds, "data", f"at most {limit} x {limit} on the {call.engine} engine", data.shape)

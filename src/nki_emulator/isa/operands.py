@@ -1,7 +1,10 @@
-"""What instructions have in common: choice of engine, sizes that must agree, scalars and vectors as operands."""
+"""What instructions have in common: engine and tiles, sizes that must agree, scalars and vectors as operands."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -14,15 +17,60 @@ from nki_emulator.ops import Operator
 from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
 
+Operation = Callable[..., None]
+INSTRUCTIONS: dict[str, Operation] = {}  # `nki.isa`'s, by name
 
-def choose_engine(operation: str, asked: Any, default: str, allowed: tuple[str, ...]) -> str:
-    """The engine asked for, or the default of `engine.unknown`."""
-    if asked is None or asked is engines.unknown:
-        return default
-    name: str = asked.name
-    if name not in allowed:
-        raise NkiError(f"nki.isa.{operation}", "engine", " or ".join(allowed), name)
-    return name
+
+def instruction(
+    *allowed: str,
+    tiles: tuple[str, ...] | None = None,
+    alike: tuple[str, ...] | bool = False,
+    check: Callable[[Call, str, Any], Any] = Call.tile,
+    default: Callable[[Mapping[str, Any]], str | None] = lambda arguments: None,
+) -> Callable[[Operation], Operation]:
+    """Make an instruction of `nki.isa` of a function that is given its `Call` first.
+
+    Every instruction of NKI takes a last argument `name`, which does nothing here.
+
+    Args:
+        allowed: engines; where there are several, the argument `engine` says which.
+        tiles: arguments that `check` is to pass; None: all that are annotated as an NkiTensor.
+        alike: of these (True: all tiles), those of as many partitions and elements a partition.
+        check: see `tiles`.
+        default: of the arguments, the engine where none is asked for; None: the first of `allowed`.
+    """
+
+    def decorate(function: Operation) -> Operation:
+        operation, (_, *names) = function.__name__, inspect.signature(function).parameters
+        checked = tiles
+        if checked is None:
+            checked = tuple(operand for operand in names if function.__annotations__[operand] == "NkiTensor")
+        same = (checked if alike else ()) if isinstance(alike, bool) else alike
+
+        def engine_of(arguments: Mapping[str, Any]) -> str:
+            asked = arguments.get("engine") if len(allowed) > 1 else None
+            if asked is None or asked is engines.unknown:
+                return default(arguments) or allowed[0]
+            if asked.name not in allowed:
+                raise NkiError(f"nki.isa.{operation}", "engine", " or ".join(allowed), asked.name)
+            return str(asked.name)
+
+        @wraps(function)
+        def run(*arguments: Any, name: str | None = None, **named: Any) -> None:
+            arguments = arguments[: len(names)] if len(arguments) == len(names) + 1 else arguments
+            given = dict(zip(names, arguments, strict=False)) | named
+            call = Call(operation, engine_of(given))
+            for operand in checked:
+                if operand in given:
+                    check(call, operand, given[operand])
+            if same:
+                same_sizes(call, **{operand: given[operand] for operand in same if operand in given})
+            function(call, *arguments, **named)
+
+        INSTRUCTIONS[operation] = run
+        return run
+
+    return decorate
 
 
 def same_sizes(call: Call, **tensors: NkiTensor) -> None:
@@ -82,6 +130,22 @@ def apply(operator: Operator, left: Any, right: Any, reverse: bool = False) -> A
         if operator.unary:
             return operator.alu(left)
         return operator.alu(right, left) if reverse else operator.alu(left, right)
+
+
+def begun(call: Call, engine: str, command: Any) -> Array:
+    """An engine's accumulator, float32 [128, 1], which an earlier instruction has begun."""
+    register: Array | None = call.core.registers[engine]
+    if register is None:
+        raise call.fail("reduce_cmd", "reset_reduce before reduce", command, NkiError)
+    return register
+
+
+def write_reduced(call: Call, reduce_res: NkiTensor, values: Array) -> None:
+    """Values of an accumulator, [partitions, 1], to where they are read out."""
+    call.tile("reduce_res", reduce_res)
+    holds = reduce_res.shape[0] == len(values) and reduce_res.free_size == 1
+    call.need(holds, "reduce_res", f"({len(values)}, 1)", reduce_res.shape)
+    call.write("reduce_res", reduce_res, values.reshape(reduce_res.shape).copy())
 
 
 def rows(values: Array) -> Array:

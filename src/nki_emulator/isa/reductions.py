@@ -13,11 +13,12 @@ from nki_emulator.isa.constants import reduce_cmd as commands
 from nki_emulator.isa.elementwise import accumulate
 from nki_emulator.isa.operands import (
     apply,
+    begun,
+    instruction,
     need_integers,
     need_operator,
     not_both_in_psum,
     rows,
-    same_sizes,
     shaped,
     vector_operand,
 )
@@ -25,18 +26,17 @@ from nki_emulator.limits import BN_STATS_COLUMNS
 from nki_emulator.tensor import NkiTensor
 
 
+@instruction("vector")
 def tensor_reduce(
+    call: Call,
     dst: NkiTensor,
     op: Any,
     data: NkiTensor,
     axis: int | Sequence[int],
     negate: bool = False,
     keepdims: bool = False,
-    name: str | None = None,
 ) -> None:
     """Reduce the last free dimensions in float32."""
-    call = Call("tensor_reduce", "vector")
-    call.tile("dst", dst), call.tile("data", data)
     operator = need_operator(call, "op", op)
     if not operator.reduces:
         raise call.fail("op", "an operator that reduces", operator, NkiError)
@@ -53,17 +53,18 @@ def tensor_reduce(
     call.write("dst", dst, shaped(-result if negate else result, dst))
 
 
-def tensor_partition_reduce(dst: NkiTensor, op: Any, data: NkiTensor, name: str | None = None) -> None:
+@instruction("gpsimd")
+def tensor_partition_reduce(call: Call, dst: NkiTensor, op: Any, data: NkiTensor) -> None:
     """Reduce over partitions on GpSimd."""
-    call = Call("tensor_partition_reduce", "gpsimd")
-    call.tile("dst", dst), call.tile("data", data)
     operator = need_operator(call, "op", op)
     call.need(dst.shape[0] == 1 and dst.free_size == data.free_size, "dst", f"(1, {data.free_size})", dst.shape)
     values = call.read("data", data) if operator.bits else call.read32("data", data)
     call.write("dst", dst, shaped(operator.reduce(values, (0,)), dst))
 
 
+@instruction("vector", alike=True)
 def tensor_scalar_reduce(
+    call: Call,
     dst: NkiTensor,
     data: NkiTensor,
     op0: Any,
@@ -74,12 +75,8 @@ def tensor_scalar_reduce(
     reduce_cmd: Any = commands.reset_reduce,
     reduce_init: Any = None,
     reduce_res_negate: bool = False,
-    name: str | None = None,
 ) -> None:
     """data <op0> operand0, and its reduction over each partition."""
-    call = Call("tensor_scalar_reduce", "vector")
-    call.tile("dst", dst), call.tile("data", data)
-    same_sizes(call, dst=dst, data=data)
     operator = need_operator(call, "op0", op0)
     if operator.bits:
         raise call.fail("op0", "an arithmetic operator", operator, NkiError)
@@ -92,7 +89,9 @@ def tensor_scalar_reduce(
     accumulate(call, result, reduce_op, reduce_cmd, initial, reduce_res, reduce_res_negate)
 
 
+@instruction("vector", alike=True)
 def tensor_scalar_cumulative(
+    call: Call,
     dst: NkiTensor,
     src: NkiTensor,
     op0: Any,
@@ -100,12 +99,8 @@ def tensor_scalar_cumulative(
     imm0: Any,
     imm1: Any = None,
     reduce_cmd: Any = commands.reset_reduce,
-    name: str | None = None,
 ) -> None:
     """Running op1 of src <op0> imm0 along each partition."""
-    call = Call("tensor_scalar_cumulative", "vector")
-    call.tile("dst", dst), call.tile("src", src)
-    same_sizes(call, dst=dst, src=src)
     for operand, tensor in (("dst", dst), ("src", src)):
         if tensor.dtype in ("int32", "uint32"):
             raise call.fail(operand, "a dtype other than int32 and uint32", tensor.dtype, NkiError)
@@ -115,9 +110,7 @@ def tensor_scalar_cumulative(
         call.core.accumulator("vector", float(second.start or 0.0))
     elif reduce_cmd is commands.load_reduce:
         call.core.accumulator("vector", 0.0)[: len(scaled)] = vector_operand(call, "imm1", imm1, src)
-    register = call.core.registers["vector"]
-    if register is None:
-        raise call.fail("reduce_cmd", "reset_reduce before reduce", reduce_cmd, NkiError)
+    register = begun(call, "vector", reduce_cmd)
     out = np.empty_like(scaled)
     running = register[: len(scaled), 0]
     for column in range(scaled.shape[1]):
@@ -127,7 +120,9 @@ def tensor_scalar_cumulative(
     call.write("dst", dst, shaped(out, dst))
 
 
+@instruction("vector", alike=True)
 def tensor_tensor_scan(
+    call: Call,
     dst: NkiTensor,
     data0: NkiTensor,
     data1: NkiTensor,
@@ -136,12 +131,8 @@ def tensor_tensor_scan(
     op1: Any,
     reverse0: bool = False,
     reverse1: bool = False,
-    name: str | None = None,
 ) -> None:
     """result[i] = (data0[i] <op0> result[i - 1]) <op1> data1[i] along each partition."""
-    call = Call("tensor_tensor_scan", "vector")
-    call.tiles(dst=dst, data0=data0, data1=data1)
-    same_sizes(call, dst=dst, data0=data0, data1=data1)
     not_both_in_psum(call, data0, data1, "data1")
     first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
     left, right = rows(call.read32("data0", data0)), rows(call.read32("data1", data1))
@@ -154,10 +145,9 @@ def tensor_tensor_scan(
     call.write("dst", dst, shaped(out, dst))
 
 
-def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+@instruction("vector")
+def bn_stats(call: Call, dst: NkiTensor, data: NkiTensor) -> None:
     """Count, mean and variance * count of the even and of the odd elements of each partition."""
-    call = Call("bn_stats", "vector")
-    call.tile("dst", dst), call.tile("data", data)
     call.need(data.free_size <= BN_STATS_COLUMNS, "data", f"at most {BN_STATS_COLUMNS} elements", data.free_size)
     call.need(dst.shape[0] == data.shape[0] and dst.free_size == 6, "dst", "6 elements a partition", dst.shape)
     values = rows(call.read32("data", data))
@@ -170,10 +160,9 @@ def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
     call.write("dst", dst, shaped(out, dst))
 
 
-def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+@instruction("vector")
+def bn_aggr(call: Call, dst: NkiTensor, data: NkiTensor) -> None:
     """Mean and variance from the results of `bn_stats`."""
-    call = Call("bn_aggr", "vector")
-    call.tile("dst", dst), call.tile("data", data)
     call.need(data.free_size % 3 == 0, "data", "a multiple of 3 elements", data.free_size)
     call.need(dst.free_size == 2, "dst", "2 elements a partition", dst.shape)
     count, mean, spread = np.moveaxis(rows(call.read32("data", data)).reshape(data.shape[0], -1, 3), 2, 0)
