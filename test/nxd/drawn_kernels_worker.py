@@ -124,13 +124,13 @@ class Counted:
         return getattr(self.app, name)
 
     def __call__(self, input_ids: torch.Tensor, **given: Any) -> Any:
-        begin, ran = Kernel.begin, self.ran
+        inner, ran = Kernel.run, self.ran
 
         def counted(kernel: Kernel, *args: Any) -> Any:
             ran[kernel.__name__] += 1
-            return begin(kernel, *args)
+            return inner(kernel, *args)
 
-        with mock.patch.object(Kernel, "begin", counted if input_ids.shape[1] <= self.width else begin):
+        with mock.patch.object(Kernel, "run", counted if input_ids.shape[1] <= self.width else inner):
             return self.app(input_ids=input_ids, **given)
 
 
