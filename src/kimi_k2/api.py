@@ -282,6 +282,7 @@ class KimiK2:
         dtype: str | None = None,
         keep_quantized: bool | None = None,
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
         download: bool = False,
         style: str | None = None,
         params: SamplingParams | None = None,
@@ -301,6 +302,7 @@ class KimiK2:
             dtype: of activations and float weights; bfloat16 on a GPU, else float32.
             keep_quantized: hold weights as they are stored; the default on a GPU in bfloat16.
             kv_cache_dtype: see `model.cache.kv_cache_dtype`.
+            batch_invariant: a sequence's logits have the same bits in any batch and in any chunks.
             download: fetch what the Hugging Face cache lacks.
             style: chat format; None for what the checkpoint says.
             params, stop, chunk_size: see KimiK2.
@@ -320,6 +322,7 @@ class KimiK2:
                 "ranks": ranks,
                 "keep_quantized": keep_quantized,
                 "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+                "batch_invariant": batch_invariant or None,
             }
             for field_name, value in given.items():
                 if value is not None:
@@ -344,17 +347,18 @@ class KimiK2:
         elif ranks is None:
             check_device(backend)
             model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
-            model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
+            model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
             media_reader = MediaReader(directory, config, tokenizer, compute, backend)
             drafter = None if draft is None else load_drafter(draft, model, directory, download=download)
             generator = Generator(model, keep=keep_cache, drafter=drafter, draft_tokens=draft_tokens)
             yield cls(generator, tokenizer, config, params, media_reader=media_reader, **options)
         else:
             with load_ranks(ranks, directory, config, compute, backend) as part:
-                part.generator.model.kv_cache_dtype = cache_dtype(kv_cache_dtype, config)
-                place = part.generator.model.lm_head.weight.device
+                model = part.generator.model
+                model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
+                place = model.lm_head.weight.device
                 if draft is not None:
-                    part.generator.drafter = load_drafter(draft, part.generator.model, directory, download=download)
+                    part.generator.drafter = load_drafter(draft, model, directory, download=download)
                     part.generator.draft_tokens = draft_tokens
                 media_reader = MediaReader(directory, config, tokenizer, compute, place, ranks)
                 yield cls(

@@ -16,7 +16,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops import registry
 
 SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -109,4 +108,3 @@ def test_generate_in_batch_invariant_mode(checkpoints: dict[str, Path]) -> None:
     assert "batch-invariant mode" not in normal.output
     refused = CliRunner().invoke(app, [*given, "--batch-invariant", "--backend", "neuron", "--on-cpu"])
     assert refused.exit_code == 2
-    registry.set_batch_invariant(False)

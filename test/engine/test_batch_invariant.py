@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from kimi_k2.engine.batch import PagedCache, pages_of
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.generate import prefill
+from kimi_k2.engine.generate import Generator, prefill
 from kimi_k2.engine.prompt_step import PromptStep
+from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
@@ -28,13 +30,13 @@ CASES = [
 ]
 DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "2"))
 STEPS = 1
+PARAMS = SamplingParams(max_new_tokens=3, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def _mode() -> Iterator[None]:
-    registry.set_batch_invariant(True)
-    yield
-    registry.set_batch_invariant(False)
+def invariant(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
+    model = KimiK2ForCausalLM.from_pretrained(checkpoint, **options)
+    model.batch_invariant = True
+    return model
 
 
 def run(
@@ -70,7 +72,7 @@ def drawn(model: KimiK2ForCausalLM, seed: int) -> tuple[list[list[int]], list[li
 def test_logits_do_not_depend_on_the_batch(
     checkpoints: dict[str, Path], name: str, dtype: torch.dtype, cache: torch.dtype, stored: bool
 ) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], dtype=dtype, keep_quantized=stored)
+    model = invariant(checkpoints[name], dtype=dtype, keep_quantized=stored)
     model.kv_cache_dtype = cache
     prompt, following = drawn(model, 1000)
     alone = run(model, prompt[:1], following[:1], None)
@@ -92,7 +94,6 @@ def test_logits_do_not_depend_on_the_batch(
 
 def test_the_normal_mode_does_depend_on_it(checkpoints: dict[str, Path]) -> None:
     """The test above could fail: without the mode a GEMM's rounding follows the number of its rows."""
-    registry.set_batch_invariant(False)
     model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"], dtype=torch.float32)
     prompts, following = drawn(model, 4)
     prompts, following = prompts * 3, following * 3
@@ -101,12 +102,27 @@ def test_the_normal_mode_does_depend_on_it(checkpoints: dict[str, Path]) -> None
 
 
 def test_the_mode_is_near_the_normal_one(checkpoints: dict[str, Path]) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"], dtype=torch.float32)
+    model = invariant(checkpoints["fp8"])
     prompts, following = drawn(model, 3)
-    invariant = run(model, prompts, following, None)
-    registry.set_batch_invariant(False)
+    found = run(model, prompts, following, None)
+    model.batch_invariant = False
     normal = run(model, prompts, following, None)
-    assert (invariant - normal).norm() / normal.norm() < 1e-5
+    assert (found - normal).norm() / normal.norm() < 1e-5
+
+
+def test_two_models_of_different_modes(checkpoints: dict[str, Path]) -> None:
+    """Step by step in turns, and in threads at once, each computes as it does by itself."""
+    models = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"]), invariant(checkpoints["fp8"])
+    prompts = [list(range(1, 8)), list(range(20, 37))]
+    alone = [list(Generator(model).stream(prompts, PARAMS)) for model in models]
+    wanted = [[step.logprobs for step in steps] for steps in alone]
+    assert wanted[0] != wanted[1]
+    turns = zip(*(Generator(model).stream(prompts, PARAMS) for model in models), strict=True)
+    assert [list(steps) for steps in zip(*([s.logprobs for s in turn] for turn in turns), strict=True)] == wanted
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda model: [step.logprobs for step in Generator(model).stream(prompts, PARAMS)], models)
+        assert list(made) == wanted
+    assert not registry.batch_invariant()
 
 
 def test_a_gpu_without_such_an_entry_is_refused() -> None:
@@ -114,5 +130,6 @@ def test_a_gpu_without_such_an_entry_is_refused() -> None:
         is_cuda = True
 
     x = torch.zeros(2, 8).as_subclass(OnGpu)
-    with pytest.raises(KernelError, match=r"batch-invariant mode: no entry of dense_linear .*float32 \[2, 8\]"):
+    refused = r"batch-invariant mode: no entry of dense_linear .*float32 \[2, 8\]"
+    with registry.computing(batch_invariant=True), pytest.raises(KernelError, match=refused):
         dense_linear(x, torch.zeros(4, 8))

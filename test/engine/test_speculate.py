@@ -25,7 +25,6 @@ from kimi_k2.engine.sampler import Proposal, Sampler, SamplingParams, keep
 from kimi_k2.engine.speculate import speculative_steps
 from kimi_k2.errors import KimiK2Warning
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
-from kimi_k2.ops import registry
 from kimi_k2.synthetic.draft import write_synthetic_head
 
 DRAWN = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "4"))
@@ -243,7 +242,7 @@ def test_batch_invariant_mode_is_bit_equal(model: KimiK2ForCausalLM) -> None:
     """Log-probabilities of a verification are a plain step's, bit by bit."""
     prompts = drawn(5, 2, model.config.vocab_size)
     params = SamplingParams(max_new_tokens=6, logprobs=2)
-    registry.set_batch_invariant(True)
+    model.batch_invariant = True
     try:
         plain = list(Generator(model).stream(prompts, params))
         replies = [[step.tokens[row] for step in plain] for row in range(2)]
@@ -258,7 +257,7 @@ def test_batch_invariant_mode_is_bit_equal(model: KimiK2ForCausalLM) -> None:
             wanted = [[one.logprobs[row] for one in plain] for row in range(2)]
             assert [[one for _, one in row] for row in found] == wanted
     finally:
-        registry.set_batch_invariant(False)
+        model.batch_invariant = False
 
 
 class Table:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -48,9 +47,9 @@ PROMPTS = (1, 3, 16, 17, 100, 300, 1500)
 @pytest.fixture(autouse=True)
 def _mode() -> Iterator[None]:
     torch.manual_seed(0)
-    registry.set_batch_invariant(True)
-    yield
-    registry.set_batch_invariant(False)
+    registry.pin("")
+    with registry.computing(batch_invariant=True):
+        yield
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -81,10 +80,6 @@ def phases() -> Iterator[tuple[bool, int]]:
     yield from ((False, count) for count in PROMPTS)
 
 
-def in_phase(decoding: bool) -> object:
-    return registry.decoding() if decoding else nullcontext()
-
-
 SHAPES = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (576, 7168)]
 
 
@@ -98,7 +93,7 @@ def test_linears(rows: int, columns: int, stored: str) -> None:
     try:
         for decoding, count in phases():
             x, delta = normal(count, columns), normal(count, columns)
-            with in_phase(decoding):  # type: ignore[attr-defined]
+            with registry.computing(decoding=decoding):
                 assert_rows_alone(lambda x: project(x, weight), x)
                 assert_rows_alone(lambda x: project(x, weight, norm, 1e-6), x)
                 assert_rows_alone(lambda x, delta: add_project(x, delta, weight, norm, 1e-6), x, delta)
@@ -111,7 +106,7 @@ def test_linears_are_near_float64() -> None:
         weight = normal(rows, columns, scale=0.02)
         for decoding, count in phases():
             x = normal(count, columns)
-            with in_phase(decoding):  # type: ignore[attr-defined]
+            with registry.computing(decoding=decoding):
                 found = dense_linear(x, weight)
                 assert_rows_alone(lambda x, held=weight: float32_linear(x, held), x)
             wanted = x.double() @ weight.double().T
@@ -125,7 +120,7 @@ def test_fp8_linears_behind_sum_and_norm_are_near_float64() -> None:
         matrix = dequantize(weight, torch.float32).double()
         for count in BATCHES:
             x, delta = normal(count, columns), normal(count, columns)
-            with registry.decoding():
+            with registry.computing(decoding=True):
                 found, total = add_project(x, delta, weight, norm, 1e-6)
             assert torch.equal(total, x + delta)
             wide = total.double()
@@ -136,7 +131,7 @@ def test_fp8_linears_behind_sum_and_norm_are_near_float64() -> None:
 def test_swiglu() -> None:
     gate_up, down = fp8(512, HIDDEN), fp8(HIDDEN, 256)
     for decoding, count in phases():
-        with in_phase(decoding):  # type: ignore[attr-defined]
+        with registry.computing(decoding=decoding):
             assert_rows_alone(lambda x: swiglu(x, gate_up, down), normal(count, HIDDEN))
 
 
@@ -148,7 +143,7 @@ def test_router(experts: int) -> None:
         return add_norm_route(x, delta, norm, 1e-6, weight, bias, TOP_K, routed_scaling_factor=2.5)
 
     for decoding, count in phases():
-        with in_phase(decoding):  # type: ignore[attr-defined]
+        with registry.computing(decoding=decoding):
             assert_rows_alone(route, normal(count, HIDDEN), normal(count, HIDDEN))
 
 
@@ -185,7 +180,7 @@ def test_experts(stored: str, inter: int) -> None:
         for favourites in (model, 9):
             chosen = torch.stack([torch.randperm(favourites, device="cuda")[:TOP_K] for _ in range(count)])
             scores = torch.rand(count, TOP_K, device="cuda")
-            with in_phase(decoding):  # type: ignore[attr-defined]
+            with registry.computing(decoding=decoding):
                 assert_rows_alone(
                     lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores, rows=4
                 )
@@ -215,7 +210,7 @@ def test_experts_with_a_shared_one(stored: str, inter: int) -> None:
         chosen[::3, 2] = -1
         scores = torch.rand(count, TOP_K, device="cuda")
         scores[1::2, 5] = 0
-        with registry.decoding():
+        with registry.computing(decoding=True):
             assert_rows_alone(
                 lambda x, i, w: routed_experts_with_shared(x, experts, i, w, *shared),
                 normal(count, HIDDEN),
@@ -235,7 +230,7 @@ def test_queries_and_entries(heads: int, cached: torch.dtype) -> None:
         query = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, cache, 1e-6, 1e-6)
         return query, cache.view(torch.uint8)
 
-    with registry.decoding():
+    with registry.computing(decoding=True):
         for count in BATCHES:
             at = torch.randint(0, 70, (count,), device="cuda")
             assert_rows_alone(make, normal(count, 2112), normal(count, 32), normal(count, 32), at)
@@ -265,7 +260,7 @@ def test_decode_attention(heads: int, cached: torch.dtype) -> None:
             assert torch.equal(values, attend_values(query, shuffled, lengths, w_uv, 0.1, plan, table))
         return query, values
 
-    with registry.decoding():
+    with registry.computing(decoding=True):
         for count in BATCHES:
             most = 9000 if count <= 8 else 1300 if count <= 64 else 200
             cache = normal(count, most, 576).to(cached).view(torch.uint8)
@@ -286,7 +281,7 @@ def test_tokens_of_a_sequence_over_the_end_of_a_page(heads: int) -> None:
     table = torch.randperm(sequences * pages, device="cuda").view(sequences, pages).repeat_interleave(new, dim=0)
     slots = table.gather(1, at[:, None] // 64)[:, 0] * 64 + at % 64
     lengths, table = (at + 1).int(), table.int()
-    with registry.decoding():
+    with registry.computing(decoding=True):
         for _ in range(100):
             q, kv, cos, sin = (normal(len(at), size) for size in (heads * 192, 576, 32, 32))
             cache = normal(sequences * pages, 64, 576)
@@ -322,7 +317,9 @@ def model(request: pytest.FixtureRequest) -> KimiK2ForCausalLM:
     config = KimiK2Config.load(preset).model_copy(update={"num_hidden_layers": 2})
     if request.param == "bf16":
         config = with_format(config, "bf16")
-    return synthetic_rank(config, Layout(8, target="cuda", experts="stored"), 0, communicate=False)
+    model = synthetic_rank(config, Layout(8, target="cuda", experts="stored"), 0, communicate=False)
+    model.batch_invariant = True
+    return model
 
 
 class Pool:
@@ -368,11 +365,11 @@ def test_decode_steps_of_drawn_batches(model: KimiK2ForCausalLM, cached: torch.d
 
 @torch.inference_mode()
 def test_the_normal_mode_fails_the_test(model: KimiK2ForCausalLM) -> None:
-    registry.set_batch_invariant(False)
+    model.batch_invariant = False
     pool, rng = Pool(model, BF16, 8), random.Random(3)
     step = DecodeStep(model, new_cache(model, 33, 1900, dtype=BF16), graph=True)
     assert not pool.drawn(rng, step)
-    registry.set_batch_invariant(True)
+    model.batch_invariant = True
 
 
 @torch.inference_mode()

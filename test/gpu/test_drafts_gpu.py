@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -22,7 +22,6 @@ from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
 from kimi_k2.engine.sampler import Proposal, SamplingParams, Step
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops import registry
 from kimi_k2.sharding.layout import Layout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -36,17 +35,12 @@ DRAWN = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "0"))  # more of them, of dr
 PARAMS = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def _mode() -> Iterator[None]:
-    registry.set_batch_invariant(True)
-    yield
-    registry.set_batch_invariant(False)
-
-
 @pytest.fixture(scope="module", params=["kimi-k2-instruct-0905", "kimi-k2-thinking"])
 def model(request: pytest.FixtureRequest) -> KimiK2ForCausalLM:
     config = KimiK2Config.load(request.param).model_copy(update={"num_hidden_layers": 4})
-    return synthetic_rank(config, Layout(8, target="cuda", experts="stored"), 0, communicate=False)
+    model = synthetic_rank(config, Layout(8, target="cuda", experts="stored"), 0, communicate=False)
+    model.batch_invariant = True
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,6 @@ def batches(model: KimiK2ForCausalLM) -> list[tuple[list[list[int]], list[Step]]
         made.append([prompt * draw.choice((1, 2)) for prompt in drawn[:size]])
         del drawn[:size]
     plain = Generator(model)
-    registry.set_batch_invariant(True)
     found = [(prompts, list(plain.stream(prompts, PARAMS))) for prompts in made]
     plain.close()
     return found

@@ -142,11 +142,8 @@ def test_plain_pages_can_be_captured_and_copy_little(dtype: torch.dtype) -> None
 def test_batch_invariant_pages_have_the_bits_of_one_piece() -> None:
     whole, pages, table = scattered([16, 1, 7, 9], torch.float32)
     query, seq_lens = torch.randn(4, 3, DIM), torch.tensor([16, 1, 7, 9], dtype=torch.int32)
-    registry.set_batch_invariant(True)
-    try:
+    with registry.computing(batch_invariant=True):
         wanted = mla_decode(query, whole, seq_lens, 0.3, RANK)
         assert torch.equal(mla_decode(query, pages, seq_lens, 0.3, RANK, None, table), wanted)
         alone = mla_decode(query[2:3], pages, seq_lens[2:3], 0.3, RANK, None, table[2:3])
         assert torch.equal(alone, wanted[2:3])
-    finally:
-        registry.set_batch_invariant(False)

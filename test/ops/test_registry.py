@@ -104,19 +104,19 @@ def test_the_environment_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.ENVIRONMENT, "route=plain,routed_experts=moe_fp8")
     registry.pin()
     assert registry._pins == {"route": "plain", "routed_experts": "moe_fp8"}
-    assert [entry.name for entry in registry.TABLE["routed_experts"]._allowed] == ["moe_fp8"]
-    assert not registry.TABLE["route"]._allowed
+    assert [entry.name for entry in registry.TABLE["routed_experts"]._allowed[False]] == ["moe_fp8"]
+    assert not registry.TABLE["route"]._allowed[False]
 
 
 @pytest.mark.parametrize("text", ["plain", "*=plain"])
 def test_everything_can_be_pinned_to_plain(text: str) -> None:
     registry.pin(text)
-    assert not any(operation._allowed for operation in registry.TABLE.values())
+    assert not any(operation._allowed[False] for operation in registry.TABLE.values())
     registry.pin(f"{text},route=router")
-    assert [name for name, operation in registry.TABLE.items() if operation._allowed] == ["route"]
+    assert [name for name, operation in registry.TABLE.items() if operation._allowed[False]] == ["route"]
     registry.pin("")
     for operation in registry.TABLE.values():
-        assert list(operation._allowed) == [entry for entry in operation.entries if not entry.optional]
+        assert list(operation._allowed[False]) == [entry for entry in operation.entries if not entry.optional]
 
 
 def test_an_optional_entry_is_taken_only_where_it_is_pinned() -> None:
@@ -124,7 +124,7 @@ def test_an_optional_entry_is_taken_only_where_it_is_pinned() -> None:
     names = ("fp8_linear", "project", "add_project", "swiglu")
 
     def allowed() -> dict[str, list[str]]:
-        return {name: [entry.name for entry in registry.TABLE[name]._allowed] for name in names}
+        return {name: [entry.name for entry in registry.TABLE[name]._allowed[False]] for name in names}
 
     registry.pin("")
     assert not any("e4m3" in entries for entries in allowed().values())
@@ -139,7 +139,7 @@ def test_a_pinned_operation_is_not_joined_with_others() -> None:
     joined = registry.TABLE["add_norm_route"]
     for pins, free in (("route=plain", False), ("route=router", True), ("route=plain,add_norm_route=cuda", True)):
         registry.pin(pins)
-        assert bool(joined._allowed) == free, pins
+        assert bool(joined._allowed[False]) == free, pins
 
 
 def test_what_an_entry_makes_of_weights(halved: registry.Operation[[torch.Tensor], torch.Tensor]) -> None:

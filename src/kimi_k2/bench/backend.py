@@ -24,7 +24,6 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.application import NeuronApplication
 from kimi_k2.neuron.compile import compile_digest, compiler_args
-from kimi_k2.ops import registry
 from kimi_k2.plan.deployment import STAGES, Deployment
 
 Prompts = Sequence[Sequence[int]]
@@ -79,14 +78,20 @@ class TorchBackend:
         self.name = self.device.partition(":")[0]
         self.vocab_size = self.model.config.vocab_size
         self.details: dict[str, Any] = {"dtype": str(self.model.dtype).removeprefix("torch."), "weights": weights}
-        self.details["batch_invariant"] = registry.batch_invariant()
+        self.details["batch_invariant"] = self.model.batch_invariant
         cache = self.model.kv_cache_dtype or self.model.dtype
         self.details["kv_cache"] = str(cache).removeprefix("torch.")
         self.details["graph"] = capturable(self.model, 1)  # decode steps of one sequence are replayed
 
     @classmethod
     def load(
-        cls, checkpoint: Path, device: str, dtype: torch.dtype, keep_quantized: bool = False, kv_cache: str = "auto"
+        cls,
+        checkpoint: Path,
+        device: str,
+        dtype: torch.dtype,
+        keep_quantized: bool = False,
+        kv_cache: str = "auto",
+        batch_invariant: bool = False,
     ) -> TorchBackend:
         """A checkpoint on one device.
 
@@ -96,13 +101,14 @@ class TorchBackend:
             dtype: of weights and activations.
             keep_quantized: hold FP8 or INT4 weights as stored.
             kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
+            batch_invariant: the model's mode.
 
         Raises:
             DeviceError: cuda is asked for and there is none.
         """
         check_device(device)
         model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=dtype, device=device, keep_quantized=keep_quantized)
-        model.kv_cache_dtype = kv_cache_dtype(kv_cache, model.config)
+        model.kv_cache_dtype, model.batch_invariant = kv_cache_dtype(kv_cache, model.config), batch_invariant
         return cls(Generator(model), "stored" if keep_quantized else "float")
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:

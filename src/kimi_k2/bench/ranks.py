@@ -27,7 +27,13 @@ class RanksBackend(TorchBackend):
 
     @classmethod
     def load_ranks(
-        cls, checkpoint: Path, ranks: Path, device: str, dtype: torch.dtype, kv_cache: str = "auto"
+        cls,
+        checkpoint: Path,
+        ranks: Path,
+        device: str,
+        dtype: torch.dtype,
+        kv_cache: str = "auto",
+        batch_invariant: bool = False,
     ) -> RanksBackend:
         """This process's file.
 
@@ -37,6 +43,7 @@ class RanksBackend(TorchBackend):
             device: cpu or cuda.
             dtype: of activations and float weights.
             kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
+            batch_invariant: the model's mode.
 
         Raises:
             DeviceError: cuda is asked for and there is none.
@@ -45,7 +52,8 @@ class RanksBackend(TorchBackend):
         check_device(device)
         config = KimiK2Config.from_pretrained(checkpoint)
         rank = load_ranks(ranks, checkpoint, config, dtype, device)
-        rank.generator.model.kv_cache_dtype = kv_cache_dtype(kv_cache, config)
+        model = rank.generator.model
+        model.kv_cache_dtype, model.batch_invariant = kv_cache_dtype(kv_cache, config), batch_invariant
         return cls(rank)
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:

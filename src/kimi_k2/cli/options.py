@@ -279,7 +279,7 @@ class ModelOptions:
     ] = 1024
 
     def options(self, context: typer.Context, batch_size: int = 1) -> dict[str, Any]:
-        """Of `KimiK2.open`, after the process is in the mode that is asked for.
+        """Of `KimiK2.open`.
 
         Raises:
             BadParameter: options of one backend with another, or of drafts without --draft.
@@ -295,14 +295,13 @@ class ModelOptions:
         if self.backend == "neuron" and self.draft == "ngram":
             raise typer.BadParameter("--draft ngram goes with --backend cpu or cuda; NxDI drafts with a head")
         from kimi_k2.api import Neuron
-        from kimi_k2.ops import registry
 
-        registry.set_batch_invariant(self.batch_invariant)
         names = (
             "backend",
             "dtype",
             "keep_quantized",
             "kv_cache_dtype",
+            "batch_invariant",
             "download",
             "chunk_size",
             "draft",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class Eagle3Head(nn.Module):
         self.norm = RMSNorm(size, eps, dtype=dtype)
         self.embed_tokens: Embedding = target.model.embed_tokens
         self.lm_head: Linear | None = None
-        self._target_lm_head = (target.lm_head,)  # in a tuple: no module of this one
+        self._target = (target,)  # in a tuple: no module of this one
         self.rotary = RotaryEmbedding(plain, device="cpu")
         self.tokens: Tensor | None = None
 
@@ -204,6 +205,10 @@ class Eagle3Head(nn.Module):
         head.tokens = None if tokens is None else tokens.to(device)
         return head.eval()
 
+    def computing(self) -> AbstractContextManager[None]:
+        """The mode of the target's steps, in which the head's are."""
+        return self._target[0].computing()
+
     @property
     def cache_dim(self) -> int:
         """Values that the draft's cache holds of a token."""
@@ -245,7 +250,7 @@ class Eagle3Head(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] to [..., draft_vocab_size]."""
-        made: Tensor = (self.lm_head or self._target_lm_head[0])(normed)
+        made: Tensor = (self.lm_head or self._target[0].lm_head)(normed)
         return made
 
     def to_target(self, drafted: Tensor) -> Tensor:

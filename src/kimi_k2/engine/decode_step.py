@@ -24,7 +24,7 @@ from kimi_k2.ops.cache import chunk_slots, decode_places
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import Weight, add_project
 from kimi_k2.ops.mla_decode import attention_plan
-from kimi_k2.ops.registry import PLAIN, decoding
+from kimi_k2.ops.registry import PLAIN
 from kimi_k2.ops.streams import beside
 
 
@@ -41,7 +41,8 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     chosen = batch, model.config.num_experts_per_tok
     routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
-    return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
+    with model.computing(decoding=True):
+        return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
 
 
 def through(
@@ -131,7 +132,7 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
-        with decoding():
+        with self.model.computing(decoding=True):
             x = self.model.model.embed_tokens(self.tokens)
             return self.head(*through(self.layers, x, self.batch(self.positions, x.dtype), self.cache.data))
 
@@ -211,7 +212,7 @@ class VerifyStep:
         """The step, launch by launch; without `aux_layers` the second result is the first."""
         step, cache, (rows, width) = self.step, self.step.cache, tokens.shape
         states = HiddenStates(self.aux_layers)
-        with decoding():
+        with step.model.computing(decoding=True):
             x = step.model.model.embed_tokens(tokens.flatten())
             slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
             table = cache.block_table.repeat_interleave(width, dim=0)

@@ -178,7 +178,8 @@ class HeadDrafter:
         if length > 0:
             assert self._cache is not None and aux is not None
             tokens, positions = (one.to(self._cache.data.device) for one in (following, positions))
-            self.head(tokens, self.head.fuse(aux), positions, self._cache, length)
+            with self.head.computing():
+                self.head(tokens, self.head.fuse(aux), positions, self._cache, length)
 
     @torch.inference_mode()
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
@@ -263,10 +264,11 @@ class HeadDrafter:
             Logits [B, rows] and hidden states [B, H] there.
         """
         assert self._cache is not None
-        hidden = self.head.fuse(states) if first else states
-        normed, after = self.head(tokens, hidden, positions, self._cache, length)
-        rows = torch.arange(len(at), device=at.device)
-        return self.head.logits(normed[rows, at]), after[rows, at]
+        with self.head.computing():
+            hidden = self.head.fuse(states) if first else states
+            normed, after = self.head(tokens, hidden, positions, self._cache, length)
+            rows = torch.arange(len(at), device=at.device)
+            return self.head.logits(normed[rows, at]), after[rows, at]
 
     def close(self) -> None:
         """See `Drafter`."""

@@ -28,7 +28,6 @@ from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops.registry import batch_invariant
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
@@ -83,7 +82,7 @@ def prefill(
     lengths = prompt_lengths(prompts)
     if chunk_size is not None and chunk_size < 1:
         raise GenerationError(f"chunk_size: expected at least 1, got {chunk_size}")
-    if media is not None and batch_invariant():
+    if media is not None and model.batch_invariant:
         raise GenerationError("images and videos are encoded side by side: batch-invariant mode takes text alone")
     device = model.lm_head.weight.device
     longest = max(lengths)
@@ -267,7 +266,7 @@ class Generator:
             needed = min(-(-needed // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
         cache, decode = self.prepare(len(prompts), needed, sequence_slots(prompts, params))
         cached, alone = 0, len(prompts) == 1 and media is None
-        if kept is not None and cache is kept[0] and alone and not batch_invariant():
+        if kept is not None and cache is kept[0] and alone and not self.model.batch_invariant:
             pairs = zip(kept[1], prompts[0][:-1], strict=False)
             cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         sampler, read = Sampler(params, prompts), self._reader(cache, prompts)

@@ -151,16 +151,17 @@ class PromptStep:
             length: cache slots to attend over, at least the largest position + 1.
             whole: the chunk's tokens are those of the last S slots, none of them padding.
         """
-        x = self.model.model.embed_tokens(ids)
-        if media is not None:
-            x = place_embeddings(x, *media)
-        batch = self.batch(positions, x.dtype, length, whole)
-        states = HiddenStates(self.aux_layers)
-        x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data, states)
-        if self.aux_layers:
-            self.aux = states.joined().view(*ids.shape, -1)
-        rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
-        return self.step.head(x[rows], delta[rows])
+        with self.model.computing():
+            x = self.model.model.embed_tokens(ids)
+            if media is not None:
+                x = place_embeddings(x, *media)
+            batch = self.batch(positions, x.dtype, length, whole)
+            states = HiddenStates(self.aux_layers)
+            x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data, states)
+            if self.aux_layers:
+                self.aux = states.joined().view(*ids.shape, -1)
+            rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
+            return self.step.head(x[rows], delta[rows])
 
     def batch(self, positions: Tensor, dtype: torch.dtype, length: int, whole: bool = False) -> Batch:
         """A chunk of each prompt at int64 [B, S] positions; cos and sin in `dtype`, the rest as `run` takes it."""

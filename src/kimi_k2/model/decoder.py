@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.embedding import place_embeddings
 from kimi_k2.ops.linear import dense_linear
+from kimi_k2.ops.registry import computing
 
 
 class HiddenStates:
@@ -128,6 +130,7 @@ class KimiK2ForCausalLM(nn.Module):
 
     Attributes:
         kv_cache_dtype: of new caches; None for `dtype`. The checkpoint's own at first.
+        batch_invariant: a sequence's logits have the same bits in any batch and in any chunks; False at first.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class KimiK2ForCausalLM(nn.Module):
         self.config = config
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype("auto", config)
+        self.batch_invariant = False
         self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized, form=attention_form)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head.weight.requires_grad_(False)
@@ -182,15 +186,20 @@ class KimiK2ForCausalLM(nn.Module):
         model.prepare()
         return model.eval()
 
+    def computing(self, **changed: bool) -> AbstractContextManager[None]:
+        """The mode of this model's steps, see `ops.registry.computing`."""
+        return computing(batch_invariant=self.batch_invariant, **changed)
+
     def prepare(self) -> None:
         """On a GPU, let the kernels that may serve this model put its weights into the order that they want, in place.
 
         Once after loading; another call does nothing, unless pins have changed which kernels may serve.
         """
         if self.lm_head.weight.is_cuda:
-            for module in self.modules():
-                if isinstance(module, Experts):
-                    module.prepare(self.dtype)
+            with self.computing():
+                for module in self.modules():
+                    if isinstance(module, Experts):
+                        module.prepare(self.dtype)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
         """An empty cache on the model's device."""
@@ -233,10 +242,11 @@ class KimiK2ForCausalLM(nn.Module):
             raise GenerationError(f"position {length - 1} is outside the cache of {cache.max_length} slots")
         if int(input_ids.min()) < 0 or int(input_ids.max()) >= self.config.vocab_size:
             raise GenerationError(f"token ids must be in 0..{self.config.vocab_size - 1}")
-        x = self.model(input_ids, positions, cache, length, media, states)
-        if logits_at is not None:
-            x = x[torch.arange(x.shape[0], device=x.device), logits_at]
-        return dense_linear(x, self.lm_head.weight)
+        with self.computing():
+            x = self.model(input_ids, positions, cache, length, media, states)
+            if logits_at is not None:
+                x = x[torch.arange(x.shape[0], device=x.device), logits_at]
+            return dense_linear(x, self.lm_head.weight)
 
 
 def load_checkpoint(

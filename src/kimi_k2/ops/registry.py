@@ -8,10 +8,10 @@ a linear) is an operation too, with a composition of them as its plain function.
 `KIMI_K2_KERNELS=op=name,op=name` (or `pin`) fixes a choice; `plain` pins the plain function, of all operations where it
 stands alone or after `*=`. A pinned operation is not joined with others by an entry that does its work otherwise.
 
-In batch-invariant mode (`set_batch_invariant`) only entries serve that say why a row's bits do not depend on how many
-rows there are, on its place or on the others; a call that none of them takes is refused. An entry may choose its launch
-otherwise then: `batch_invariant()` tells it, and `is_decoding()` whether the call belongs to a decode step, whose
-arithmetic need not be a prompt's: no token passes through both.
+A model computes in a mode of its own, which its steps enter (`computing`). In batch-invariant mode only entries serve
+that say why a row's bits do not depend on how many rows there are, on its place or on the others; a call that none of
+them takes is refused. An entry may choose its launch otherwise then: `batch_invariant()` tells it, and `is_decoding()`
+whether the call belongs to a decode step, whose arithmetic need not be a prompt's: no token passes through both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import entry_points
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from kimi_k2.errors import KernelError
 
@@ -88,7 +89,7 @@ class Operation(Generic[P, R]):
         self.name = plain.__name__
         self.plain = Entry(PLAIN, plain, lambda *_, **__: True, None, {}, batch_invariant=batch_invariant)
         self.entries: list[Entry] = []
-        self._allowed: tuple[Entry, ...] = ()
+        self._allowed: dict[bool, tuple[Entry, ...]] = {}  # by whether the mode is batch-invariant
         self._pin: str | None = None
 
     @property
@@ -114,15 +115,16 @@ class Operation(Generic[P, R]):
             return self.plain
         if not _loaded:
             load_providers()
-        for entry in self._allowed:
+        invariant = batch_invariant()
+        for entry in self._allowed[invariant]:
             if entry.takes(*arguments, **keywords):
                 return entry
         if self._pin not in (None, PLAIN):
             raise KernelError(
                 f"{self.name}={self._pin} is pinned, but does not take these shapes, dtypes or this device"
-                + (", or is not batch-invariant" if _invariant else "")
+                + (", or is not batch-invariant" if invariant else "")
             )
-        if _invariant and not self.plain.batch_invariant:
+        if invariant and not self.plain.batch_invariant:
             raise KernelError(
                 f"batch-invariant mode: no entry of {self.name} that keeps a row's bits takes {_described(arguments)}"
             )
@@ -172,7 +174,7 @@ class Operation(Generic[P, R]):
         The arguments are the operation's own affair, see its plain function's module.
         """
         load_providers()
-        for entry in self._allowed:
+        for entry in self._allowed[batch_invariant()]:
             if entry.prepare is not None and (made := entry.prepare(*arguments)) is not None:
                 return made
         return None
@@ -180,22 +182,22 @@ class Operation(Generic[P, R]):
     def allow(self, pins: Mapping[str, str]) -> None:
         """Keep the entries that these pins leave free."""
         self._pin = pins.get(self.name, pins.get(ALL))
-        free = [entry for entry in self.entries if entry.batch_invariant or not _invariant]
-        if self._pin is not None:
-            self._allowed = tuple(entry for entry in free if entry.name == self._pin)
-            return
-        self._allowed = tuple(
-            entry
-            for entry in free
-            if all(pins.get(operation, name) == name for operation, name in entry.joins.items())
-            and (not entry.optional or any(pins.get(operation) == name for operation, name in entry.joins.items()))
-        )
+
+        def is_free(entry: Entry) -> bool:
+            if self._pin is not None:
+                return entry.name == self._pin
+            pinned = [pins.get(operation) == name for operation, name in entry.joins.items()]
+            return all(pins.get(operation, name) == name for operation, name in entry.joins.items()) and (
+                not entry.optional or any(pinned)
+            )
+
+        free = tuple(filter(is_free, self.entries))
+        self._allowed = {False: free, True: tuple(entry for entry in free if entry.batch_invariant)}
 
 
 TABLE: dict[str, Operation[..., Any]] = {}
 _pins: dict[str, str] = {}
 _loaded = _pinned = False
-_invariant = _decoding = False
 
 
 @overload
@@ -219,42 +221,43 @@ def operation(plain: Callable[P, R] | None = None, *, batch_invariant: str = "")
     return made
 
 
-def batch_invariant() -> bool:
-    """Whether a row's bits must not depend on the batch that it is in."""
-    return _invariant
+class Mode(NamedTuple):
+    """How operations are computed.
 
-
-def set_batch_invariant(on: bool) -> None:
-    """Begin or end batch-invariant mode; counts of calls begin anew.
-
-    What is captured in a graph stays as it was.
+    Attributes:
+        batch_invariant: a row's bits must not depend on the batch that it is in.
+        decoding: a decode step is under way, one new token a sequence.
     """
-    global _invariant
-    _invariant = on
-    _choose_anew()
+
+    batch_invariant: bool = False
+    decoding: bool = False
 
 
-def is_decoding() -> bool:
-    """Whether a decode step is under way, one new token a sequence."""
-    return _decoding
+NORMAL = Mode()
+_mode = ContextVar("mode", default=NORMAL)  # of what runs in this thread
 
 
 @contextmanager
-def decoding() -> Iterator[None]:
-    """While a decode step is under way."""
-    global _decoding
-    before, _decoding = _decoding, True
+def computing(**changed: bool) -> Iterator[None]:
+    """Operations called meanwhile, in this thread, are computed in this mode; fields of `Mode` that are left out stay.
+
+    What is captured in a graph stays as it was.
+    """
+    before = _mode.set(_mode.get()._replace(**changed))
     try:
         yield
     finally:
-        _decoding = before
+        _mode.reset(before)
 
 
-def _choose_anew() -> None:
-    for one in TABLE.values():
-        one.allow(_pins)
-        for entry in (*one.entries, one.plain):
-            entry.calls = 0
+def batch_invariant() -> bool:
+    """`Mode.batch_invariant` of the call under way."""
+    return _mode.get().batch_invariant
+
+
+def is_decoding() -> bool:
+    """`Mode.decoding` of the call under way."""
+    return _mode.get().decoding
 
 
 def _described(arguments: tuple[Any, ...]) -> str:
@@ -331,7 +334,10 @@ def pin(text: str | None = None) -> None:
     pins = parse_pins(text) if text else {}
     _pins.clear()
     _pins.update(pins)
-    _choose_anew()
+    for one in TABLE.values():
+        one.allow(_pins)
+        for entry in (*one.entries, one.plain):
+            entry.calls = 0
 
 
 def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
@@ -340,18 +346,20 @@ def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
     return TABLE[name].choose(*arguments, **keywords)
 
 
-def explain() -> str:
+def explain(invariant: bool = False) -> str:
     """One line an operation: which entries were used, how many calls each, and the order of the table.
 
-    In batch-invariant mode also why each used entry keeps a row's bits.
+    Args:
+        invariant: the model ran in batch-invariant mode: also why each used entry keeps a row's bits.
     """
     load_providers()
-    lines = ["batch-invariant mode"] if _invariant else []
+    lines = ["batch-invariant mode"] if invariant else []
+
+    def described(entry: Entry) -> str:
+        why = f"; {entry.batch_invariant}" if invariant and entry.batch_invariant else ""
+        return f"{entry.name} ({entry.calls} calls{why})"
+
     for one in TABLE.values():
-        used = ", ".join(f"{e.name} ({e.calls} calls{_why(e)})" for e in (*one.entries, one.plain) if e.calls)
+        used = ", ".join(described(entry) for entry in (*one.entries, one.plain) if entry.calls)
         lines.append(f"{one.name}: {used or 'not called'}; order {' > '.join(one.names)}")
     return "\n".join(lines)
-
-
-def _why(entry: Entry) -> str:
-    return f"; {entry.batch_invariant}" if _invariant and entry.batch_invariant else ""

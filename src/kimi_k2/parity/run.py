@@ -150,7 +150,8 @@ def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambd
         recorder.emit("lm_head", model(torch.tensor([tokens], device=device), positions[None], cache)[0, -1:])
         _emit_cache(cache, positions, model.config.kv_lora_rank, recorder.emit)
 
-    _probe_norms(model.model, recorder.emit)
+    with model.computing():
+        _probe_norms(model.model, recorder.emit)
     try:
         model.model.rotary = turned  # type: ignore[assignment]
         with _hooked(model.model, recorder.emit):
@@ -224,6 +225,7 @@ def run(
     ranks: Path | None = None,
     preset: Deployment | None = None,
     compiled: Path | None = None,
+    batch_invariant: bool = False,
 ) -> Trace:
     """The trace of a checkpoint on `backend`, computed in `dtype`.
 
@@ -237,6 +239,7 @@ def run(
             all get the same trace, and have parted then.
         preset: of `neuron`, see `run_nxdi`.
         compiled: of `neuron`, see `run_nxdi`.
+        batch_invariant: the plain model's mode.
 
     Raises:
         ParityError: there is no such backend, or it cannot run here.
@@ -249,9 +252,12 @@ def run(
         if backend == "cuda" and not torch.cuda.is_available():
             raise ParityError("backend cuda: there is no CUDA device here")
         if ranks is None:
-            return _plain(KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend), inputs, greedy)
+            model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
+            model.batch_invariant = batch_invariant
+            return _plain(model, inputs, greedy)
         config = KimiK2Config.from_pretrained(checkpoint)
         with load_ranks(ranks, Path(checkpoint), config, chosen, backend) as part:
+            part.generator.model.batch_invariant = batch_invariant
             return _plain(part.generator.model, inputs, greedy, combine)
     if ranks is not None:
         raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")

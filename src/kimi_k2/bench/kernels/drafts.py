@@ -20,7 +20,6 @@ from kimi_k2.engine.drafters import HeadDrafter
 from kimi_k2.engine.graphs import GraphRecorder, Recorded
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
-from kimi_k2.ops.registry import decoding
 from kimi_k2.plan.drafts import ACCEPTED
 from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
@@ -62,7 +61,6 @@ def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int =
 
 
 @torch.inference_mode()
-@decoding()
 def time_verify(
     model: KimiK2ForCausalLM, contexts: Sequence[int], width: int, *, routing: Routing | None = None
 ) -> float:

@@ -25,7 +25,7 @@ from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE, Router
 from kimi_k2.ops.collective import gather_last
-from kimi_k2.ops.registry import decoding
+from kimi_k2.ops.registry import computing
 from kimi_k2.parallel.apply import AllReduce, parallelize
 from kimi_k2.sharding.layout import Layout
 
@@ -170,7 +170,7 @@ def _step(
 
 
 @torch.inference_mode()
-@decoding()
+@computing(decoding=True)
 def time_step(
     model: KimiK2ForCausalLM, contexts: Sequence[int], *, communicate: bool, routing: Routing | None = None
 ) -> StepTimes:
@@ -226,4 +226,5 @@ def time_prefill(
     made = prompt_step.batch(positions.to(device), x.dtype, length, whole=True)
     layers = zip(step.layers, step.cache.data, strict=True)
     moe = [partial(layer, x, None, made, cache) for layer, cache in layers if layer.moe is not None]
-    return whole, graph_median(moe, 5)
+    with model.computing():
+        return whole, graph_median(moe, 5)

@@ -33,6 +33,7 @@ class Job:
         weights: output of `convert --target cuda`; None for synthetic weights.
         stand_in: one GPU as rank 0 of the layout; nothing is sent.
         kv_cache: dtype of the KV cache, see `kv_cache_dtype`.
+        batch_invariant: the model's mode.
         launches: also list what one step launches, by time.
         routing: of tokens to experts; None leaves it to the synthetic router.
     """
@@ -43,6 +44,7 @@ class Job:
     weights: Path | None = None
     stand_in: bool = False
     kv_cache: str = "auto"
+    batch_invariant: bool = False
     launches: bool = False
     routing: Routing | None = None
 
@@ -102,8 +104,9 @@ def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Itera
         model = load_rank(job.weights, config, layout, rank, device="cuda")
     else:
         model = synthetic_rank(config, layout, rank, communicate=communicate)
-    model.kv_cache_dtype = kv_cache_dtype(job.kv_cache, config)
-    times = time_step(model, job.contexts, communicate=communicate, routing=job.routing)
+    model.kv_cache_dtype, model.batch_invariant = kv_cache_dtype(job.kv_cache, config), job.batch_invariant
+    with model.computing():
+        times = time_step(model, job.contexts, communicate=communicate, routing=job.routing)
     yield from times.lines()
     cache = model.kv_cache_dtype.itemsize if model.kv_cache_dtype is not None else 2
     seconds, read = floor(config, layout, torch.cuda.get_device_name(), job.contexts, times.distinct, cache)

@@ -133,7 +133,7 @@ def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
     stored = ranks or compute_defaults(options.backend, options.dtype, options.keep_quantized)[1]
     held = "as stored" if stored else "dequantized"
     where = model.lm_head.weight.device
-    return f"{compute} on {where}, weights {held}, KV cache {cache}\n{registry.explain()}"
+    return f"{compute} on {where}, weights {held}, KV cache {cache}\n{registry.explain(model.batch_invariant)}"
 
 
 def _conversations(

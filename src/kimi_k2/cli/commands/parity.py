@@ -59,7 +59,7 @@ def capture(
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import Inputs
 
-    _set_mode(backend, batch_invariant)
+    plain = _plain(backend, batch_invariant)
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     if prompt is None:
@@ -73,20 +73,18 @@ def capture(
         _check_length(len(tokens), steps, config)
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)
     check_size(config, inputs)
-    trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **_neuron(preset, compiled))
+    trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **plain, **_neuron(preset, compiled))
     if ranks is not None and rank_number() > 0:
         return
     save_golden(golden, trace, config, backend, dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
 
 
-def _set_mode(backend: str, batch_invariant: bool) -> None:
-    """Begin or end batch-invariant mode, which only the plain model has."""
-    from kimi_k2.ops import registry
-
+def _plain(backend: str, batch_invariant: bool) -> dict[str, Any]:
+    """Of `parity.run.run`, what only the plain model has."""
     if batch_invariant and backend not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--batch-invariant is of the plain model (cpu, cuda), not of {backend}")
-    registry.set_batch_invariant(batch_invariant)
+    return {"batch_invariant": batch_invariant}
 
 
 def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
@@ -130,7 +128,7 @@ def compare_command(
     from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import ParityError
 
-    _set_mode(backend, batch_invariant)
+    plain = _plain(backend, batch_invariant)
     console = Console()
     expected = load_golden(golden)
     checkpoint = resolve_checkpoint(checkpoint)
@@ -143,7 +141,7 @@ def compare_command(
     if {dtype, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
     coarser = max(dtype, expected.dtype, key=names.index)
-    trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks, **_neuron(preset, compiled))
+    trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks, **plain, **_neuron(preset, compiled))
     if ranks is not None and rank_number() > 0:
         return
     result = compare(trace, expected.trace, config, coarser)

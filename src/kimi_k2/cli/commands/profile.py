@@ -54,7 +54,6 @@ def profile(
         raise DeviceError(
             "profile: there is no CUDA device here; it times a Hopper GPU (`kimi-k2 doctor` says what is here)"
         )
-    registry.set_batch_invariant(batch_invariant)
     if kernels:
         registry.pin(kernels)
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)
@@ -70,6 +69,7 @@ def profile(
         weights=weights,
         stand_in=stand_in,
         kv_cache=kv_cache_dtype,
+        batch_invariant=batch_invariant,
         launches=launches,
         routing=None if routing is None else Routing.parse(routing),
     )
@@ -77,7 +77,7 @@ def profile(
     if lines:
         typer.echo("\n".join(lines))
         if verbose:
-            typer.echo(registry.explain())
+            typer.echo(registry.explain(batch_invariant))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.spread import Spread
 from kimi_k2.kernels.attention.mla_sizes import PAGE
-from kimi_k2.ops.registry import batch_invariant
 from kimi_k2.serving.vllm.connectors import LatentBatch
 from kimi_k2.serving.vllm.context import context_ranks
 from kimi_k2.serving.vllm.lora import may_touch_experts
+from kimi_k2.serving.vllm.support import invariant
 
 NAME = "KIMI_K2_MLA"
 
@@ -49,7 +49,7 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
 
         And none where adapters may touch routed experts.
         """
-        never = batch_invariant() or may_touch_experts(vllm_config.lora_config)
+        never = invariant() or may_touch_experts(vllm_config.lora_config)
         return AttentionCGSupport.NEVER if never else cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
@@ -57,7 +57,7 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         common, most = common_attn_metadata, self.reorder_batch_threshold
         # In batch-invariant mode a prompt's token is never a decode's, however the prompt was cut.
         decodes, _, rows, _ = split_decodes_and_prefills(
-            common, decode_threshold=most, treat_short_extends_as_decodes=not batch_invariant()
+            common, decode_threshold=most, treat_short_extends_as_decodes=not invariant()
         )
         seq_lens, block_table = common.seq_lens, common.block_table_tensor
         lengths: list[int] = []

@@ -68,7 +68,8 @@ class DecodeSteps:
     def capture(self, record: Recorder) -> list[Recorded]:
         """Make a graph of each size, the largest first, whose memory the others then use. Every rank must call this."""
         paged = self.model.paged
-        connect(paged.exchanges(), paged.plain.lm_head.weight.device, [size * self.width for size in self.sizes])
+        with paged.plain.computing():
+            connect(paged.exchanges(), paged.plain.lm_head.weight.device, [size * self.width for size in self.sizes])
         # Rows of no sequence: nothing is stored, and the kernels have been built and tuned by vLLM's own runs.
         self.runner.seq_lens.zero_()
         self.runner.optimistic_seq_lens_cpu.zero_()

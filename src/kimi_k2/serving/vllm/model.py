@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,6 @@ from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops.registry import batch_invariant, decoding, set_batch_invariant
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.attention import LatentAttention
@@ -63,7 +61,6 @@ class _Ours:
         nn.Module.__init__(self)  # type: ignore[arg-type]
         model_config = vllm_config.model_config
         self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
-        set_batch_invariant(invariant())
         # As asked: vLLM sets it to NONE where it may capture no attention of ours.
         self.graph_mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
         config, tp, layout = config_of(self.config), get_tp_group(), layout_of(vllm_config)
@@ -87,6 +84,7 @@ class _Ours:
             model_config.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
             stage if self._pp.world_size > 1 else None, redundant_experts(vllm_config),
         )  # fmt: skip
+        self.plain.batch_invariant = invariant()
         if vllm_config.parallel_config.enable_eplb:
             self._let_experts_be_moved()
         lora = vllm_config.lora_config
@@ -139,7 +137,8 @@ class _Ours:
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """int64 [T] to [T, H]."""
-        return self.paged.embed(input_ids)
+        with self.plain.computing():
+            return self.paged.embed(input_ids)
 
     get_input_embeddings = embed_input_ids  # its name in older versions
 
@@ -174,6 +173,11 @@ class _Ours:
         return IntermediateTensors({name: torch.zeros(shape, dtype=dtype, device=device) for name in names})
 
     @torch.inference_mode()
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """`forward` in the model's mode."""
+        with self.plain.computing():
+            return super().__call__(*given, **named)  # type: ignore[misc]  # of the class that this one stands in for
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -202,7 +206,7 @@ class _Ours:
             move_caches(batch, dict(zip(self.paged.layers, cast(Sequence[LatentAttention], self.held), strict=True)))
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
-        if batch is not None and batch_invariant():
+        if batch is not None and self.plain.batch_invariant:
             return torch.cat([self._phase(x[rows], part) for rows, part in batch.phases()])
         graphs = None if batch is None else self._graphs_of(x, batch)
         if batch is not None and graphs is not None:
@@ -224,7 +228,7 @@ class _Ours:
         graphs = self._graphs_of(x, batch)
         if graphs is not None:
             return graphs(x, batch, [one.cache for one in self.paged.held])
-        with nullcontext() if batch.chunks else decoding():
+        with self.plain.computing(decoding=not batch.chunks):
             return self.paged.run(x, batch)
 
     def _record(self, x: Tensor) -> Tensor | None:
@@ -239,7 +243,8 @@ class _Ours:
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """[N, H] to [N, vocab_size]."""
-        return self.paged.logits(hidden_states)
+        with self.plain.computing():
+            return self.paged.logits(hidden_states)
 
     @property
     def steps(self) -> list[LayerStep]:

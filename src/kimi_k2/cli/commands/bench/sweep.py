@@ -93,12 +93,10 @@ def sweep(
     from kimi_k2.bench.render import markdown, write_reports
     from kimi_k2.bench.sweep import Settings, run_sweep
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
     from kimi_k2.synthetic.config import tiny_config
 
-    registry.set_batch_invariant(batch_invariant)
     settings = Settings(
         model="tiny" if model == "tiny" else Path(model).name,
         backend=backend,
@@ -123,9 +121,10 @@ def sweep(
             else:
                 used = NeuronBackend(directory, deployment, compiled or directory)
         elif ranks is not None:
-            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute, kv_cache_dtype))
+            given = directory, ranks, backend, compute, kv_cache_dtype, batch_invariant
+            used = stack.enter_context(RanksBackend.load_ranks(*given))
         else:
-            used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype)
+            used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype, batch_invariant)
         if check_stopwatch:
             _print_stopwatch(settings, used)
             return
