@@ -361,14 +361,14 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
 def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
     """A file of presets/; one with `like` says what differs from another of them."""
     raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text(encoding="utf-8"))
-    return _changed(raw_preset(raw.pop("like")), raw) if "like" in raw else raw
+    return changed(raw_preset(raw.pop("like")), raw) if "like" in raw else raw
 
 
-def _changed(base: Any, changes: Any) -> Any:
+def changed(base: Any, changes: Any) -> Any:
     """An object with other members, and with other members of its members."""
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
-    return {**base, **{name: _changed(base.get(name), value) for name, value in changes.items()}}
+    return {**base, **{name: changed(base.get(name), value) for name, value in changes.items()}}
 
 
 def published() -> list[str]:

@@ -20,7 +20,6 @@ from test_readme_steps import PRESET, Machine
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.against_hlo import against_hlo
-from kimi_k2.plan.deployment import CONFIGS
 from kimi_k2.plan.target import load_target
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import TINY_VISION, tiny_config, with_format
@@ -38,11 +37,9 @@ def test_hlo_of_every_graph(tmp_path: Path, name: str) -> None:
     model, out, preset = tmp_path / "model", tmp_path / "out", tmp_path / "images.yaml"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(content))
-    fields = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    fields["neuron_config"] |= {"context_encoding_buckets": [512], "token_generation_buckets": [512]}
-    fields |= {"seq_len": 512, "max_context_length": 512}
-    fields["vision"]["buckets"] = [[256, 1], [1024, 4]]
-    preset.write_text(yaml.safe_dump(fields))
+    fields = {"like": name, "seq_len": 512, "max_context_length": 512, "vision": {"buckets": [[256, 1], [1024, 4]]}}
+    buckets = {"context_encoding_buckets": [512], "token_generation_buckets": [512]}
+    preset.write_text(yaml.safe_dump({**fields, "neuron_config": buckets}))
     words = ["compile", model, "--preset", preset, "--out", out, "--hlo-only"]
     command = [sys.executable, "-c", CLI, *map(str, words)]
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.deployment import CONFIGS
 
 WORKER = Path(__file__).with_name("lowering_worker.py")
 DECODE, PREFILL = "token_generation_model", "context_encoding_model"
@@ -108,9 +107,8 @@ def test_kernels_in_the_graph_cost_what_the_planner_says(preset: str) -> None:
 
 def with_options(preset: str, path: Path, experts: str | None = None, **options: Any) -> str:
     """A preset with other neuron options, written to `path`."""
-    read = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
-    read["neuron_config"].update(options)
-    path.write_text(yaml.safe_dump({**read, "experts": experts or read["experts"]}))
+    changed = {"experts": experts} if experts else {}
+    path.write_text(yaml.safe_dump({"like": preset, "neuron_config": options, **changed}))
     return str(path)
 
 

@@ -1,5 +1,6 @@
 """Deployments: one YAML file of configs/ for each way to run the model, on Trainium and on GPUs, in one schema.
 
+A file with `like: NAME` says what differs from another of configs/, also in members of its mappings.
 Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves out `neuron_config`, `torch_native`,
 `environment`, `compiler_args` and `vision`; one on vllm-neuron's torch-native line all of these but `torch_native`.
 """
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, changed
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
@@ -271,18 +272,9 @@ class Deployment(_Part):
         Raises:
             ConfigError: there is no such preset, or a field is missing, unknown or mistyped.
         """
-        path = Path(name_or_path)
-        if path.suffix != ".yaml":
-            path = CONFIGS / f"{name_or_path}.yaml"
-        if not path.is_file():
-            raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
+        path = _file_of(name_or_path)
         try:
-            raw = yaml.safe_load(read_text(path, JSON_BYTES, ConfigError))
-            if not isinstance(raw, dict):
-                raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
-            return cls.model_validate({"name": path.stem, **raw})
-        except yaml.YAMLError as error:
-            raise ConfigError(f"not valid YAML: {error}", file=path) from None
+            return cls.model_validate({"name": path.stem, **_fields_of(path)})
         except ValidationError as error:
             raise _named(error, path) from None
 
@@ -335,6 +327,31 @@ class Deployment(_Part):
         if fields["lora_config"]:
             fields["lora_config"]["batch_size"] = self.batch_size
         return {name: value for name, value in json.loads(json.dumps(fields)).items() if value is not None}
+
+
+def _file_of(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path)
+    path = path if path.suffix == ".yaml" else CONFIGS / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
+    return path
+
+
+def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
+    """The fields of a file; one with `like` says what differs from another, which the files `above` differ from."""
+    try:
+        raw = yaml.safe_load(read_text(path, JSON_BYTES, ConfigError))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}", file=path) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
+    if "like" not in raw:
+        return raw
+    like, others = raw.pop("like"), [name for name in preset_names() if CONFIGS / f"{name}.yaml" not in (*above, path)]
+    if like not in others:
+        raise ConfigError(f"expected one of {', '.join(others)}, got {like!r:.100}", field="like", file=path)
+    fields: dict[str, Any] = changed(_fields_of(_file_of(like), *above, path), raw)
+    return fields
 
 
 def preset_names() -> list[str]:
