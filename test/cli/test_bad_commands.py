@@ -163,6 +163,10 @@ IDLE = [
     "compile kimi-k2.5 --dry-run --draft-tokens 4",
     "compile kimi-k2.5 --preset trn2-native-tp32-ep2 --hlo-only",
     "serve {fp8} --backend cpu --preset nonsense",
+    "plan kimi-k2.5 --preset h200-tp8 --port",
+    "convert {fp8} {tmp}/out --target cuda --spmd-rank",
+    "convert {fp8} --dry-run --verify-output",
+    "compile kimi-k2.5 --dry-run --capture-layers 0",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -10,7 +11,7 @@ from kimi_k2.api import KimiK2
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.synthetic.draft import write_synthetic_head
+from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
 
 def kimi(*arguments: str) -> Result:
@@ -31,6 +32,14 @@ def test_drafts_are_of_the_plain_model(checkpoints: dict[str, Path]) -> None:
     assert "--backend cpu or cuda" in kimi(*given, "ngram", "--backend", "neuron", "--on-cpu").output
     refused = kimi(*given, str(checkpoints["fp8"]))
     assert isinstance(refused.exception, ConfigError) and refused.exception.field == "architectures"
+
+
+def test_compile_plans_the_heads_bytes(tmp_path: Path) -> None:
+    fields = draft_fields(KimiK2Config.from_preset("kimi-k2-instruct-0905"), "mla", draft_vocab_size=32000)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    plain = ["compile", "kimi-k2-instruct-0905", "--dry-run"]
+    assert "draft head" in kimi(*plain, "--draft", str(tmp_path)).stdout
+    assert "draft head" not in kimi(*plain).stdout
 
 
 def test_bench_drafts(checkpoints: dict[str, Path]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat, formats
 from kimi_k2.serving.paged import support as common
@@ -405,6 +406,9 @@ def test_arguments_that_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     one = deployment(device_type="cpu", dtype=torch.float32, additional_config=given.create_engine_config())
     assert support.refusal(one, model()) == "--attention-backend TRITON_MLA"
     assert noted(additional_config=own).create_engine_config() == own
+    monkeypatch.setenv("KIMI_K2_VLLM_GPUS", "0")
+    with pytest.raises(ConfigError, match="did you mean KIMI_K2_VLLM_GPU"):
+        given.create_engine_config()
 
 
 @pytest.mark.parametrize(("asked", "reason"), [("fp8", None), ("mxfp8", "--quantization mxfp8")])

@@ -39,8 +39,10 @@ def _row(file: Path) -> list[str]:
         ]
         concurrency = "" if result["max_concurrency"] is None else str(result["max_concurrency"])
         return [str(result["model_id"]), concurrency, *tokens, *(_three(result, name) for name in METRICS), *rates]
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise SweepError(f"no result of `vllm bench serve --save-result`: {error!r}", file=file) from None
+    except KeyError as error:
+        raise SweepError(f"no result of `vllm bench serve --save-result`: no field {error}", file=file) from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise SweepError(f"no result of `vllm bench serve --save-result`: {error}", file=file) from None
 
 
 def _three(result: dict[str, Any], metric: str) -> str:

@@ -30,12 +30,6 @@ def published_models() -> list[str]:
     return published()
 
 
-def _known_model(name: str) -> str:
-    if name not in published_models():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(published_models())}")
-    return name
-
-
 def expert_names() -> list[str]:
     """Formats of routed experts that `convert` writes."""
     from kimi_k2.sharding.experts.format import expert_formats
@@ -51,29 +45,23 @@ def format_names() -> list[str]:
     return list(formats())
 
 
-def _one_of(name: str | None, known: Callable[[], list[str]]) -> str | None:
-    if name is not None and name not in known():
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known())}")
-    return name
+def _named(known: Callable[[], list[str]], *names: str, metavar: str | None, text: str) -> Any:
+    """An option that is one of some names, which are found when they are asked for."""
+
+    def check(name: str | None) -> str | None:
+        if name is not None and name not in known():
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known())}")
+        return name
+
+    return typer.Option(*names, callback=check, autocompletion=known, metavar=metavar, help=text)
 
 
-def _known_experts(name: str | None) -> str | None:
-    return _one_of(name, expert_names)
-
-
-def _known_format(name: str | None) -> str | None:
-    return _one_of(name, format_names)
-
-
-DEFAULT_MODEL = "kimi-k2-instruct-0905"
+DEFAULT_MODEL, DEFAULT_DEPLOYMENT = "kimi-k2-instruct-0905", "trn2-tp32-ep2"
+_PRESET = "Deployment: a file of configs/, or a path to one."
+Preset = Annotated[str, typer.Option("--preset", help=_PRESET)]
+Configuration = Annotated[str, typer.Argument(help="Published name, or a directory with config.json.")]
 Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        callback=_known_model,
-        autocompletion=published_models,
-        help="Published configuration: names, YaRN, quantization.",
-    ),
+    str, _named(published_models, "--model", metavar=None, text="Published configuration: names, YaRN, quantization.")
 ]
 MOST = 2**31 - 1  # of whatever is counted
 
@@ -146,25 +134,11 @@ Ranks = Annotated[
     typer.Option(help="Weights: output of `convert --target cuda`, a rank a process of `torchrun --no-python`."),
 ]
 TargetOption = Annotated[Target, typer.Option(help="neuron: NxDI's names and layouts; cuda: the checkpoint's own.")]
-ExpertsOption = Annotated[
-    str | None,
-    typer.Option(
-        callback=_known_experts,
-        autocompletion=expert_names,
-        metavar="FORMAT",
-        help="Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default), w2_bf16.",
-    ),
-]
-StoredFormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        callback=_known_format,
-        autocompletion=format_names,
-        metavar="FORMAT",
-        help="How weights are stored (fp8, int4, bf16); the model's own if not given.",
-    ),
-]
+_EXPERTS = "Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default), w2_bf16."
+ExpertsOption = Annotated[str | None, _named(expert_names, "--experts", metavar="FORMAT", text=_EXPERTS)]
+_STORED = "How weights are stored (fp8, int4, bf16); the model's own if not given."
+StoredFormatOption = Annotated[str | None, _named(format_names, "--format", metavar="FORMAT", text=_STORED)]
+DraftTokens = Annotated[int, typer.Option(min=1, max=64, help="With --draft: tokens drafted at a time.")]
 KvCacheDtype = Annotated[
     Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
     typer.Option(help="Of the KV cache; auto: config.json's kv_cache_scheme, else the compute dtype."),
@@ -201,8 +175,8 @@ Videos = Annotated[
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 BackendName = Literal["cpu", "cuda", "neuron"]
-DEFAULT_DEPLOYMENT = "trn2-tp32-ep2"
 OF_THE_PLAIN_MODEL = "of the plain model, not of --backend neuron"
+
 SAMPLING, MODEL, NEURON = "How tokens are chosen", "How the model runs", "The NxDI model (--backend neuron)"
 
 
@@ -265,9 +239,9 @@ class ModelOptions:
         str | None,
         _in(MODEL, metavar="HEAD", help="Eagle3 head (directory or name) or ngram that drafts tokens to verify."),
     ] = None
-    draft_tokens: Annotated[int, _in(MODEL, min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3
+    draft_tokens: DraftTokens = 3
     download: Download = False
-    preset: Annotated[str, _in(NEURON, help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT
+    preset: Annotated[str, _in(NEURON, help=_PRESET)] = DEFAULT_DEPLOYMENT
     compiled: Annotated[
         Path | None, _in(NEURON, help="What `kimi-k2 compile` wrote, to load on Trainium.", file_okay=False)
     ] = None
@@ -296,18 +270,8 @@ class ModelOptions:
             raise typer.BadParameter("--draft ngram goes with --backend cpu or cuda; NxDI drafts with a head")
         from kimi_k2.api import Neuron
 
-        names = (
-            "backend",
-            "dtype",
-            "keep_quantized",
-            "kv_cache_dtype",
-            "batch_invariant",
-            "download",
-            "chunk_size",
-            "draft",
-            "draft_tokens",
-        )
-        own = {name: getattr(self, name) for name in names}
+        of_neuron = ("preset", "compiled", "on_cpu", "max_model_len")
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in of_neuron}
         if self.backend == "neuron":
             own["neuron"] = Neuron(self.preset, self.compiled, self.on_cpu, self.max_model_len, batch_size)
         return own

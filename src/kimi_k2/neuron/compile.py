@@ -20,12 +20,14 @@ from typing import Any
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_json, replace_file
 from kimi_k2.neuron import contrib, sdk
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.against_hlo import MANIFEST
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
+from kimi_k2.plan.drafts import with_drafts
 from kimi_k2.plan.hlo import GraphCounts, count, peak_live_bytes
 from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
@@ -111,16 +113,21 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     return [*rows, plan.verdict, *([plan.caution] if plan.caution else [])]
 
 
-def check_fit(config: KimiK2Config, preset: Deployment) -> MemoryPlan:
-    """The memory plan of a preset, if one core can hold it.
+def check_fit(
+    config: KimiK2Config, preset: Deployment, draft: str | Path | None = None, draft_tokens: int = 3
+) -> MemoryPlan:
+    """The memory plan of a preset, with a head that drafts so many tokens, if one core can hold it.
 
     Raises:
         DoesNotFitError: naming the largest part and what would help.
-        ConfigError: the preset has a vision tower that the model lacks, or that cannot be compiled so.
+        ConfigError: the preset has a vision tower that the model lacks, or that cannot be compiled so; or the head was
+            made for another model.
     """
     if preset.vision is not None:
         check_vision(preset.vision, config)
     target = make_target(preset, config)
+    if draft is not None:
+        target = with_drafts(target, config, DraftConfig.from_pretrained(draft), draft_tokens)
     plan = memory_plan(config, target)
     if not plan.fits:
         name, size = plan.largest

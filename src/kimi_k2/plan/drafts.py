@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -112,6 +112,11 @@ class Head:
         for each in sizes:
             _add(counts, Collective("all-gather", ranks, sampled * ranks * each), 1)
         return counts
+
+
+def with_drafts(target: Target, config: KimiK2Config, head: DraftConfig, tokens: int) -> Target:
+    """A target whose steps verify so many tokens that a head drafted; ConfigError if it was made for another model."""
+    return replace(target, positions=tokens + 1, head=Head.of(head, config))
 
 
 def _is_read(name: str, reads_target: bool, cache_alone: bool) -> bool:

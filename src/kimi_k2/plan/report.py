@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
@@ -23,7 +22,7 @@ from kimi_k2.plan.kernels import Rates, kernel_step, print_kernel_step
 from kimi_k2.plan.memory import TOWER, MemoryPlan, category, host_plan, memory_plan
 from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.roofline import roofline
-from kimi_k2.plan.target import GIB, Target, load_target
+from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.errors import ConversionError
@@ -174,11 +173,7 @@ def plan(
         ConfigError: there is no such model or preset, or a length is out of range.
     """
     config = KimiK2Config.load(model)
-    most = config.max_position_embeddings
-    if max_model_len is not None and max_model_len > most:
-        raise ConfigError(
-            f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
-        )
+    check_context(config, max_model_len)
     return make_report(config, load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length))
 
 

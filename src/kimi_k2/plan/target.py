@@ -213,6 +213,13 @@ def check_vision(options: VisionOptions, config: KimiK2Config) -> None:
             )
 
 
+def check_context(config: KimiK2Config, tokens: int | None) -> None:
+    """ConfigError if a model does not take sequences of so many tokens; None are the preset's."""
+    most = config.max_position_embeddings
+    if tokens is not None and tokens > most:
+        raise ConfigError(f"expected at most max_position_embeddings ({most}), got {tokens}", field="max_model_len")
+
+
 def load_target(name: str, config: KimiK2Config) -> Target:
     """The target of a preset in configs/, by name or path.
 

@@ -5,6 +5,7 @@ While a conversion is unfinished, journal.jsonl: the same origin, then a line a 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -286,9 +287,8 @@ class Journal:
             finally:
                 os.close(file)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot be written: {error.strerror}; make room and run the same command again", file=self.path
-            ) from None
+            room = "; make room and run the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise CheckpointError(f"cannot be written: {error.strerror}{room}", file=self.path) from None
 
     def remove(self) -> None:
         """The conversion is finished."""

@@ -11,13 +11,13 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, parse_layers, refuse
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, DraftTokens, Preset, parse_layers, refuse
 
 
 def compile_model(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
-    preset: Annotated[str, typer.Option(help="Name of a file in configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
+    preset: Preset = DEFAULT_DEPLOYMENT,
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
     ] = Path("compiled"),
@@ -31,7 +31,7 @@ def compile_model(
     draft: Annotated[
         Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
     ] = None,
-    draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3,
+    draft_tokens: DraftTokens = 3,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False,
     hlo_only: Annotated[
         bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
@@ -48,12 +48,13 @@ def compile_model(
 
     if draft is None:
         refuse(context, "goes with --draft", "draft_tokens")
-    if hlo_only:
-        refuse(context, "of compiled graphs: not with --hlo-only", "weights", "capture_layers")
+    if hlo_only or dry_run:
+        refuse(context, "of compiled graphs: not with --hlo-only or --dry-run", "weights", "capture_layers")
     chosen = Deployment.load(preset)
     if chosen.hardware.target != "neuron":
         raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
-    plan = job.check_fit(KimiK2Config.load(model), chosen)
+    config = KimiK2Config.load(model)
+    plan = job.check_fit(config, chosen, draft, draft_tokens)
     typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     typer.echo("\n".join(job.plan_lines(plan)))
     if chosen.torch_native is not None:
@@ -75,7 +76,6 @@ def compile_model(
         if capture_layers is not None:
             from kimi_k2.parity.nxdi import capture_options
 
-            config = KimiK2Config.load(model)
             options |= capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
         job.check_sdk()
         if weights is not None:

@@ -60,8 +60,13 @@ def convert(
     from kimi_k2.sharding.dry_run import dry_run
     from kimi_k2.sharding.presharder import Presharder
 
-    if not only_sizes:
+    if only_sizes:
+        ways = ("report", "allow_nonfinite", "verify_source", "verify_output")
+        refuse(context, "--dry-run reads and writes no weights", *ways)
+    else:
         refuse(context, "goes with --dry-run", "rate")
+    if target == "cuda":
+        refuse(context, "goes with --target neuron", "spmd_rank", "decode")
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:

@@ -10,13 +10,13 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, number, picture, refuse
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, DraftTokens, Preset, number, picture, refuse
 
 
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Published name (kimi-k2-instruct-0905 ...) or checkpoint directory.")],
-    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
+    preset: Preset = DEFAULT_DEPLOYMENT,
     max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None,
     batch_size: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None,
     prompt_length: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None,
@@ -24,7 +24,7 @@ def plan(
         str | None,
         typer.Option(metavar="HEAD", help="Eagle3 head (directory or name; llama, mla: of the published sizes)."),
     ] = None,
-    draft_tokens: Annotated[int, typer.Option(min=1, max=64, help="With --draft: tokens drafted at a time.")] = 3,
+    draft_tokens: DraftTokens = 3,
     measured: Annotated[
         list[Path] | None,
         typer.Option(help="JSON of nccom-test or neuron-profile, for what is assumed of the machine; repeat for both."),
@@ -59,15 +59,14 @@ def plan(
     from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
     from kimi_k2.drafts.config import FORMS, DraftConfig
-    from kimi_k2.errors import ConfigError
     from kimi_k2.plan import presets as served
     from kimi_k2.plan.against_hlo import against_hlo
-    from kimi_k2.plan.drafts import Head
+    from kimi_k2.plan.drafts import with_drafts
     from kimi_k2.plan.measured import read_measured
     from kimi_k2.plan.memory import read_index
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
     from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_published, print_report
-    from kimi_k2.plan.target import PUBLISHED_PORT, load_target
+    from kimi_k2.plan.target import PUBLISHED_PORT, check_context, load_target
     from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
     if all_presets:
@@ -90,11 +89,7 @@ def plan(
             console.width = max(console.width, WIDTH)
             print_presets(rows, console)
         return
-    most = config.max_position_embeddings
-    if max_model_len is not None and max_model_len > most:
-        raise ConfigError(
-            f"expected at most max_position_embeddings ({most}), got {max_model_len}", field="max_model_len"
-        )
+    check_context(config, max_model_len)
     if gpus:
         tokens = max_model_len or 4096
         ways = served.served_rows(config, tokens, batch_size)
@@ -111,10 +106,12 @@ def plan(
             head = DraftConfig.from_dict(fields)
         else:
             head = DraftConfig.from_pretrained(resolve_checkpoint(draft, download=download, weights=False))
-        target = replace(target, positions=draft_tokens + 1, head=Head.of(head, config))
+        target = with_drafts(target, config, head, draft_tokens)
     if measured:
         target = replace(target, machine=read_measured(measured).on(target.machine))
     if port:
+        if not target.is_neuron:
+            raise typer.BadParameter(f"arranges weights for Trainium, not for {preset}", param_hint="--port")
         target = replace(target, arrangement=PUBLISHED_PORT)
     report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}
     if chart is not None:

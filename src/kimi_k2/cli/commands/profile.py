@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import BatchInvariant, KvCacheDtype, number
+from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number
 
 
 def profile(
     preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
-    model: Annotated[
-        str, typer.Argument(help="Published name, or a directory with config.json.")
-    ] = "kimi-k2-instruct-0905",
+    model: Configuration = DEFAULT_MODEL,
     weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
     layers: Annotated[
         int | None,

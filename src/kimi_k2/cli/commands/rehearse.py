@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -134,7 +134,7 @@ def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
 
 
 def rehearse(
-    preset: Annotated[str, typer.Option(help="Deployment: a file of configs/, or a path to one.")] = DEFAULT_DEPLOYMENT,
+    preset: Preset = DEFAULT_DEPLOYMENT,
     out: Annotated[
         Path | None, typer.Option(help="Keep checkpoint, ranks, logs and report.md here.", file_okay=False)
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, number, refuse
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, Preset, number, refuse
 
 
 def serve(
@@ -27,7 +27,7 @@ def serve(
         Literal["stored", "w2_bf16"],
         typer.Option(help="w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron)."),
     ] = "stored",
-    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = DEFAULT_DEPLOYMENT,
+    preset: Preset = DEFAULT_DEPLOYMENT,
     compiled: Annotated[
         Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)
     ] = None,

@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import listed, listed_numbers
+from kimi_k2.cli.options import DEFAULT_MODEL, Configuration, listed, listed_numbers
 
 
 def tune(
-    model: Annotated[
-        str, typer.Argument(help="Published name, or a directory with config.json.")
-    ] = "kimi-k2-instruct-0905",
+    model: Configuration = DEFAULT_MODEL,
     shape: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Ranks' parts (TP8, EP8, TP2-EP4 ...); all of 1 to 8 ranks if not given."),

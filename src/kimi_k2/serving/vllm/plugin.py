@@ -12,6 +12,7 @@ from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_nam
 from kimi_k2.serving.vllm import flags
 from kimi_k2.serving.vllm.runner import choose_runner
 from kimi_k2.serving.vllm.support import BATCH_INVARIANT, invariant, refusal
+from kimi_k2.variables import check_names
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
@@ -63,6 +64,7 @@ def _note_arguments() -> None:
 
     @functools.wraps(stock)
     def create(self: Any, *given: Any, **named: Any) -> Any:
+        check_names()
         held = self.additional_config
         if held is None or isinstance(held, dict):
             held = {name: value for name, value in (held or {}).items() if name != flags.NOTED}

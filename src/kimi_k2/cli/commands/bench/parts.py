@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.options import (
+    DEFAULT_MODEL,
     Checkpoint,
+    Configuration,
     ModelOptions,
     Ranks,
     SamplingOptions,
@@ -80,9 +82,7 @@ def kernels(
 
 def experts(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Published name, or a directory with config.json.")] = (
-        "kimi-k2-instruct-0905"
-    ),
+    model: Configuration = DEFAULT_MODEL,
     format_: Annotated[
         str | None, typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16; all if not given.")
     ] = None,

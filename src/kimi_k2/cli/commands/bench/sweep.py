@@ -17,6 +17,7 @@ from kimi_k2.cli.options import (
     BatchInvariant,
     KeepQuantized,
     KvCacheDtype,
+    Preset,
     Ranks,
     Seed,
     listed_numbers,
@@ -51,7 +52,7 @@ def sweep(
     kv_cache_dtype: KvCacheDtype = "auto",
     batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
-    preset: Annotated[str, typer.Option(help="Deployment (neuron).")] = DEFAULT_DEPLOYMENT,
+    preset: Preset = DEFAULT_DEPLOYMENT,
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
