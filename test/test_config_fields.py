@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -33,11 +33,6 @@ DUMPED: dict[str, Any] = {
     "torchscript": False, "transformers_version": "4.56.2", "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
     "aux_loss_alpha": 0.001, "attention_dropout": 0.0,
 }  # fmt: skip
-
-
-def raw_preset(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
-    return result
 
 
 def at(raw: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:

@@ -10,15 +10,10 @@ import pytest
 
 from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.config import PRESET_DIR, KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError, MissingTensorError, TensorShapeError
 from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.vision_config import Grid, VisionConfig
-
-
-def raw_preset(name: str = "kimi-k2.5") -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text())
-    return raw
 
 
 @pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code"])
@@ -33,7 +28,7 @@ def test_presets_have_the_published_tower(name: str) -> None:
 
 
 def test_published_names_and_those_of_transformers_mean_the_same() -> None:
-    raw = raw_preset()
+    raw = raw_preset("kimi-k2.5")
     theirs = {
         "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 80,
         "pos_emb_height": 10, "pos_emb_width": 12, "pos_emb_time": 4, "merge_kernel_size": [2, 2], "patch_size": 14,
@@ -72,7 +67,7 @@ def test_published_names_and_those_of_transformers_mean_the_same() -> None:
 )
 def test_malformed_fields_are_named(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        KimiK2Config.from_dict({**raw_preset(), **changes})
+        KimiK2Config.from_dict({**raw_preset("kimi-k2.5"), **changes})
     assert (caught.value.field or "").startswith(field)
 
 

@@ -359,8 +359,10 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
 
 
 def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:
-    """A file of presets/; one with `like` says what differs from another of them."""
+    """A file of presets/; it, or its text_config, with `like` says what differs from another of them."""
     raw: dict[str, Any] = json.loads((PRESET_DIR / f"{name}.json").read_text(encoding="utf-8"))
+    if "like" in raw.get("text_config", ()):
+        raw["text_config"] = changed(raw_preset(raw["text_config"].pop("like")), raw["text_config"])
     return changed(raw_preset(raw.pop("like")), raw) if "like" in raw else raw
 
 

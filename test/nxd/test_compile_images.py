@@ -18,21 +18,20 @@ from harness import SLOW
 from safetensors.torch import save_file
 from test_readme_steps import PRESET, Machine
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.target import load_target
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import TINY_VISION, tiny_config, with_format
 
 CLI = "from kimi_k2.cli import main; main()"
-PRESETS = Path(__file__).parents[2] / "src" / "kimi_k2" / "presets"
 TOWER = "vision_encoder_model"
 
 
 @pytest.mark.parametrize("name", ["trn2-tp64-ep1-images", pytest.param("trn2-tp32-ep2-images", marks=SLOW)])
 def test_hlo_of_every_graph(tmp_path: Path, name: str) -> None:
     """The published shapes with two layers each, the preset with fewer buckets."""
-    content = json.loads((PRESETS / "kimi-k2.5.json").read_text())
+    content = raw_preset("kimi-k2.5")
     content["text_config"]["num_hidden_layers"] = content["vision_config"]["vt_num_hidden_layers"] = 2
     model, out, preset = tmp_path / "model", tmp_path / "out", tmp_path / "images.yaml"
     model.mkdir()
