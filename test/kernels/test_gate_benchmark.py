@@ -45,7 +45,7 @@ def test_it_says_which_peers_are_not_installed_and_leaves_out_one_that_fails(
     monkeypatch.setattr(table, "read_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(table, "matmul_rate", lambda: 700.0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(harness, "graph_median", lambda calls, replays: calls[0]())
+    monkeypatch.setattr(harness, "graph_times", lambda calls, replays: [calls[0]()])
     case = Case("gate", "T=1", {"ours": [lambda: 1.0], "peer": [partial(fail, RuntimeError())]}, 1e3)
     monkeypatch.setitem(table.OPERATIONS, "gate", lambda with_peers: iter([case]))
     table.run(["gate"], True, tmp_path / "rows.json", said.append)

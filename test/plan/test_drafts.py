@@ -11,7 +11,6 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from kimi_k2.bench.kernels.drafts import tokens_a_second
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
@@ -142,11 +141,3 @@ def test_other_files_are_refused_by_field(tmp_path: Path, content: dict[str, Any
     with pytest.raises(ConfigError, match="no such file"):
         read_measured([tmp_path / "none.json"])
     assert Measured().on(TRN2_LNC2) == TRN2_LNC2
-
-
-def test_tokens_a_second_of_a_user_by_hand() -> None:
-    """A plain step of 2 layers of 50 us and 100 beside them; verified tokens take 80 a layer."""
-    step = 100 + 60 * 80
-    sums = 2 * 61 + 1 + 4 * 3
-    expected = 2.8e6 / (step + 500 + 2.5 * sums)
-    assert tokens_a_second(200, 260, 50, 500, 3, layers=2) == pytest.approx(expected)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from kimi_k2.bench.kernels.harness import event_times
-from kimi_k2.bench.kernels.model import time_step
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, Routing
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
@@ -20,12 +19,9 @@ from kimi_k2.engine.drafters import HeadDrafter
 from kimi_k2.engine.graphs import GraphRecorder, Recorded
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
-from kimi_k2.plan.drafts import ACCEPTED
 from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
 FORMS: tuple[Form, ...] = ("llama", "mla")
-LAYERS = 60  # MoE layers of the family
-SUM = 2.5  # microseconds of a sum of one token over four H200s (docs/measurements.md)
 
 
 def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int = 1, seed: int = 0) -> Eagle3Head:
@@ -106,41 +102,16 @@ def time_draft(head: Eagle3Head, target: KimiK2ForCausalLM, contexts: Sequence[i
     return found[0], found[1]
 
 
-def tokens_a_second(
-    plain: float, wide: float, moe_layer: float, drafting: float, runs: int, layers: int, whole: int = LAYERS
-) -> float:
-    """Of one user of the whole model over eight GPUs; modelled from parts that were measured on one of them.
-
-    What a step takes beyond its MoE layers (dense layers, head) is the plain step's in both: weights read once.
-    Two sums a layer and one of the embedding, and four a run of the head, take what was measured of four H200s.
-
-    Args:
-        plain, wide: microseconds of a step of one token, and of the tokens to be verified.
-        moe_layer: microseconds of a MoE layer of the plain step.
-        drafting: microseconds of all runs of the head around a step.
-        runs: how many.
-        layers: MoE layers of the measured model; its others are those of the whole one.
-        whole: MoE layers of that.
-    """
-    rest = plain - layers * moe_layer
-    step = rest + whole * (wide - rest) / layers
-    sums = 2 * (whole + 1) + 1 + 4 * runs
-    return ACCEPTED / (step + drafting + sums * SUM) * 1e6
-
-
 def lines(
     model: KimiK2ForCausalLM, batches: Sequence[int], context: int, width: int, routing: Routing | None
 ) -> Iterator[str]:
-    """Steps of one and of `width` tokens, a rank's part of a head, and what they come to at eight GPUs, as text."""
-    times: dict[Form, float] = {}
+    """Passes of a rank's part of a head, and steps of one and of `width` tokens, as text."""
     for form in FORMS:
         head = synthetic_head(model, form, parts=8)
         for batch in batches:
             first, later = time_draft(head, model, [context] * batch, width)
-            found = f"first pass {first:.1f} us, a later one {later:.1f} us"
-            if batch == 1:
-                times[form] = first + (width - 2) * later
-            yield f"measured: {form} head, a part of 8, batch {batch}: {found}"
+            passes = f"first pass {first:.1f} us, a later one {later:.1f} us"
+            yield f"measured: {form} head, a part of 8, batch {batch}: {passes}"
         del head
     for batch in batches:
         plain, wide = (time_verify(model, [context] * batch, one, routing=routing) for one in (1, width))
@@ -148,13 +119,3 @@ def lines(
             f"measured: batch {batch}, {model.config.num_hidden_layers} layers: plain step {plain / 1e3:.3f} ms,"
             f" step of {width} tokens {wide / 1e3:.3f} ms, {wide / plain:.2f} plain steps"
         )
-        if batch > 1:
-            continue
-        layers = sum(map(model.config.is_moe_layer, range(model.config.num_hidden_layers)))
-        moe_layer = time_step(model, [context], communicate=False, routing=routing).moe_layer
-        for form, drafting in times.items():
-            rate = tokens_a_second(plain, wide, moe_layer, drafting, width - 1, layers)
-            yield (
-                f"modelled from these: 61 layers, eight GPUs, sums of {SUM} us, {ACCEPTED} tokens accepted a step,"
-                f" {form} head: {rate:.0f} tokens a second a user"
-            )

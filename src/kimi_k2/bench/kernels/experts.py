@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,13 +13,13 @@ from itertools import groupby, product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kimi_k2.bench.kernels import harness
 from kimi_k2.bench.kernels.expert_formats import (
     FORMATS,
     HIDDEN,
     Case,
-    Operation,
     RandomExperts,
     distinct,
     draw_inputs,
@@ -39,7 +38,7 @@ from kimi_k2.bench.kernels.expert_rows import (
     read_rows,
     summary,
 )
-from kimi_k2.bench.kernels.harness import Captures, in_turns, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.harness import Captures, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.mla_cases import checked
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.bench.kernels.tune import cases
@@ -123,41 +122,26 @@ def compare(
     wanted = experts.reference(few[0], few[1], few[2])
     errors: dict[str, float] = {}
     absent: dict[str, str] = {}
-    spread: dict[str, float] = {}
-
-    def failed(name: str, failure: Exception) -> None:
-        if name == "ours" or isinstance(failure, KernelError):
-            raise failure
-        absent[name] = f"failed: {failure}".splitlines()[0]
-
-    def microseconds_of(name: str, call: Operation) -> float:
-        try:
-            times = captures.times([partial(call, *one) for one in sets], replays, int(tokens <= 4096))
-        except (RuntimeError, AssertionError) as failure:
-            failed(name, failure)
-            return math.inf
-        middle = statistics.median(times)
-        spread[name] = round((max(times) - min(times)) / middle, 4)
-        return middle
-
-    timers: dict[str, Callable[[], float]] = {}
+    ways: dict[str, list[Callable[[], Tensor]]] = {}
     for peer in (Peer("ours", experts.ours(tokens, case.top_k)), *known):
         reason = peer.absent(tokens, case.top_k)
         if peer.call is None or reason is not None:
             absent[peer.name] = reason or ""
             continue
         try:
-            error = checked(peer.name, peer.call(*sets[0])[:CHECKED_TOKENS], wanted, MOST_ERROR)
+            errors[peer.name] = checked(peer.name, peer.call(*sets[0])[:CHECKED_TOKENS], wanted, MOST_ERROR)
         except (RuntimeError, AssertionError) as failure:
-            failed(peer.name, failure)
+            if peer.name == "ours" or isinstance(failure, KernelError):
+                raise
+            absent[peer.name] = f"failed: {failure}".splitlines()[0]
             continue
-        errors[peer.name], timers[peer.name] = error, partial(microseconds_of, peer.name, peer.call)
-    microseconds = {name: value for name, value in in_turns(timers).items() if name not in absent}
-    reached, state = distinct(sets), kernel_state(experts.name)
-    moved = reached * experts.bytes_each
+        ways[peer.name] = [partial(peer.call, *one) for one in sets]
+    timed = harness.time_ways(ways, partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)))
+    reached = distinct(sets)
     return Comparison(
-        experts.name, layout, routing, tokens, reached, moved, microseconds, errors, absent, spread, state
-    )
+        experts.name, layout, routing, tokens, reached, reached * experts.bytes_each, timed.microseconds, errors,
+        absent | timed.failed, timed.spread, kernel_state(experts.name),
+    )  # fmt: skip
 
 
 def sections(wanted: Selection, have: Mapping[Key, Comparison]) -> Iterator[tuple[str, str, list[tuple[int, str]]]]:
@@ -272,7 +256,7 @@ def run(
         say(line)
 
 
-def timed(
+def own_cases(
     operation: str, name: str, experts: RandomExperts, top_k: int, counts: Sequence[int], routing: str = "uniform"
 ) -> Iterator[harness.Case]:
     """For `bench kernels` ours at each number of tokens; the peers stand in `bench experts`."""
@@ -295,15 +279,17 @@ def fp8_cases(with_peers: bool) -> Iterator[harness.Case]:
         ("EP4", Case(96, 2048, 2), few),
     ):  # fmt: skip
         experts, name = case.draw(), f"{name}: {case.experts} x {case.inter}"
-        yield from timed("FP8 experts", name, experts, case.top_k, (*counts, 8192, 16384, 32768))
-        yield from timed("FP8 experts", name, experts, case.top_k, (16, 64), "same")
+        yield from own_cases("FP8 experts", name, experts, case.top_k, (*counts, 8192, 16384, 32768))
+        yield from own_cases("FP8 experts", name, experts, case.top_k, (16, 64), "same")
 
 
 def four_bit_cases(with_peers: bool) -> Iterator[harness.Case]:
     """INT4 of a rank of four, then each format at a rank of eight with INT4's tuned choices; no peer is known here."""
     count, top_k = 384, 8
-    yield from timed("moe_w4a16", "int4, N=512", int4_experts(random_int4(count, 512)), top_k, (1, 8, 64, 512, 16384))
+    yield from own_cases(
+        "moe_w4a16", "int4, N=512", int4_experts(random_int4(count, 512)), top_k, (1, 8, 64, 512, 16384)
+    )
     for kind in FOUR_BITS:
         name = kind.library.rpartition("/")[2].removeprefix("w4a16").strip("_") or "int4"
         experts = int4_experts(random_int4(count, 256, kind=kind), **scales_of_all(count, 256, HIDDEN, kind))
-        yield from timed("moe_w4a16", f"{name}, N=256", experts, top_k, (1, 4, 16, 64, 128, 256, 1024, 4096))
+        yield from own_cases("moe_w4a16", f"{name}, N=256", experts, top_k, (1, 4, 16, 64, 128, 256, 1024, 4096))

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kimi_k2.errors import KernelError
+
 # A case in which ours takes more than so many times the best other's time is timed in so many turns.
 SLOWER, TURNS = 1.05, 3
 
@@ -40,6 +42,42 @@ def in_turns(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     return medians
 
 
+class Times(NamedTuple):
+    """By way its median in microseconds, its slowest replay less its fastest over the median, and why it failed."""
+
+    microseconds: dict[str, float]
+    spread: dict[str, float]
+    failed: dict[str, str]
+
+
+def time_ways(
+    ways: Mapping[str, Sequence[Callable[[], Any]]], times: Callable[[Sequence[Callable[[], Any]]], list[float]]
+) -> Times:
+    """Each way in turns; a peer may fail, as one that wants more scratch memory than is left.
+
+    Args:
+        ways: by name the calls of a graph, see `Case`.
+        times: microseconds of a call, of each replay.
+    """
+    spread: dict[str, float] = {}
+    failed: dict[str, str] = {}
+
+    def median(name: str) -> float:
+        try:
+            each = times(ways[name])
+        except (RuntimeError, AssertionError) as failure:
+            if name.startswith("ours") or isinstance(failure, KernelError):
+                raise
+            failed[name] = f"failed: {failure}".splitlines()[0]
+            return math.inf
+        middle = statistics.median(each)
+        spread[name] = round((max(each) - min(each)) / middle, 4)
+        return middle
+
+    medians = in_turns({name: partial(median, name) for name in ways})
+    return Times({name: time for name, time in medians.items() if name not in failed}, spread, failed)
+
+
 def quick_captures() -> None:
     """Let the garbage collector pass over what is imported by now: it runs at every capture and takes most of one."""
     gc.collect()
@@ -47,7 +85,12 @@ def quick_captures() -> None:
 
 
 def graph_median(calls: Sequence[Callable[[], Any]], replays: int = 25, warm_up: int = 3) -> float:
-    """Median microseconds of one call when `calls` run back to back in one captured CUDA graph.
+    """Median of `graph_times`."""
+    return statistics.median(graph_times(calls, replays, warm_up))
+
+
+def graph_times(calls: Sequence[Callable[[], Any]], replays: int = 25, warm_up: int = 3) -> list[float]:
+    """Microseconds of one call when `calls` run back to back in one captured CUDA graph, of each replay.
 
     The first call runs once before the capture, so that a build or a scratch allocation is not captured.
     """
@@ -57,7 +100,7 @@ def graph_median(calls: Sequence[Callable[[], Any]], replays: int = 25, warm_up:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return statistics.median(event_times(graph.replay, replays, warm_up)) / len(calls)
+    return [time / len(calls) for time in event_times(graph.replay, replays, warm_up)]
 
 
 class Captures:
@@ -135,19 +178,9 @@ class Case(NamedTuple):
     flops: float = 0.0
 
     def rows(self, replays: int) -> Iterator[Row]:
-        """A row a way, in turns; a peer that fails, as one that wants more scratch memory than is left, has none."""
-
-        def microseconds(name: str) -> float:
-            try:
-                return graph_median(self.ways[name], replays)
-            except RuntimeError:
-                if name.startswith("ours"):
-                    raise
-                return math.inf
-
-        for name, time in in_turns({name: partial(microseconds, name) for name in self.ways}).items():
-            if math.isfinite(time):
-                yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
+        """A row a way; a peer that fails has none."""
+        for name, time in time_ways(self.ways, partial(graph_times, replays=replays)).microseconds.items():
+            yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
 
 
 @dataclass(frozen=True)
