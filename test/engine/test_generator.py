@@ -19,7 +19,7 @@ from kimi_k2.engine.graphs import Recorded
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops.cache import chunk_slots
+from kimi_k2.ops.mla import chunk_slots
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import tiny_config

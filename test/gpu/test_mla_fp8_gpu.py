@@ -18,7 +18,7 @@ from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_le
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.ops import mla_decode as ops_decode
+from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import registry
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -132,14 +132,14 @@ def test_through_the_table(heads: int, dtype: torch.dtype) -> None:
     rows, cache = rows.to(dtype), cache.to(dtype)
 
     def paged() -> Tensor:
-        plan = ops_decode.attention_plan(seq_lens, cache, heads, table)
-        return ops_decode.mla_decode(q, cache, seq_lens, SCALE, LATENT, plan, table)
+        plan = ops_mla.attention_plan(seq_lens, cache, heads, table)
+        return ops_mla.mla_decode(q, cache, seq_lens, SCALE, LATENT, plan, table)
 
     wanted, found = reference(q, rows.float(), lengths), paged()
     assert relative(found, wanted) < error
     assert (relative(found, wanted) > EXACT) == (dtype == E4M3)
-    plan = ops_decode.attention_plan(seq_lens, rows, heads)
-    assert torch.equal(ops_decode.mla_decode(q, rows, seq_lens, SCALE, LATENT, plan), found)
+    plan = ops_mla.attention_plan(seq_lens, rows, heads)
+    assert torch.equal(ops_mla.mla_decode(q, rows, seq_lens, SCALE, LATENT, plan), found)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

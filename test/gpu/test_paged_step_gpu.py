@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.ops.cache import gather_pages
 from kimi_k2.ops.linear import Weight
-from kimi_k2.ops.mla_decode import attend_values, attention_plan, query_and_entry
+from kimi_k2.ops.mla import attend_values, attention_plan, gather_pages, query_and_entry
 from kimi_k2.ops.registry import PLAIN
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 

@@ -16,7 +16,7 @@ from kimi_k2.kernels.rowwise.prefill import (
     row_norm,
     write_slots,
 )
-from kimi_k2.ops import cache
+from kimi_k2.ops import mla
 from kimi_k2.ops.router import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -135,10 +135,10 @@ def test_next_step_of_sequences_in_pages(batch: int) -> None:
     assert next_step.supports(lengths, ids, positions, slots, table, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cache.next_step(lengths, ids, positions, slots, table, 64)
+        mla.next_step(lengths, ids, positions, slots, table, 64)
     for _ in range(3):
         graph.replay()
-        cache.next_step(one, two, three, four, five, 64)
+        mla.next_step(one, two, three, four, five, 64)
         assert all(torch.equal(found.cpu(), one) for found, one in zip(given, wanted, strict=True))
     with pytest.raises(KernelError, match=r"positions is torch\.int32"):
         next_step.next_step(lengths, ids, written.int(), written, table, 64)

@@ -25,7 +25,7 @@ from kimi_k2.kernels.experts import fp8_decode, w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS as KINDS
 from kimi_k2.kernels.experts.w4a16_layout import format_of, prepare_w4a16
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
-from kimi_k2.ops.cache import next_step
+from kimi_k2.ops.mla import next_step
 from kimi_k2.quantization.mxfp4 import unpack_e2m1
 
 COMPILER = shutil.which("g++")

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimi_k2.ops import cache as cache_ops
-from kimi_k2.ops import registry
-from kimi_k2.ops.cache import gather_pages, store_slots
+from kimi_k2.ops import mla, registry
 from kimi_k2.ops.linear import Weight
-from kimi_k2.ops.mla_decode import SLOTS_AT_ONCE, attend_values, mla_decode, query_and_entry
+from kimi_k2.ops.mla import SLOTS_AT_ONCE, attend_values, gather_pages, mla_decode, query_and_entry, store_slots
 
 RANK, ROPE, PAGE = 24, 8, 4
 DIM = RANK + ROPE
@@ -104,7 +102,7 @@ def test_step_same_as_in_one_piece() -> None:
     torch.testing.assert_close(found, attend_values(wanted, whole, seq_lens, w_uv, 0.3), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("store", [store_slots, cache_ops._store_unread])
+@pytest.mark.parametrize("store", [store_slots, mla._store_unread])
 def test_padding_leaves_the_first_slot_to_its_token(store: Callable[..., None]) -> None:
     """Padding before and behind the token of slot 0, and padding alone; the way of a CPU and that of a GPU."""
     cache, entries = torch.ones(2, PAGE, DIM), torch.tensor([[3.0], [2.0], [4.0]]).expand(3, DIM)

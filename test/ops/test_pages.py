@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.cache import next_step
+from kimi_k2.ops.mla import next_step
 
 
 def drawn(lengths: list[int], page: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from kimi_k2.ops import collective
-from kimi_k2.ops.cache import next_step
+from kimi_k2.ops.mla import next_step
 from kimi_k2.serving.vllm import decode_steps as module
 from kimi_k2.serving.vllm.decode_steps import decode_steps, reason_against
 

@@ -9,7 +9,7 @@ import torch
 
 from kimi_k2.engine import batch as module
 from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk, by_token
-from kimi_k2.ops.cache import gather_pages
+from kimi_k2.ops.mla import gather_pages
 
 PAGE = 4
 

@@ -18,8 +18,7 @@ from kimi_k2.engine.spread import Gathered, Spread
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops.cache import chunk_slots, gather_pages, store_slots
-from kimi_k2.ops.mla import Ragged
+from kimi_k2.ops.mla import Ragged, chunk_slots, gather_pages, store_slots
 
 PAGE = 64  # slots, as the kernels take them
 

@@ -20,10 +20,9 @@ from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops.cache import chunk_slots, decode_places
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import Weight, add_project
-from kimi_k2.ops.mla_decode import attention_plan
+from kimi_k2.ops.mla import attention_plan, chunk_slots, decode_places
 from kimi_k2.ops.registry import PLAIN
 from kimi_k2.ops.streams import beside
 

@@ -18,7 +18,7 @@ from kimi_k2.engine.graphs import Recorded, Recorder
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.engine.sampler import Proposal
 from kimi_k2.model.cache import LatentCache
-from kimi_k2.ops.cache import chunk_slots, gather_pages, store_slots
+from kimi_k2.ops.mla import chunk_slots, gather_pages, store_slots
 
 # Tokens that must agree: as many as there are of these, the most first.
 MOST, LEAST = 4, 1

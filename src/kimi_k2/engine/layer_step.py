@@ -18,11 +18,20 @@ from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE
-from kimi_k2.ops.cache import gather_pages, store_slots, to_cache
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import Weight, add_norm, add_project, project, rms_norm
-from kimi_k2.ops.mla import cache_entries, mla_ragged_attention, rotated_queries
-from kimi_k2.ops.mla_decode import attend_values, mla_decode, query_and_entry, value_rows
+from kimi_k2.ops.mla import (
+    attend_values,
+    cache_entries,
+    gather_pages,
+    mla_decode,
+    mla_ragged_attention,
+    query_and_entry,
+    rotated_queries,
+    store_slots,
+    to_cache,
+    value_rows,
+)
 from kimi_k2.ops.router import add_norm_route
 
 

@@ -20,8 +20,8 @@ from kimi_k2.engine.decode_step import DecodeStep, through
 from kimi_k2.engine.graphs import Recorded, on_all_ranks
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import HiddenStates
-from kimi_k2.ops.cache import chunk_slots
 from kimi_k2.ops.embedding import place_embeddings
+from kimi_k2.ops.mla import chunk_slots
 
 # Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
 MAX_CAPTURED = 4096

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.cache import to_cache
-from kimi_k2.ops.mla import Ragged
+from kimi_k2.ops.mla import Ragged, to_cache
 
 
 class Gathered(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.ops.cache import store_entries
+from kimi_k2.ops.mla import store_entries
 
 # Names as vLLM's --kv-cache-dtype has them.
 KV_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}

@@ -23,7 +23,6 @@ from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.ops import mla as ops_mla
-from kimi_k2.ops import mla_decode as ops_decode
 from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
 
@@ -103,10 +102,10 @@ def attention_plan(
     return plan
 
 
-ops_decode.attention_plan.entry("e4m3", takes=_supports_plan, joins={"mla_decode": "e4m3"}, optional=True)(
+ops_mla.attention_plan.entry("e4m3", takes=_supports_plan, joins={"mla_decode": "e4m3"}, optional=True)(
     partial(attention_plan, rounded=True)
 )
-ops_decode.attention_plan.entry(
+ops_mla.attention_plan.entry(
     "mla_plan", takes=_supports_plan, joins={"mla_decode": "mla_decode"}, batch_invariant=OWN_LENGTH
 )(attention_plan)
 
@@ -136,16 +135,16 @@ def decode_attention(
     return out
 
 
-ops_decode.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)(decode_attention)
-ops_decode.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(partial(decode_attention, rounded=True))
+ops_mla.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)(decode_attention)
+ops_mla.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(partial(decode_attention, rounded=True))
 
 
 def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
     return value_rows.supports(latent, w_uv, mla_plan.MAX_BATCH if batch_invariant() else value_rows.MAX_TOKENS)
 
 
-ops_decode.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)(value_rows.value_rows)
-ops_decode.value_rows.entry("batched", takes=value_rows.supports_batched)(value_rows.batched_value_rows)
+ops_mla.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)(value_rows.value_rows)
+ops_mla.value_rows.entry("batched", takes=value_rows.supports_batched)(value_rows.batched_value_rows)
 
 
 def _supports_attend_values(
@@ -155,7 +154,7 @@ def _supports_attend_values(
     return attend.supports(query, cache, seq_lens, w_uv, block_table)
 
 
-ops_decode.attend_values.entry(
+ops_mla.attend_values.entry(
     "cuda", takes=_supports_attend_values, joins={"mla_decode": "mla_decode", "value_rows": "cuda"}
 )(attend.attend_values)
 
@@ -169,7 +168,7 @@ def _supports_uniform(
     return fits and attend.supports(query, cache, seq_lens, w_uv, block_table)
 
 
-ops_decode.attend_values.entry(
+ops_mla.attend_values.entry(
     "uniform",
     takes=_supports_uniform,
     joins={"mla_decode": "mla_decode", "value_rows": "cuda"},
@@ -185,7 +184,7 @@ def _supports_invariant_absorb(
     return batch_invariant() and absorb.supports(q, kv_a, w_uk, cache)
 
 
-ops_decode.absorb_and_store.entry(
+ops_mla.absorb_and_store.entry(
     "absorb", takes=_supports_invariant_absorb, batch_invariant="64 columns of a head together, always"
 )(absorb.absorb)
 
@@ -202,7 +201,7 @@ def _supports_query(
     return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
 
 
-@ops_decode.query_and_entry.entry(
+@ops_mla.query_and_entry.entry(
     "cuda", takes=_supports_query, joins={"project": "fused_linear", "absorb_and_store": "triton"}
 )
 def query_and_entry(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
-from kimi_k2.ops import cache as ops_pages
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_norm
-from kimi_k2.ops import mla_decode as ops_decode
-from kimi_k2.ops.cache import store_entries
+from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding, rotate_in_place
 from kimi_k2.ops.linear import dequantize_fp8_block
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
@@ -24,7 +22,9 @@ rotate_in_place.entry(
     joins={"apply_rotary_interleaved": "triton"},
     batch_invariant=ELEMENTWISE,
 )(prefill.rotate_in_place)
-store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(prefill.store_entries)
+ops_mla.store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(
+    prefill.store_entries
+)
 dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
     prefill.dequantize_fp8_block
 )
@@ -33,7 +33,7 @@ ops_experts.silu_and_mul.entry("cuda", takes=pairs.supports_silu_and_mul, batch_
     pairs.silu_and_mul
 )
 
-ops_pages.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMENTWISE)(next_step.next_step)
+ops_mla.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMENTWISE)(next_step.next_step)
 
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
 
@@ -52,7 +52,7 @@ def _supports_absorb(
     return decode.supports(q, w_uk, cache)
 
 
-@ops_decode.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
+@ops_mla.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
 def absorb_and_store(
     q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,

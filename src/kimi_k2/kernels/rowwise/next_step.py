@@ -28,7 +28,7 @@ def supports(
 def next_step(
     seq_lens: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, page: int
 ) -> None:
-    """See `ops.cache.next_step`.
+    """See `ops.mla.next_step`.
 
     Raises:
         KernelError: a shape or dtype that the kernel does not take, or a failed launch.

@@ -1,4 +1,4 @@
-"""Dense MLA decode attention over the latent cache in NKI: `kimi_k2.ops.mla_decode.mla_decode`, new token included."""
+"""Dense MLA decode attention over the latent cache in NKI: `kimi_k2.ops.mla.mla_decode`, new token included."""
 
 from __future__ import annotations
 

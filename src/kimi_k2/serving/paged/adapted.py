@@ -19,7 +19,7 @@ from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts, silu_and_mul, sum_by_expert
 from kimi_k2.ops.linear import Weight, add_norm, dequantize, project, rms_norm
-from kimi_k2.ops.mla_decode import absorb_and_store
+from kimi_k2.ops.mla import absorb_and_store
 
 # Linears whose outputs a step makes at once, by module of a layer.
 JOINED = {

@@ -19,7 +19,7 @@ from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.linear import add_norm, float32_linear
-from kimi_k2.ops.mla_decode import attention_plan
+from kimi_k2.ops.mla import attention_plan
 from kimi_k2.parallel.apply import AllReduce, VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.weights import RankLoader

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, on_all_ranks
-from kimi_k2.ops.cache import next_step
+from kimi_k2.ops.mla import next_step
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.serving.vllm.support import against_decode_steps
 

@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import CANNOT, Recorded, Recorder
-from kimi_k2.ops.cache import chunk_slots
+from kimi_k2.ops.mla import chunk_slots
 from kimi_k2.serving.vllm.decode_steps import DecodeSteps, Forward
 from kimi_k2.serving.vllm.draft_passes import DraftPasses, against_draft_passes
 
