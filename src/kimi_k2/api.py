@@ -26,7 +26,6 @@ from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.drafters import Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
-from kimi_k2.engine.multimodal import encoded_rows
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.engine.vision import VisionEncoder
@@ -448,7 +447,7 @@ class KimiK2:
         ids = [prompt.ids for prompt in prompts]
         options: dict[str, Any] = {"chunk_size": self.chunk_size}
         if self.media_reader is not None and any(prompt.media for prompt in prompts):
-            options["media"] = encoded_rows(self.media_reader.encoder, prompts)
+            options["media"] = self.media_reader.encoder.rows(ids, [prompt.media for prompt in prompts])
         for step in self.generator.stream(ids, self.params, **options):
             if timing is not None:
                 timing.seconds.append(step.seconds)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from pictures import drawn, write_video
 from PIL import Image
+from plain_tokens import answers
 from typer.testing import CliRunner
 
+from kimi_k2.api import KimiK2
 from kimi_k2.cli import app
-from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.tokenization.eos import load_eos_token_ids
 
@@ -29,11 +30,10 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def expected(directory: Path, content: Any) -> str:
-    model = MultimodalModel.from_pretrained(directory)
-    params = SamplingParams(8, eos_token_ids=load_eos_token_ids(directory, model.language_model.config))
-    prompt = model.prompt([{"role": "user", "content": content}])
-    tokens = model.generate([prompt], params).token_ids[0]
-    return model.processor.tokenizer.decode([token for token in tokens if token not in params.eos_token_ids])
+    model = KimiK2.from_pretrained(directory)
+    params = SamplingParams(8, eos_token_ids=load_eos_token_ids(directory, model.config))
+    [tokens] = answers(model, [model.prompt([{"role": "user", "content": content}])], params)
+    return model.tokenizer.decode([token for token in tokens if token not in params.eos_token_ids])
 
 
 def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path: Path) -> None:

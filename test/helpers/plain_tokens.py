@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kimi_k2.engine.generate import generate
+from kimi_k2.api import KimiK2, Prompt
+from kimi_k2.engine.generate import Generator, generate
 from kimi_k2.engine.sampler import SamplingParams
+from kimi_k2.engine.vision import MediaRows, VisionEncoder
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 
@@ -18,3 +21,20 @@ def expected(directory: Path, dtype: str, job: list[dict[str, Any]]) -> list[lis
     return [
         generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
     ]
+
+
+def parts(model: KimiK2) -> tuple[KimiK2ForCausalLM, VisionEncoder]:
+    """The language model, and what encodes images."""
+    assert isinstance(model.generator, Generator) and model.media_reader is not None
+    return model.generator.model, model.media_reader.encoder
+
+
+def media_rows(model: KimiK2, prompts: Sequence[Prompt]) -> MediaRows | None:
+    """Embeddings of a batch's images and videos."""
+    return parts(model)[1].rows([prompt.ids for prompt in prompts], [prompt.media for prompt in prompts])
+
+
+def answers(model: KimiK2, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[int]]:
+    """New tokens of a batch whose prompts may have images and videos."""
+    ids = [prompt.ids for prompt in prompts]
+    return generate(parts(model)[0], ids, params, media=media_rows(model, prompts)).token_ids

@@ -6,7 +6,6 @@ may be of another environment.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -14,12 +13,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs
 import pytest
 
 from kimi_k2.tokenization.special_tokens import IM_END, IM_MIDDLE
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 COMMAND = os.environ.get("KIMI_K2_LM_EVAL") or shutil.which("lm_eval")
 if COMMAND is None:
     pytest.skip("needs lm_eval (docs/engines.md), or KIMI_K2_LM_EVAL", allow_module_level=True)

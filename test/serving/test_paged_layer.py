@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kimi_k2.engine import batch
 from kimi_k2.engine.batch import Batch, by_token
-from kimi_k2.engine.decode_step import through
-from kimi_k2.engine.layer_step import LayerStep, Reduce
+from kimi_k2.engine.layer_step import LayerStep, Reduce, through
 from kimi_k2.engine.spread import Spread
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops.linear import add_norm

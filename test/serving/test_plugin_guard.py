@@ -20,10 +20,10 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat, formats
 from kimi_k2.serving.paged import support as common
-from kimi_k2.serving.vllm import plugin, runner, support
+from kimi_k2.serving.vllm import plugin, support
 
 HERE = Path(plugin.__file__).parent
-MODEL = ("attention", "connectors", "lora", "model", "prompt_graphs", "ranks", "tower")
+MODEL = ("attention", "lora", "model", "prompt_graphs", "ranks", "tower")
 WORKER = ("decode_steps", *MODEL)
 
 
@@ -265,8 +265,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(support.ON_GPU, raising=False)
     monkeypatch.setattr(support, "_is_hopper", lambda: True)
     monkeypatch.setattr(common, "find_nvcc", lambda: "nvcc")
-    monkeypatch.setenv(runner.ENVIRONMENT, "")  # so that what a test's code sets is undone
-    monkeypatch.delenv(runner.ENVIRONMENT)
+    monkeypatch.setenv(plugin.RUNNER, "")  # so that what a test's code sets is undone
+    monkeypatch.delenv(plugin.RUNNER)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -11,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import needs
 import pytest
 from sglang_stand_ins import CALLED, environment_with_stand_ins
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
+needs.engine("sglang")
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -12,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from judge import Judge
 from plain_tokens import expected
 from sglang_stand_ins import CALLED, environment_with_stand_ins
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
+needs.engine("sglang")
 
 WORKER = Path(__file__).with_name("sglang_requests.py")
 LAYERS, MOE_LAYERS = 3, 2

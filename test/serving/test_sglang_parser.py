@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import subprocess
 import sys
 from typing import Any
 
+import needs
 import peer_cases
 import pytest
 from parser_cases import cut
 
 from kimi_k2.serving.paged.support import PARSER
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs sglang (docs/engines.md): not importable here: sglang", allow_module_level=True)
+needs.engine("sglang")
 
 # What `sglang serve` and `python -m sglang.launch_server` do before their server starts.
 COMMAND_LINE = """

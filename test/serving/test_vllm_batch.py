@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 
 from kimi_k2.engine import batch
 from kimi_k2.engine.batch import Chunk
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 PAGE = 4
 
@@ -56,7 +55,7 @@ def test_lengths_of_what_a_rank_holds() -> None:
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
     from kimi_k2.serving.vllm.attention import BatchBuilder
-    from kimi_k2.serving.vllm.context import ContextRanks
+    from kimi_k2.serving.vllm.ranks import ContextRanks
 
     lengths = torch.arange(70).int()
     for ranks, run, rank in ((2, 1, 0), (2, 1, 1), (8, 4, 5), (3, 16, 2)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from plain_tokens import expected
@@ -16,8 +16,7 @@ from vllm_engine import OURS, requests, serve
 
 from kimi_k2.ops.router import route
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 LAYERS, MOE_LAYERS, RANKS, STEPS = 3, 2, 2, 200
 
@@ -40,15 +39,15 @@ class Nccl:
 
 def test_rows_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain router's experts are a view of all experts' order."""
-    from kimi_k2.serving.vllm import data_parallel
+    from kimi_k2.serving.vllm import ranks
 
-    monkeypatch.setattr(data_parallel, "get_dp_group", Nccl)
-    monkeypatch.setattr(data_parallel.Exchange, "_sizes", staticmethod(lambda: [5, 5]))
+    monkeypatch.setattr(ranks, "get_dp_group", Nccl)
+    monkeypatch.setattr(ranks.Exchange, "_sizes", staticmethod(lambda: [5, 5]))
     x = torch.randn(5, 32)
     indices, weights = route(x, torch.randn(16, 32), torch.zeros(16), 8)
     assert not indices.is_contiguous()
     given: list[Tensor] = [one.as_subclass(OnGpu) for one in (x, indices, weights)]
-    for found, wanted in zip(data_parallel.Exchange().gather(given), (x, indices, weights), strict=True):
+    for found, wanted in zip(ranks.Exchange().gather(given), (x, indices, weights), strict=True):
         assert torch.equal(found, torch.cat((wanted, wanted)))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 from heads import write_following_head
@@ -23,8 +23,7 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 DRAFTS = 3
 PROMPTS = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "8"))

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from heads import write_following_head
 from judge import ROUNDING, Judge, write_slice
 from sampling import PROCESSORS, SAMPLING, forced
 from torch import Tensor
+from vllm_engine import serve as serve_any
 
 from kimi_k2.drafts.config import Form
-from kimi_k2.kernels.common.build import find_nvcc
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
+needs.engine("vllm")
+pytestmark = needs.on_hoppers()
 
-WORKER = Path(__file__).with_name("vllm_requests.py")
 OPTIONS = {
     "max_model_len": 2048, "max_num_seqs": 12, "max_num_batched_tokens": 512, "enforce_eager": False,
     "kv_cache_memory_bytes": 300_000_000, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False,
@@ -44,22 +36,12 @@ def serve(
     tmp_path: Path,
     environment: dict[str, str],
     stock: bool = False,
-    swaps: Sequence[tuple[str, str]] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """What vllm_requests.py answers: chunked prompts beside decodes, CUDA graphs, pages that are used again."""
     environment = {**environment, **(STOCK if stock else {})}
-    asked, result = tmp_path / "asked.json", tmp_path / "result.json"
-    about = {"dtype": "bfloat16", "requests": job, "swaps": swaps, "options": {**OPTIONS, **options}}
-    asked.write_text(json.dumps(about))
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
-        capture_output=True, text=True, env={**os.environ, **environment}, timeout=600,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
+    answer, log = serve_any(directory, "bfloat16", job, tmp_path, environment=environment, **{**OPTIONS, **options})
     assert (OURS in log) != stock
-    answer: dict[str, Any] = json.loads(result.read_text())
     said = [line.partition("kimi-k2: ")[2] for line in log.splitlines()]
     print(next((line for line in said if "are replayed" in line), "no prompt graphs"))
     return answer | {"log": log}

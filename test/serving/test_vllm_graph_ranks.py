@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 import torch
 from processes import run_together
@@ -13,8 +13,7 @@ from processes import run_together
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 WORKER = Path(__file__).with_name("prompt_graphs_worker.py")
 

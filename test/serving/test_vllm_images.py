@@ -6,24 +6,24 @@ Its chat API takes no video: it asks its processor for `split_video_chunks`, whi
 from __future__ import annotations
 
 import base64
-import importlib.util
 import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 from heads import write_following_head
+from plain_tokens import answers, parts
+from vllm_engine import OURS, serve
 
-from kimi_k2.engine.multimodal import MultimodalModel
+from kimi_k2.api import KimiK2
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.media.patches import Media
@@ -31,12 +31,9 @@ from kimi_k2.media.video import process_frames
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
-WORKER = Path(__file__).with_name("vllm_images.py")
 NEW_TOKENS = 24
-OURS = "operations are ours, plain ones, since this is a CPU"
 # vLLM's trial run has a picture of 3000 x 3000 pixels.
 PROCESSOR = MediaConfig(max_patches=400, max_patches_a_frame=100).to_published_dict()
 
@@ -60,10 +57,10 @@ def draw_images(directory: Path) -> list[Path]:
     return files
 
 
-def expected(model: MultimodalModel, content: list[dict[str, Any]]) -> dict[str, list[int]]:
+def expected(model: KimiK2, content: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Token ids of a prompt of one message, and the plain model's greedy answer to it."""
     prompt = model.prompt([{"role": "user", "content": content}])
-    tokens = model.generate([prompt], SamplingParams(NEW_TOKENS, ignore_eos=True)).token_ids[0]
+    [tokens] = answers(model, [prompt], SamplingParams(NEW_TOKENS, ignore_eos=True))
     return {"prompt": list(prompt.ids), "tokens": tokens}
 
 
@@ -79,28 +76,25 @@ def draw_video(directory: Path) -> list[Path]:
     return files
 
 
-def request(model: MultimodalModel, prompt: list[int], media: list[list[Path]]) -> dict[str, Any]:
-    """For vllm_images.py: vLLM makes as many of each media token as the image has."""
-    pad = model.encoder.config.image_token_id
+def request(model: KimiK2, prompt: list[int], media: list[list[Path]]) -> dict[str, Any]:
+    """For vllm_requests.py: vLLM makes as many of each media token as the image has."""
+    pad = parts(model)[1].config.image_token_id
     runs = ((token, len(list(run))) for token, run in itertools.groupby(prompt))
     short = [token for token, count in runs for _ in range(1 if token == pad else count)]
     assert short.count(pad) == len(media)
-    return {"prompt": short, "media": [[str(path) for path in files] for files in media]}
+    paths = [[str(path) for path in files] for files in media]
+    return {"prompt": short, "media": paths, "new_tokens": NEW_TOKENS, "arrival": 0}
 
 
-def serve(checkpoint: Path, requests: list[dict[str, Any]], tmp_path: Path, **options: Any) -> Any:
-    """What vllm_images.py answers."""
-    job, result = tmp_path / "job.json", tmp_path / "result.json"
-    about = {"dtype": "float32", "new_tokens": NEW_TOKENS, "requests": requests, "options": options}
-    job.write_text(json.dumps(about))
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(checkpoint), str(job), str(result)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
+def check(checkpoint: Path, job: list[dict[str, Any]], wanted: list[Any], out: Path, **options: Any) -> Any:
+    """What vllm_requests.py says of these, whose whole prompts and answers are as wanted."""
+    usual: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 5, "limit_mm_per_prompt": {"vision_chunk": 3}}
+    answer, log = serve(checkpoint, "float32", job, out, skip_tokenizer_init=False, **usual, **options)
     assert OURS in log
-    return json.loads(result.read_text())
+    assert (answer["prompts"], answer["tokens"]) == tuple(
+        [one[what] for one in wanted] for what in ("prompt", "tokens")
+    )
+    return answer
 
 
 SHARED_OUT = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
@@ -126,7 +120,7 @@ def test_same_tokens_as_the_plain_model(
         return process_frames([np.asarray(Image.open(frame)) for frame in frames], 2.0, config, name=name)
 
     monkeypatch.setattr("kimi_k2.media.prompt.process_video", decoded)
-    model = MultimodalModel.from_pretrained(checkpoint)
+    model = KimiK2.from_pretrained(checkpoint)
     requests: list[dict[str, Any]] = []
     wanted = []
     for images, video in (([], []), ([first], []), ([first, second, third], []), ([third], []), ([first], frames)):
@@ -135,7 +129,7 @@ def test_same_tokens_as_the_plain_model(
         wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
         media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
         requests.append(request(model, wanted[-1]["prompt"], media))
-    assert serve(checkpoint, requests, tmp_path, **options) == wanted
+    check(checkpoint, requests, wanted, tmp_path, **options)
 
 
 class Tower(torch.nn.Module):
@@ -185,18 +179,16 @@ def test_drafts_behind_images(tmp_path: Path) -> None:
     checkpoint, head = tmp_path / "model", tmp_path / "head"
     write_checkpoint(checkpoint, "bf16")
     files = draw_images(tmp_path)
-    model = MultimodalModel.from_pretrained(checkpoint)
+    model = KimiK2.from_pretrained(checkpoint)
     wanted, requests = [], []
     for images in ([], files[:1], files, files[2:]):
         content = [{"type": "image", "image": str(path)} for path in images]
         wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
         requests.append(request(model, wanted[-1]["prompt"], [[path] for path in images]))
-    answers = [one["tokens"] for one in wanted]
-    write_following_head(head, model.language_model, answers, dtype=torch.float32, head_dim=64)
+    replies = [one["tokens"] for one in wanted]
+    write_following_head(head, parts(model)[0], replies, dtype=torch.float32, head_dim=64)
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    options: dict[str, Any] = {"speculative_config": drafts, "disable_log_stats": False, "block_size": 32}
-    *found, counts = serve(checkpoint, requests, tmp_path, **options)
-    assert found == wanted
+    counts = check(checkpoint, requests, wanted, tmp_path, parts=True, speculative_config=drafts, block_size=32)
     assert counts["verified"] == counts["drafted"] >= NEW_TOKENS / 4
     assert counts["accepted"] > 0
 
@@ -211,7 +203,7 @@ def test_images_over_http(tmp_path: Path) -> None:
     write_checkpoint(checkpoint, "int4")
     write_hf_tokenizer(checkpoint)
     files = draw_images(tmp_path)
-    model = MultimodalModel.from_pretrained(checkpoint)
+    model = KimiK2.from_pretrained(checkpoint)
     with serving(checkpoint, tmp_path / "log") as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         for images in ([], files[:1], files):

@@ -6,33 +6,29 @@ KIMI_K2_SLOW=1 it runs on a CPU too, a tiny model.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from judge import ROUNDING, SIZES
+from plain_tokens import parts
 from test_vllm_images import PROCESSOR
+from vllm_engine import serve
 
+from kimi_k2.api import KimiK2
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.multimodal import MultimodalModel
-from kimi_k2.engine.vision import MediaRows
-from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.tokenization.special_tokens import special_tokens
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_GPU = HOPPER and find_nvcc() is not None
+needs.engine("vllm")
+ON_GPU = needs.hoppers()
 pytestmark = pytest.mark.skipif(
     not ON_GPU and os.environ.get("KIMI_K2_SLOW") != "1",
     reason="needs a Hopper GPU, nvcc; KIMI_K2_SLOW=1 runs on a CPU",
@@ -48,8 +44,12 @@ TOWER = {
 LIMITS = {
     "max_patches": PROCESSOR["in_patch_limit"], "max_patches_a_frame": PROCESSOR["in_patch_limit_each_frame"],
 }  # fmt: skip
-GPU_OPTIONS = {
-    "enforce_eager": False, "kv_cache_memory_bytes": 200_000_000, "gpu_memory_utilization": 0.1, "max_model_len": 512,
+OPTIONS: dict[str, Any] = {
+    "trust_remote_code": True, "skip_tokenizer_init": False, "max_model_len": 512, "max_num_seqs": 5,
+    "limit_mm_per_prompt": {"vision_chunk": 3},
+}  # fmt: skip
+GPU_OPTIONS: dict[str, Any] = {
+    "enforce_eager": False, "kv_cache_memory_bytes": 200_000_000, "gpu_memory_utilization": 0.1,
     "mm_encoder_attn_backend": "TORCH_SDPA",
 }  # fmt: skip
 
@@ -107,7 +107,8 @@ def prompts(files: dict[str, list[Path]], pad: int) -> list[dict[str, Any]]:
     for number, names in enumerate(([], ["upright"], ["upright", "wide", "large"], ["wide", "video"], ["upright"])):
         ids = [20 + number, 30, 31]
         ids += [pad, 40 + number] * len(names)
-        wanted.append({"prompt": ids, "media": [[str(path) for path in files[name]] for name in names]})
+        media = [[str(path) for path in files[name]] for name in names]
+        wanted.append({"prompt": ids, "media": media, "new_tokens": NEW_TOKENS, "arrival": 0})
     return wanted
 
 
@@ -116,8 +117,8 @@ class MediaJudge:
 
     def __init__(self, directory: Path) -> None:
         self.device = "cuda" if ON_GPU else "cpu"
-        self.model = MultimodalModel.from_pretrained(directory, device=self.device)
-        self.pads = self.model.encoder.config.media_token_ids
+        self.model, self.encoder = parts(KimiK2.from_pretrained(directory, backend=self.device, dtype="float32"))
+        self.pads = self.encoder.config.media_token_ids
 
     def logprobs(self, asked: dict[str, Any], answer: dict[str, Any]) -> torch.Tensor:
         """[tokens, vocab_size] after what the answer says before each token."""
@@ -135,10 +136,10 @@ class MediaJudge:
         assert counts == [one.grid.tokens() for one in media]
         part = None
         if media:
-            rows = MediaRows.of([answer["prompt"]], [self.model.encoder.encode(media)], self.pads)
+            rows = self.encoder.rows([answer["prompt"]], [media])
             assert rows is not None
             part = rows.padded(len(ids)).to(self.device), rows.features
-        logits = self.model.language_model(torch.tensor([ids], device=self.device), media=part)
+        logits = self.model(torch.tensor([ids], device=self.device), media=part)
         said: torch.Tensor = logits[0, len(answer["prompt"]) - 1 :].float().log_softmax(-1).cpu()
         return said
 
@@ -150,24 +151,15 @@ def test_as_far_from_float32_as_rounding(tmp_path: Path) -> None:
     judge = MediaJudge(checkpoint)
     vocab = config().vocab_size
     asked = prompts(draw(tmp_path), special_tokens(vocab - 256)["<|media_pad|>"])
-    options = {"trust_remote_code": True, "skip_tokenizer_init": False, **(GPU_OPTIONS if ON_GPU else {})}
-    job, result = tmp_path / "job.json", tmp_path / "result.json"
-    fields = {"dtype": "bfloat16", "new_tokens": NEW_TOKENS, "requests": asked, "options": options, "logprobs": True}
-    job.write_text(json.dumps(fields))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_images.py"), str(checkpoint), str(job), str(result)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600,
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
+    served, log = serve(checkpoint, "bfloat16", asked, tmp_path, **OPTIONS, **(GPU_OPTIONS if ON_GPU else {}))
     assert "kimi-k2: operations are ours" in log
-    answers = json.loads(result.read_text())
+    answers = [{"prompt": one, "tokens": two} for one, two in zip(served["prompts"], served["tokens"], strict=True)]
     gaps, errors = [], []
-    for one, answer in zip(asked, answers, strict=True):
+    for one, answer, said in zip(asked, answers, served["logprobs"], strict=True):
         logprobs = judge.logprobs(one, answer)
         chosen = logprobs.gather(-1, torch.tensor(answer["tokens"])[:, None])[:, 0]
         gaps.append(logprobs.amax(-1) - chosen)
-        errors.append((torch.tensor(answer["logprobs"]) - chosen).abs())
+        errors.append((torch.tensor(said) - chosen).abs())
     every, error = torch.cat(gaps), torch.cat(errors)
     print(f"best {int((every == 0).sum())} of {len(every)}, error of log-probabilities mean {error.mean():.4f}, 99 % "
           f"{error.quantile(0.99):.3f}, largest {error.max():.3f}")  # fmt: skip

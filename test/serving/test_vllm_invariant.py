@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from plain_tokens import expected
 from vllm_engine import OURS, requests, serve
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 ON = {"VLLM_BATCH_INVARIANT": "1"}
 

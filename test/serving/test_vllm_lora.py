@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from adapters import merge, write_adapter
@@ -18,8 +18,7 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from judge import Judge
@@ -25,8 +25,7 @@ from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 LAYERS, MOE_LAYERS = 3, 2
 

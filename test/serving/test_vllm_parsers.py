@@ -5,13 +5,13 @@ KIMI_K2_CUTS sets how often each text is cut.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import random
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import needs
 import peer_cases
 import pytest
 import test_reported_failures as reported
@@ -20,8 +20,7 @@ from parser_cases import as_tuples, call, section, tool
 from kimi_k2.tokenization.deltas import Content
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 THREADS = [name for name in vars(reported) if name.startswith("test_") and "prompt" not in name]
 CASES = {**{f"vllm {c.name}": c for c in peer_cases.VLLM}, **{f"sglang {c.name}": c for c in peer_cases.SGLANG}}

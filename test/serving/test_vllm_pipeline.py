@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,8 +18,7 @@ from kimi_k2.errors import MissingTensorError
 from kimi_k2.serving.paged.model import PagedModel
 from kimi_k2.sharding.layout import STORED, Layout
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 TOKENS, LAYERS = 6, 3
 
@@ -46,7 +45,8 @@ def stage(directory: Path, layers: range, first: bool, last: bool) -> Any:
         paged.load(load_file(file).items())
     paged.loader.check()
     return SimpleNamespace(
-        paged=paged, held=held, embed_input_ids=paged.embed, _graphs=None, _seen=(), _record=lambda x: None,
+        paged=paged, held=held, embed_input_ids=paged.embed, loras=None, _seen=(),
+        _graphs_of=lambda *_: None, _record=lambda x: None,
         _pp=SimpleNamespace(is_first_rank=first, is_last_rank=last, world_size=2),
     )  # fmt: skip
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 
 from kimi_k2.engine.graphs import Recorded
 from kimi_k2.engine.prompt_step import padded_width
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 HELD = 12345
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_plugin_guard import deployment, fake_vllm, hopper, model  # noqa: F401  (hopper is a fixture)
 
-from kimi_k2.serving.vllm import plugin, runner, support
+from kimi_k2.serving.vllm import plugin, support
 
 
 class OfSecond(SimpleNamespace):
@@ -22,7 +22,7 @@ class OfSecond(SimpleNamespace):
 
     @property
     def use_v2_model_runner(self) -> bool:
-        first = os.environ.get(runner.ENVIRONMENT) == "0"
+        first = os.environ.get(plugin.RUNNER) == "0"
         if first and self.second_alone:
             raise ValueError("HiSparse requires Model Runner V2")
         return not first
@@ -59,7 +59,7 @@ def test_first_runner_where_the_second_would_be(
 @pytest.mark.parametrize(
     ("changed", "sizes", "environment"),
     [
-        ({}, {}, {runner.ENVIRONMENT: "1"}),
+        ({}, {}, {plugin.RUNNER: "1"}),
         ({}, {}, {support.ON_GPU: "0"}),
         ({}, {}, {support.DECODE_GRAPHS: "0"}),
         ({}, {"kv_lora_rank": 256}, {}),
@@ -76,11 +76,11 @@ def test_runner_left_as_it_is(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    runner.choose_runner(of_second(sizes, **changed))
-    assert os.environ.get(runner.ENVIRONMENT) == environment.get(runner.ENVIRONMENT)
+    plugin.choose_runner(of_second(sizes, **changed))
+    assert os.environ.get(plugin.RUNNER) == environment.get(plugin.RUNNER)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_versions_without_a_second_runner() -> None:
-    runner.choose_runner(deployment())
-    assert runner.ENVIRONMENT not in os.environ
+    plugin.choose_runner(deployment())
+    assert plugin.RUNNER not in os.environ

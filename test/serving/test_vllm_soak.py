@@ -10,7 +10,6 @@ tracebacks. On a GPU the server runs there.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -25,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from judge import ROUNDING, Judge, write_slice
 from vllm_server import ON_GPU
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
+needs.engine("vllm")
 
 SECONDS = float(os.environ.get("KIMI_K2_SOAK_SECONDS", "30"))
 WARM_SECONDS = float(os.environ.get("KIMI_K2_SOAK_WARM", min(SECONDS / 6, 300)))

@@ -5,7 +5,6 @@ All engines come up beside each other, as many at once as there are cores for; t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -16,18 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 from judge import ROUNDING, Judge, write_slice
 from sampling import PROCESSORS, forced
 from vllm_engine import serve
 
-from kimi_k2.kernels.common.build import find_nvcc
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vllm (docs/engines.md): not importable here: vllm", allow_module_level=True)
-HOPPER = torch.cuda.device_count() > 1 and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs two Hopper GPUs")]
+needs.engine("vllm")
+pytestmark = needs.on_hoppers(2)
 
 MODELS = {"fp8": "kimi-k2-instruct-0905", "int4": "kimi-k2-thinking"}
 AT_ONCE = max(2, len(os.sched_getaffinity(0)) // 4)

@@ -1,9 +1,9 @@
 """Run in a process of its own: serve requests that arrive in the middle of others' steps; JSON in, JSON out.
 
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
-arguments of vLLM's SamplingParams, and `adapter`, its number and directory) and `options`, which are EngineArgs'. With
-several ranks the calls counted are none:
-the workers make them. With `pieces`, steps of so many new tokens at
+arguments of vLLM's SamplingParams, `adapter`, its number and directory, and `media`, lists of files, an image or the
+frames of a chunk of a video, of which the prompt has a token each) and `options`, which are EngineArgs'. With several
+ranks the calls counted are none: the workers make them. With `pieces`, steps of so many new tokens at
 most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages
 were taken back. With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each;
 `again` has these tokens. With `steps` the engine is asked so many times. With `parts` prompts may come in parts.
@@ -13,6 +13,7 @@ scheduler does not wait for a step's end.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -143,6 +144,9 @@ def main(model: str, job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     if job.get("parts"):  # vLLM then takes pages of any size, prompts in parts and cached prefixes for MLA
         torch.cpu._is_amx_tile_supported = lambda: True
+    if any("media" in one for one in job["requests"]):
+        # vLLM, in one process, wants a dict of it when it looks for kernels.
+        importlib.import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
     if os.environ.get("VLLM_BATCH_INVARIANT") and not torch.cuda.is_available():
         # vLLM would put Triton kernels for GPUs in the place of PyTorch's functions, on a CPU too.
         from vllm.model_executor.determinism import batch_invariant
@@ -175,8 +179,19 @@ def main(model: str, job_file: str, result_file: str) -> None:
     Path(result_file).write_text(json.dumps({**result, "calls": calls, **verified}))
 
 
+def chunk(files: list[str]) -> dict[str, Any]:
+    """An image, or the frames of a video's chunk, as vLLM's K2.5 takes them."""
+    from PIL import Image
+
+    frames = [Image.open(path) for path in files]
+    if len(frames) == 1:
+        return {"type": "image", "image": frames[0], "uuid": None}
+    # What it says of its video goes into prompts of text alone; ids have it already.
+    return {"type": "video_chunk", "video_chunk": frames, "uuid": None, "prompt": "", "video_idx": 0}
+
+
 def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
-    """Tokens and their log-probabilities by request, and the number of steps."""
+    """Tokens and their log-probabilities by request, its prompt as vLLM has it, and the number of steps."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
@@ -184,6 +199,7 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(requests))
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
+    prompts: dict[str, list[int]] = {}
     step = 0
     while step < steps if steps else waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
@@ -196,16 +212,20 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
             sampling = SamplingParams(max_tokens=one["new_tokens"], ignore_eos=True, detokenize=False, **drawn)
             adapter = one.get("adapter")  # its number and directory
             asked = adapter and LoRARequest(adapter[1], *adapter)
-            engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling, lora_request=asked)
+            given = {"prompt_token_ids": one["prompt"]}
+            if one.get("media"):
+                given["multi_modal_data"] = {"vision_chunk": [chunk(files) for files in one["media"]]}
+            engine.add_request(str(number), given, sampling, lora_request=asked)
         # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests. An engine in
         # a process of its own would be waited for where it has nothing to do.
         for output in engine.step() if engine.has_unfinished_requests() else ():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
-            tokens[name] = list(made.token_ids)
+            tokens[name], prompts[name] = list(made.token_ids), list(output.prompt_token_ids or ())
             logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
         step += 1
     order = [str(number) for number in range(len(tokens))]
-    return {"tokens": [tokens[name] for name in order], "logprobs": [logprobs[name] for name in order], "steps": step}
+    by_request: dict[str, dict[str, Any]] = {"tokens": tokens, "logprobs": logprobs, "prompts": prompts}
+    return {"steps": step} | {what: [held[name] for name in order] for what, held in by_request.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ row's arithmetic is a plain decode step's; in batch-invariant mode so are its bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.engine.batch import Batch, PagedCache
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
-from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
+from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
@@ -42,28 +42,6 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
     with model.computing(decoding=True):
         return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
-
-
-def through(
-    layers: Sequence[LayerStep],
-    x: Tensor,
-    batch: Batch | None,
-    caches: Iterable[Tensor | None],
-    states: HiddenStates | None = None,
-    delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H].
-
-    `states` sees the stream before each layer and behind the last. What layers before these have made is x + `delta`.
-    """
-    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        if states is not None:
-            states.pass_by(number, x, delta)
-        x, delta = layer(x, delta, batch, cache)
-    assert delta is not None
-    if states is not None:
-        states.pass_by(len(layers), x, delta)
-    return x, delta
 
 
 class DecodeStep:

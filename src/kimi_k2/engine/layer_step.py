@@ -6,7 +6,7 @@ before it and the shared expert with the routed ones. Which kernels run is the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk
 from kimi_k2.engine.spread import Gathered
 from kimi_k2.model.attention import MultiHeadLatentAttention
-from kimi_k2.model.decoder import DecoderLayer
+from kimi_k2.model.decoder import DecoderLayer, HiddenStates
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
@@ -315,3 +315,25 @@ class LayerStep:
             return routed_experts(x, self.experts, indices, weights)
         gate_up, down = self.dense
         return routed_experts_with_shared(x, self.experts, indices, weights, gate_up, down)
+
+
+def through(
+    layers: Sequence[LayerStep],
+    x: Tensor,
+    batch: Batch | None,
+    caches: Iterable[Tensor | None],
+    states: HiddenStates | None = None,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Embedded new tokens [T, H] through all layers, each with its cache: the last residual and its delta [T, H].
+
+    `states` sees the stream before each layer and behind the last. What layers before these have made is x + `delta`.
+    """
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        if states is not None:
+            states.pass_by(number, x, delta)
+        x, delta = layer(x, delta, batch, cache)
+    assert delta is not None
+    if states is not None:
+        states.pass_by(len(layers), x, delta)
+    return x, delta

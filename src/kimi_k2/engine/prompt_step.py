@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch, Chunk
-from kimi_k2.engine.decode_step import DecodeStep, through
+from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.graphs import Recorded, on_all_ranks
+from kimi_k2.engine.layer_step import through
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.ops.embedding import place_embeddings

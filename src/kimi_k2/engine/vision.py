@@ -93,6 +93,16 @@ class VisionEncoder:
                 self._keep(one.digest, own)
         return [found[one.digest] for one in media]
 
+    def rows(self, prompts: Sequence[Sequence[int]], media: Sequence[Sequence[Media]]) -> MediaRows | None:
+        """Of a batch's token ids and images and video chunks, all encoded in one call; None if it has no media token.
+
+        Raises:
+            MediaError: a prompt's media tokens are not those of its images and videos.
+        """
+        made = iter(self.encode([one for own in media for one in own]))
+        features = [[next(made) for _ in own] for own in media]
+        return MediaRows.of(prompts, features, self.config.media_token_ids)
+
     def _keep(self, digest: str, rows: Tensor) -> None:
         if rows.nbytes > self.cache_bytes:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from pictures import drawn, write_video
 from PIL import Image
 from plain import decode_step
+from plain_tokens import answers, media_rows, parts
 
+from kimi_k2.api import KimiK2, Prompt
 from kimi_k2.engine.generate import prefill
-from kimi_k2.engine.multimodal import MultimodalModel
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.engine.vision import MediaRows, VisionEncoder
 from kimi_k2.errors import MediaError
 from kimi_k2.media.patches import Media, normalised
-from kimi_k2.media.prompt import MediaPrompt
 from kimi_k2.parity.reference import transformers_features
 
 TOLERANCE = 1e-5
@@ -26,12 +27,12 @@ DECODE_STEPS = 32
 
 
 @pytest.fixture(scope="module")
-def model(k25: Path) -> MultimodalModel:
-    return MultimodalModel.from_pretrained(k25)
+def model(k25: Path) -> KimiK2:
+    return KimiK2.from_pretrained(k25)
 
 
 @pytest.fixture(scope="module")
-def prompts(model: MultimodalModel, tmp_path_factory: pytest.TempPathFactory) -> list[MediaPrompt]:
+def prompts(model: KimiK2, tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
     """Text alone, one image, five images of other sizes (one of them twice), a video with an image."""
     film = tmp_path_factory.mktemp("films") / "a.mp4"
     write_video(film, np.stack([drawn(56, 84, seed) for seed in range(21)]), 6)
@@ -46,7 +47,7 @@ def prompts(model: MultimodalModel, tmp_path_factory: pytest.TempPathFactory) ->
     return [model.prompt([{"role": "user", "content": content}]) for content in contents]
 
 
-def reference_logits(reference: Any, prompt: MediaPrompt, new: list[int]) -> torch.Tensor:
+def reference_logits(reference: Any, prompt: Prompt, new: list[int]) -> torch.Tensor:
     """One uncached pass of transformers' whole model over a prompt and what followed."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -72,78 +73,73 @@ def reference_logits(reference: Any, prompt: MediaPrompt, new: list[int]) -> tor
     return logits
 
 
-def test_mixed_batch(model: MultimodalModel, prompts: list[MediaPrompt], reference: Any) -> None:
+def test_mixed_batch(model: KimiK2, prompts: list[Prompt], reference: Any) -> None:
     assert [len(prompt.media) for prompt in prompts] == [0, 1, 5, 3]
-    out = model.generate(prompts, SamplingParams(max_new_tokens=DECODE_STEPS + 1, ignore_eos=True))
-    full = [reference_logits(reference, prompt, new) for prompt, new in zip(prompts, out.token_ids, strict=True)]
+    plain, out = parts(model)[0], answers(model, prompts, SamplingParams(DECODE_STEPS + 1, ignore_eos=True))
+    full = [reference_logits(reference, prompt, new) for prompt, new in zip(prompts, out, strict=True)]
     lengths = [len(prompt.ids) for prompt in prompts]
-    cache = model.language_model.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
-    logits = prefill(model.language_model, [prompt.ids for prompt in prompts], cache, media=model.rows(prompts))
+    cache = plain.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
+    logits = prefill(plain, [prompt.ids for prompt in prompts], cache, media=media_rows(model, prompts))
     worst = 0.0
     for step in range(DECODE_STEPS + 1):
         if step:
-            tokens = torch.tensor([new[step - 1] for new in out.token_ids])
-            logits = decode_step(model.language_model, tokens, torch.tensor(lengths) + step - 1, cache)
+            tokens = torch.tensor([new[step - 1] for new in out])
+            logits = decode_step(plain, tokens, torch.tensor(lengths) + step - 1, cache)
         for row, length in enumerate(lengths):
             expected = full[row][length + step - 1]
             worst = max(worst, float((logits[row] - expected).abs().max()))
-            assert int(expected.argmax()) == out.token_ids[row][step]
+            assert int(expected.argmax()) == out[row][step]
     print(f"\nmax |logit difference| {worst:.2e} on logits up to {max(float(one.abs().max()) for one in full):.2f}")
     assert worst <= TOLERANCE
 
 
-def test_chunked_prefill_cuts_through_images(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
-    ids, rows = [prompt.ids for prompt in prompts], model.rows(prompts)
+def test_chunked_prefill_cuts_through_images(model: KimiK2, prompts: list[Prompt]) -> None:
+    plain, ids, rows = parts(model)[0], [prompt.ids for prompt in prompts], media_rows(model, prompts)
     longest = max(map(len, ids))
-    whole = prefill(model.language_model, ids, model.language_model.new_cache(len(ids), longest), media=rows)
+    whole = prefill(plain, ids, plain.new_cache(len(ids), longest), media=rows)
     for size in (7, 33):
-        cache = model.language_model.new_cache(len(ids), longest)
-        torch.testing.assert_close(prefill(model.language_model, ids, cache, size, rows), whole, rtol=0, atol=TOLERANCE)
+        cache = plain.new_cache(len(ids), longest)
+        torch.testing.assert_close(prefill(plain, ids, cache, size, rows), whole, rtol=0, atol=TOLERANCE)
 
 
-def test_the_image_matters(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
-    prompt = prompts[1]
-    other = MediaPrompt(prompt.ids, (Media(prompt.media[0].grid, 255 - prompt.media[0].patches),), prompt.segments)
+def test_the_image_matters(model: KimiK2, prompts: list[Prompt]) -> None:
+    plain, prompt = parts(model)[0], prompts[1]
+    other = replace(prompt, media=(Media(prompt.media[0].grid, 255 - prompt.media[0].patches),))
     logits = [
-        prefill(
-            model.language_model, [one.ids], model.language_model.new_cache(1, len(one.ids)), media=model.rows([one])
-        )
+        prefill(plain, [one.ids], plain.new_cache(1, len(one.ids)), media=media_rows(model, [one]))
         for one in (prompt, other)
     ]
     assert float((logits[0] - logits[1]).abs().max()) > 0.01
 
 
-def test_a_token_outside_the_vocabulary(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+def test_a_token_outside_the_vocabulary(model: KimiK2, prompts: list[Prompt]) -> None:
     """Videos of members with a token of their own, 163840 of 163840."""
-    prompt, image = prompts[3], model.encoder.config.image_token_id
+    prompt, (plain, encoder) = prompts[3], parts(model)
+    image, features = encoder.config.image_token_id, [encoder.encode(prompt.media)]
     outside = [768 if token == image else token for token in prompt.ids]
-    features = [model.encoder.encode(prompt.media)]
     results = [
-        prefill(
-            model.language_model, [ids], model.language_model.new_cache(1, len(ids)),
-            media=MediaRows.of([ids], features, (image, 768)),
-        )
+        prefill(plain, [ids], plain.new_cache(1, len(ids)), media=MediaRows.of([ids], features, (image, 768)))
         for ids in (prompt.ids, outside)
-    ]  # fmt: skip
+    ]
     assert torch.equal(*results)
 
 
-def test_tokens_and_images_must_agree(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
+def test_tokens_and_images_must_agree(model: KimiK2, prompts: list[Prompt]) -> None:
     prompt = prompts[2]
     for media in ((), prompt.media[:-1], (*prompt.media, prompt.media[0])):
         with pytest.raises(MediaError, match="media tokens"):
-            model.rows([MediaPrompt(prompt.ids, media, prompt.segments)])
+            media_rows(model, [replace(prompt, media=media)])
 
 
-def test_embeddings_are_kept_by_content(model: MultimodalModel, prompts: list[MediaPrompt]) -> None:
-    media = prompts[2].media
-    encoder = VisionEncoder(model.encoder.model)
+def test_embeddings_are_kept_by_content(model: KimiK2, prompts: list[Prompt]) -> None:
+    media, tower = prompts[2].media, parts(model)[1].model
+    encoder = VisionEncoder(tower)
     first = encoder.encode(media)
     assert (encoder.statistics.hits, encoder.statistics.misses) == (1, 4)  # one image stands there twice
     again = encoder.encode(list(reversed(media)))
     assert encoder.statistics.misses == 4
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
-    small = VisionEncoder(model.encoder.model, cache_bytes=first[0].nbytes)
+    small = VisionEncoder(tower, cache_bytes=first[0].nbytes)
     small.encode(media)
     small.encode(media[1:2])
     assert small.statistics.misses == 5  # too large to be kept

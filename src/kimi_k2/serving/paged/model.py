@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import Batch
-from kimi_k2.engine.decode_step import through
-from kimi_k2.engine.layer_step import Exchange, LayerStep, Place
+from kimi_k2.engine.layer_step import Exchange, LayerStep, Place, through
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
@@ -179,7 +178,7 @@ class PagedModel:
     def through(
         self, x: Tensor, delta: Tensor | None, batch: Batch | None, states: HiddenStates | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The layers here, of a residual and what is yet to be added to it; see `decode_step.through`."""
+        """The layers here, of a residual and what is yet to be added to it; see `layer_step.through`."""
         caches = (None if batch is None else held.cache for held in self.held)
         return through(self.steps, x, batch, caches, states, delta)
 

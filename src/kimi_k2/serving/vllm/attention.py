@@ -1,15 +1,19 @@
 """Attention over vLLM's paged cache: the layer that vLLM gives a cache to, and what its steps are told of a batch.
 
-vLLM's own MLA layer is not used: its kernels want other orders of weights, and exist for few sizes on a CPU.
+vLLM's own MLA layer is not used: its kernels want other orders of weights, and exist for few sizes on a CPU. What its
+attention layers tell a connector, whose caches move between engines layer by layer, `move_caches` tells of ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
@@ -19,12 +23,15 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.spread import Spread
 from kimi_k2.kernels.attention.mla_sizes import PAGE
-from kimi_k2.serving.vllm.connectors import LatentBatch
-from kimi_k2.serving.vllm.context import context_ranks
 from kimi_k2.serving.vllm.lora import may_touch_experts
+from kimi_k2.serving.vllm.ranks import context_ranks
 from kimi_k2.serving.vllm.support import invariant
 
 NAME = "KIMI_K2_MLA"
+
+
+class LatentBatch(Batch, MLACommonMetadata):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """A batch that connectors know as one of a cache with one entry a token; they look at nothing else of it."""
 
 
 class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has no types for mypy here
@@ -192,3 +199,23 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         found = get_forward_context().attn_metadata
         found = found[0] if isinstance(found, list) else found
         return found.get(self.name) if isinstance(found, dict) else None
+
+
+def move_caches(batch: Batch, held: Mapping[int, LatentAttention]) -> None:
+    """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind.
+
+    Args:
+        batch: of the step.
+        held: by the layer's number.
+    """
+    if not has_kv_transfer_group():
+        return
+    connector = get_kv_transfer_group()
+    if not connector.has_connector_metadata():
+        return
+
+    def save(number: int) -> None:
+        connector.save_kv_layer(held[number].name, held[number].kv_cache, batch)
+
+    batch.before_attention = lambda number: connector.wait_for_layer_load(held[number].name)
+    batch.after_attention = save

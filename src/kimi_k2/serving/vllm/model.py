@@ -20,14 +20,13 @@ from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
-from kimi_k2.serving.vllm.attention import LatentAttention
+from kimi_k2.serving.vllm.attention import LatentAttention, move_caches
 from kimi_k2.serving.vllm.balance import Placed
-from kimi_k2.serving.vllm.connectors import move_caches
-from kimi_k2.serving.vllm.data_parallel import Exchange
 from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.lora import Loras
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
+from kimi_k2.serving.vllm.ranks import Exchange
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
 from kimi_k2.serving.vllm.tower import share_out
 from kimi_k2.sharding.layout import engine_serves

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from typing import Any
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_names
 from kimi_k2.serving.vllm import flags
-from kimi_k2.serving.vllm.runner import choose_runner
-from kimi_k2.serving.vllm.support import BATCH_INVARIANT, invariant, refusal
+from kimi_k2.serving.vllm.support import BATCH_INVARIANT, against_decode_steps, invariant, refusal
 from kimi_k2.variables import check_names
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
@@ -20,6 +20,7 @@ logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its chi
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
 # Architectures that configurations with a model of ours name: K2.5's own has its text from the second above.
 WITH_WORKER = (*ARCHITECTURES, "KimiK25ForConditionalGeneration")
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # which of vLLM's two: 0 is the first, whose decode steps ours can replace
 WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
 # What ours is derived from, by platform; its import would be slow.
 BASE_WORKERS = {
@@ -115,6 +116,31 @@ def _choose_worker(vllm_config: Any) -> None:
         return
     except AttributeError as error:
         logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
+
+
+def choose_runner(vllm_config: Any) -> None:
+    """Have vLLM take its first runner on a GPU, where it would take the second and the user has not said which.
+
+    The choice is made in the environment, which all processes of this deployment read, and so does any other engine
+    that this process makes later.
+    """
+    if RUNNER in os.environ or str(vllm_config.device_config.device_type) != "cuda":
+        return
+    if not getattr(vllm_config, "use_v2_model_runner", False) or against_decode_steps(vllm_config):
+        return
+    features: Any = getattr(vllm_config, "_get_v1_model_runner_unsupported_features", list)()
+    if features:
+        return
+    os.environ[RUNNER] = "0"
+    try:
+        refused = bool(vllm_config.use_v2_model_runner)
+        refused = refused or refusal(vllm_config, vllm_config.model_config.hf_text_config) is not None
+    except ValueError:  # a feature of the second runner alone
+        refused = True
+    if refused:
+        del os.environ[RUNNER]
+        return
+    logger.info("kimi-k2: vLLM's first model runner, for decode steps of ours; %s=1 keeps the second", RUNNER)
 
 
 def _leave_prefixes(vllm_config: Any) -> None:

@@ -1,13 +1,28 @@
-"""What the tensor-parallel ranks of a deployment agree on: where one does other than the rest, their sums hang."""
+"""What the ranks of a deployment do together.
+
+Tensor-parallel ones agree on what they record: where one does other than the rest, their sums hang. Decode context
+parallelism spreads a sequence's cache over them, as vLLM's block tables place it. Data-parallel ones share the routed
+experts; each has requests of its own, or none: vLLM then has it run a step over no request beside the others'.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_tp_group
+from vllm.forward_context import get_forward_context
+
+try:
+    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
+except ImportError:  # its place in older versions
+    from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+
+from kimi_k2.engine.spread import Spread
 
 
 def least_of_ranks(number: int) -> int:
@@ -38,3 +53,65 @@ def connect(
     for exchange, columns, dtype in exchanges:
         for size in reversed(sizes):
             exchange(torch.zeros(size, columns, dtype=dtype, device=device))
+
+
+class ContextRanks(Spread):
+    """Of vLLM's group. What ranks make is joined by vLLM's own kernel, which there is on a GPU alone."""
+
+    def join(self, summed: Tensor, lse: Tensor) -> Tensor:
+        """See `Spread`."""
+        if not summed.is_cuda:
+            return super().join(summed, lse)
+        joined: Tensor = cp_lse_ag_out_rs(summed, lse, get_dcp_group(), is_lse_base_on_e=True)
+        return joined
+
+
+def context_ranks(parallel: Any) -> ContextRanks | None:
+    """As a deployment's parallel configuration says; None where every rank has whole sequences."""
+    if parallel.decode_context_parallel_size == 1:
+        return None
+    group, run = get_dcp_group(), int(parallel.cp_kv_cache_interleave_size)
+    return ContextRanks(group.world_size, group.rank_in_group, run, lambda x: _all(group, x), group.all_reduce)
+
+
+def _all(group: Any, x: Tensor) -> Tensor:
+    gathered: Tensor = group.all_gather(x.contiguous(), 0)
+    return gathered
+
+
+class Exchange:
+    """Of tokens at the routed experts among the data-parallel ranks of a step, of each its own number of rows."""
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of each tensor [T, n] all ranks' rows, one rank's behind the other's."""
+        group, sizes = get_dp_group(), self._sizes()
+        if tensors[0].is_cuda:
+            # NCCL reads them as they lie: the plain router's indices are part of wider rows.
+            gathered: list[Tensor] = group.all_gatherv([tensor.contiguous() for tensor in tensors], 0, sizes)
+            return gathered
+        mine, gathered = self._mine(sizes), []
+        for tensor in tensors:
+            rows = tensor.new_zeros(sum(sizes), *tensor.shape[1:])
+            rows[mine] = tensor
+            dist.all_reduce(rows, group=group.device_group)
+            gathered.append(rows)
+        return gathered
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' [sum of T, H]."""
+        group, sizes = get_dp_group(), self._sizes()
+        if rows.is_cuda:
+            scattered: Tensor = group.reduce_scatterv(rows, 0, sizes)
+            return scattered
+        dist.all_reduce(rows, group=group.device_group)
+        return rows[self._mine(sizes)]
+
+    @staticmethod
+    def _sizes() -> list[int]:
+        sizes: list[int] = get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()
+        return sizes
+
+    @staticmethod
+    def _mine(sizes: list[int]) -> slice:
+        ends, rank = [0, *itertools.accumulate(sizes)], get_dp_group().rank_in_group
+        return slice(ends[rank], ends[rank + 1])

@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm.reasoning.abs_reasoning_parsers import ReasoningParser
 
-from kimi_k2.serving.vllm.protocol import DeltaMessage
-from kimi_k2.serving.vllm.vocabulary import aligned_lexer, marker_ids
+from kimi_k2.serving.vllm.parsing import DeltaMessage, aligned_lexer, marker_ids
 from kimi_k2.tokenization.deltas import Reasoning
 from kimi_k2.tokenization.lexer import Lexeme, Marker
 from kimi_k2.tokenization.reasoning import ReasoningMachine, parse_reasoning

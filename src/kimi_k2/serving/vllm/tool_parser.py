@@ -7,15 +7,15 @@ from typing import Any
 
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
-from kimi_k2.serving.vllm.protocol import (
+from kimi_k2.serving.vllm.parsing import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
     ToolCall,
+    aligned_lexer,
 )
-from kimi_k2.serving.vllm.vocabulary import aligned_lexer
 from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect, merged
 from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
