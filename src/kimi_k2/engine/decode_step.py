@@ -23,7 +23,7 @@ from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import Weight, add_project
 from kimi_k2.ops.mla import attention_plan, chunk_slots, decode_places
-from kimi_k2.ops.registry import PLAIN
+from kimi_k2.ops.registry import PLAIN, computing
 from kimi_k2.ops.streams import beside
 
 
@@ -40,7 +40,7 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
     chosen = batch, model.config.num_experts_per_tok
     routing = torch.zeros(chosen, dtype=torch.int64, device=device), torch.zeros(chosen, device=device)
     moe = next((module for module in model.modules() if isinstance(module, MoE)), None)
-    with model.computing(decoding=True):
+    with computing(batch_invariant=model.batch_invariant, decoding=True):
         return moe is None or routed_experts.choose(x, moe.experts.stored(), *routing).name != PLAIN
 
 
@@ -109,7 +109,7 @@ class DecodeStep:
 
     def run(self) -> Tensor:
         """The step on `tokens` and `positions`, launch by launch."""
-        with self.model.computing(decoding=True):
+        with computing(batch_invariant=self.model.batch_invariant, decoding=True):
             x = self.model.model.embed_tokens(self.tokens)
             return self.head(*through(self.layers, x, self.batch(self.positions, x.dtype), self.cache.data))
 
@@ -189,7 +189,7 @@ class VerifyStep:
         """The step, launch by launch; without `aux_layers` the second result is the first."""
         step, cache, (rows, width) = self.step, self.step.cache, tokens.shape
         states = HiddenStates(self.aux_layers)
-        with step.model.computing(decoding=True):
+        with computing(batch_invariant=step.model.batch_invariant, decoding=True):
             x = step.model.model.embed_tokens(tokens.flatten())
             slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
             table = cache.block_table.repeat_interleave(width, dim=0)

@@ -42,13 +42,14 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     # A batch of decodes alone reads nothing back, so vLLM may capture it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     _spread: Spread | None = None
+    _invariant = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
         self._held: tuple[Tensor, Tensor] | None = None
-        self._spread = context_ranks(vllm_config.parallel_config)
+        self._spread, self._invariant = context_ranks(vllm_config.parallel_config), invariant()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -64,7 +65,7 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
         common, most = common_attn_metadata, self.reorder_batch_threshold
         # In batch-invariant mode a prompt's token is never a decode's, however the prompt was cut.
         decodes, _, rows, _ = split_decodes_and_prefills(
-            common, decode_threshold=most, treat_short_extends_as_decodes=not invariant()
+            common, decode_threshold=most, treat_short_extends_as_decodes=not self._invariant
         )
         seq_lens, block_table = common.seq_lens, common.block_table_tensor
         lengths: list[int] = []
