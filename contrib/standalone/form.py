@@ -19,7 +19,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "Kimi-K2 for NxD Inference: `from src.modeling_kimi_k2 import NeuronKimiK2ForCausalLM`.\n\n"
         "Here: typed errors, bounds on what is read, files, and which fields of a config.json are known.",
         [
-            *_of("kimi_k2", "errors", "limits", "files", "config_fields", "checkpoint.finite"),
+            *_of("kimi_k2", "errors", "limits", "files", "config_fields"),
             *_of("kimi_k2.quantization", "rows", "modules", "compressed_tensors"),
         ],
     ),
@@ -52,7 +52,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "One file a rank: streamed, in bounded memory; and all of a checkpoint in memory, uncut.",
         [
             *_of("kimi_k2", "checkpoint.writer", "sharding.experts.bf16"),
-            *_of("kimi_k2.sharding", "checksum", "manifest", "source", "layer_sink", "presharder", "whole"),
+            *_of("kimi_k2.sharding", "manifest", "source", "layer_sink", "presharder", "whole"),
         ],
     ),
     "options": (

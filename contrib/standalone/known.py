@@ -214,8 +214,7 @@ KNOWN: dict[str, Known] = {
             "Convert what is not yet converted; returns the manifest.": "Convert; returns the manifest.",
             "with DirectoryLock(self.output):": "if True:",
             "self.verify_output, self.looked_through = verify_output, False": "self.looked_through = False",
-            "            tower = write_vision(self.reader, self.config, self.output, self._digest, "
-            "self.on_bytes)\n": "",
+            "            tower = self._write_vision()\n": "",
             "modules_by_layer(name for name in self.reader.names() if not VISION.match(name))": (
                 "modules_by_layer(self.reader.names())"
             ),

@@ -42,9 +42,9 @@ from kimi_k2.parallel.vision import data_parallel
 from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 from kimi_k2.progress import ByteProgress
 from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.manifest import VISION_FILE
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify_vision
-from kimi_k2.sharding.vision_file import VISION_FILE
 from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kimi_k2.checkpoint import finite
-from kimi_k2.checkpoint.finite import is_finite, nonfinite
 from kimi_k2.errors import NonfiniteError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.quantization.rows import CHUNK_VALUES, is_finite, nonfinite
 from kimi_k2.quantization.stored import formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -39,7 +38,7 @@ def test_every_pattern_is_judged_as_torch_does(dtype: torch.dtype) -> None:
 def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int | str) -> None:
     tensor = torch.linspace(-400, 400, 1_500_001).to(dtype)
     if isinstance(place, str):
-        part = finite._CHUNK_BYTES // dtype.itemsize
+        part = CHUNK_VALUES // dtype.itemsize
         place = 2 * part - (1 if place == "last" else 64 // dtype.itemsize)
     assert is_finite(tensor)
     assert is_finite(tensor[:0])

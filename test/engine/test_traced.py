@@ -31,7 +31,7 @@ def test_a_decode_step(name: str, most: int, checkpoints: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "most"), [("fp8", Layout(2, 2), 29), ("bf16", Layout(2, 2, "cuda", STORED), 22)]
+    ("name", "layout", "most"), [("fp8", Layout(2, 2), 26), ("bf16", Layout(2, 2, "cuda", STORED), 20)]
 )
 def test_a_conversion(name: str, layout: Layout, most: int, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with traced() as files:

@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 from kimi_k2.errors import CheckpointError, MissingShardError
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import MANIFEST, load_manifest
+from kimi_k2.sharding.manifest import MANIFEST, VISION_FILE, load_manifest
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults
-from kimi_k2.sharding.vision_file import VISION_FILE
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(1, 2, target="cuda", experts="stored")], ids=["neuron", "cuda"])

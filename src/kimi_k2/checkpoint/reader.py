@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kimi_k2.checkpoint.finite import nonfinite
 from kimi_k2.checkpoint.index import DTYPES, CheckpointIndex, open_tensors, read_header
 from kimi_k2.checkpoint.names import IGNORED, VISION, companions, expected_tensors, vision_tensors
 from kimi_k2.config import KimiK2Config
@@ -29,6 +28,7 @@ from kimi_k2.errors import (
 )
 from kimi_k2.files import open_regular
 from kimi_k2.limits import NAME_CHARACTERS
+from kimi_k2.quantization.rows import nonfinite
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard

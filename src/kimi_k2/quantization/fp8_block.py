@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.draw import filled, scale_factors
 from kimi_k2.quantization.modules import module_list
-from kimi_k2.quantization.rows import CHUNK_VALUES, work_rows
+from kimi_k2.quantization.rows import CHUNK_VALUES, is_finite, work_rows
 from kimi_k2.quantization.stored import BlockSide, Stored, StoredFormat, TensorSpec, register
 
 E4M3_MAX = 448.0
@@ -40,25 +39,13 @@ def expand_block_scale(scale: Tensor, shape: torch.Size, block_size: tuple[int, 
     return expanded.repeat_interleave(block_columns, dim=-1)[..., : shape[-1]]
 
 
-def has_nan(weight: Tensor) -> bool:
-    """Whether an e4m3fn tensor holds a NaN code."""
-    if not weight.numel():
-        return False
-    codes = weight.view(torch.uint8)
-    if codes.device.type != "cpu":
-        return int(codes.bitwise_and(_NAN).amax()) == _NAN
-    # NaN is the largest of the positive codes as signed, of the negative ones as unsigned integers: nothing is written.
-    plain = codes.numpy()
-    return bool(plain.max() == _NAN | 0x80 or plain.view(np.int8).max() == _NAN)
-
-
 def e4m3_to_float32(weight: Tensor) -> Tensor:
     """float32 values of an e4m3fn tensor of any shape; exact, NaN included."""
     if weight.device.type != "cpu":
         return weight.to(torch.float32)
     values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     _scaled_values(weight, torch.empty(weight.shape, dtype=torch.int16, device=weight.device), values).mul_(_SCALED)
-    if has_nan(weight):
+    if not is_finite(weight):
         values.masked_fill_(weight.view(torch.uint8).bitwise_and(_NAN) == _NAN, torch.nan)
     return values
 
@@ -68,7 +55,7 @@ def scaled_e4m3_rows(weight: Tensor, scale: Tensor, use: int) -> Tensor:
 
     Another call overwrites them.
     """
-    if has_nan(weight):
+    if not is_finite(weight):
         return e4m3_to_float32(weight).mul_(scale)
     halves = _halves(weight, work_rows(use, len(weight), weight, torch.int16))
     return torch.mul(halves, scale * _SCALED, out=work_rows(use + 1, len(weight), weight, torch.float32))
@@ -144,7 +131,7 @@ def dequantized_chunks(
     for start, end in _spans(rows, block_rows, step):
         part = slice(start, end)
         blocks = slice(start // block_rows, -(-end // block_rows))
-        if has_nan(weight[part]):
+        if not is_finite(weight[part]):
             yield part, _dequantized(weight[part], weight_scale_inv[blocks], block_size)
             continue
         halves, values = _halves(weight[part], wide[: end - start]), scratch[: end - start]

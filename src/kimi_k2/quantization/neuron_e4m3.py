@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.fp8_block import expand_block_scale, has_nan
-from kimi_k2.quantization.rows import new_matrix, work_rows
+from kimi_k2.quantization.fp8_block import expand_block_scale
+from kimi_k2.quantization.rows import is_finite, new_matrix, work_rows
 
 NEURON_E4M3_MAX = 240.0
 _EXPONENT = 0x78
@@ -47,8 +47,8 @@ def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
 
     NaN is kept.
     """
-    codes = weight.contiguous().view(torch.uint8)
-    values = codes.numpy().reshape(-1)
+    flat = weight.contiguous().view(-1)
+    values = flat.view(torch.uint8).numpy()
     out = np.empty_like(values)
     exponents = np.empty(min(_CHUNK, len(values)), dtype=np.uint8)
     inexact = [np.empty(0, dtype=np.int64)]
@@ -57,7 +57,7 @@ def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
         # An exponent less by one; the few values without one to lose, and NaN, are looked up.
         np.subtract(part, 1 << _MANTISSA_BITS, out=halved)
         upper = np.bitwise_and(part, _EXPONENT & ~_LINEAR_BITS, out=exponents[: len(part)])
-        if has_nan(codes.view(-1)[first : first + _CHUNK]):
+        if not is_finite(flat[first : first + _CHUNK]):
             upper[(part & _NAN) == _NAN] = 0
         if np.count_nonzero(upper) < len(part):
             few = np.flatnonzero(upper == 0)

@@ -1,23 +1,24 @@
-"""One layer's parts on their way into the ranks' files: cut by the plan, written to their places, hashed."""
+"""One layer's parts on their way into the ranks' files: cut by the plan, written, hashed, and flushed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import CheckpointError, MissingTensorError
-from kimi_k2.sharding.checksum import Digest, MakeDigest
 from kimi_k2.sharding.convert import Part
 from kimi_k2.sharding.layout import PlannedTensor
-from kimi_k2.sharding.rank_file import RankFile
+from kimi_k2.sharding.rank_file import Digest, MakeDigest, RankFile
 
 # Experts are written together until they have this size: small ones would cost a system call a rank each.
 _GROUP_BYTES = 2**25
+# The disk starts early: with the operating system's own patience a layer would wait in memory until its end.
+_EARLY = 2**28
 
 
 class LayerSink:
@@ -153,6 +154,62 @@ class LayerSink:
             rank: {name: digest.hexdigest() for name, digest in digests.items()}
             for rank, digests in self._digests.items()
         }
+
+
+class Flusher:
+    """Makes files durable, never more than one layer behind.
+
+    Args:
+        files: written by others meanwhile.
+
+    Raises:
+        CheckpointError: (from any method) an earlier flush failed.
+    """
+
+    def __init__(self, files: Sequence[RankFile]) -> None:
+        self._files = files
+        self._pool, self._unsent = ThreadPoolExecutor(1), 0
+        self._early: Future[None] | None = None
+        self._layer: Future[None] | None = None
+
+    def wrote(self, count: int) -> None:
+        """So many more bytes were handed to the operating system."""
+        self._unsent += count
+        if self._unsent >= _EARLY and (self._early is None or self._early.done()):
+            self._wait(self._early)
+            self._unsent = 0
+            self._early = self._pool.submit(self._sync)
+
+    def end_layer(self, then: Callable[[], None]) -> None:
+        """Flush all that was written, then call `then`; waits until the layer before has come so far."""
+        self.wait()
+
+        def flush() -> None:
+            self._sync()
+            then()
+
+        self._unsent = 0
+        self._layer = self._pool.submit(flush)
+
+    def wait(self) -> None:
+        """Until everything is done."""
+        self._wait(self._early)
+        self._wait(self._layer)
+
+    @staticmethod
+    def _wait(job: Future[None] | None) -> None:
+        if job is not None:
+            job.result()
+
+    def _sync(self) -> None:
+        for file in self._files:
+            file.sync()
+
+    def __enter__(self) -> Flusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
 
 def _shares(experts: list[Part]) -> list[list[memoryview]]:

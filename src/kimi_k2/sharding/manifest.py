@@ -16,24 +16,33 @@ from typing import Any, NamedTuple
 import torch
 
 from kimi_k2 import __version__
-from kimi_k2.checkpoint.index import DTYPE_CODES
+from kimi_k2.checkpoint.index import DTYPE_CODES, DTYPES
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.files import open_output, parse_json, read_bytes, read_json
 from kimi_k2.limits import JSON_BYTES
-from kimi_k2.sharding.checksum import FIRST_CHECKSUM
+from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.layout import Layout, ShardingPlan
-from kimi_k2.sharding.rank_file import FileLayout
+from kimi_k2.sharding.rank_file import FIRST_CHECKSUM, FileLayout
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+# The vision tower under the checkpoint's own names. It has 0.4 B parameters and works on whole images, so ranks do not
+# cut it; each reads what it needs.
+VISION_FILE = "vision.safetensors"
 
 
 def rank_file_name(rank: int) -> str:
     """NxDI's name of a rank's file."""
     return f"tp{rank}_sharded_checkpoint.safetensors"
+
+
+def vision_layout(entry: dict[str, Any]) -> FileLayout:
+    """Where the tensors of a manifest's entry lie in the file."""
+    tensors = entry["tensors"].items()
+    return FileLayout.of(TensorSpec(name, DTYPES[one["dtype"]], tuple(one["shape"])) for name, one in tensors)
 
 
 def describe(config: KimiK2Config, layout: Layout, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +165,7 @@ def write_manifest(
         errors: by layer.
         checksums: by rank and tensor.
         checksum: their kind.
-        vision: what `write_vision` gave.
+        vision: entry of the tower's file: file, bytes, tensors, and a checksum a tensor.
 
     Raises:
         CheckpointError: the disk is full.

@@ -20,21 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k2.checkpoint.index import DTYPE_CODES
 from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.checkpoint.writer import SafetensorsWriter, tensor_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
-from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.checksum import CHECKSUM, FIRST_CHECKSUM, digest_maker
+from kimi_k2.quantization.stored import Stored, TensorSpec
 from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
 from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.layer_sink import LayerSink
+from kimi_k2.sharding.layer_sink import Flusher, LayerSink
 from kimi_k2.sharding.layout import Layout, PlannedTensor, ShardingPlan
 from kimi_k2.sharding.manifest import (
     JOURNAL,
     MANIFEST,
+    VISION_FILE,
     WEIGHTS,
     FinishedLayer,
     Journal,
@@ -42,12 +44,12 @@ from kimi_k2.sharding.manifest import (
     load_manifest,
     options_of_this_version,
     rank_file_name,
+    vision_layout,
     write_manifest,
 )
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.rank_file import RESUME, FileLayout, Flusher, RankFile
+from kimi_k2.sharding.rank_file import CHECKSUM, FIRST_CHECKSUM, RESUME, FileLayout, RankFile, digest_maker
 from kimi_k2.sharding.source import check_same, check_unchanged, identify
-from kimi_k2.sharding.vision_file import is_whole, write_vision
 
 # Each holds an expert: 90 MB at the real sizes.
 THREADS = min(os.cpu_count() or 1, 8)
@@ -143,13 +145,35 @@ class Presharder:
                 torch.set_num_threads(threads)
                 for file in self._ranks:
                     file.close()
-            tower = write_vision(self.reader, self.config, self.output, self._digest, self.on_bytes)
+            tower = self._write_vision()
             self._check_source(self._source)
             manifest = write_manifest(
                 self.output, self.made_from, self.plan, self.errors, self.checksums, self._checksum, tower
             )
             self._journal.remove()
             return manifest
+
+    def _write_vision(self) -> dict[str, Any] | None:
+        """Copy tower and projector as they are stored: the manifest's entry; None if the model has none."""
+        if self.config.vision is None:
+            return None
+        names = [name for name in self.reader.names() if VISION.match(name)]
+        specs = [TensorSpec(name, self.reader.tensors[name].dtype, self.reader.tensors[name].shape) for name in names]
+        sums = {}
+        with SafetensorsWriter(self.output / VISION_FILE, specs) as writer:
+            for spec in specs:
+                tensor = self.reader.get(spec.name)
+                writer.write(spec.name, tensor)
+                checksum = self._digest()
+                checksum.update(tensor_bytes(tensor))
+                sums[spec.name] = checksum.hexdigest()
+                self.on_bytes(spec.nbytes)
+        return {
+            "file": VISION_FILE,
+            "bytes": FileLayout.of(specs).nbytes,
+            "tensors": {spec.name: {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape)} for spec in specs},
+            "checksums": dict(sorted(sums.items())),
+        }
 
     def _check_space(self, weights: Path) -> None:
         """Compare what the files need with what is free, before the first of them is made.
@@ -283,7 +307,8 @@ class Presharder:
 
     def _is_whole(self, weights: Path) -> bool:
         """Whether every rank's file is there with its size and header."""
-        if self.config.vision is not None and not is_whole(self.output, load_manifest(self.output).get("vision")):
+        tower = load_manifest(self.output).get("vision") if self.config.vision is not None else None
+        if tower is not None and not vision_layout(tower).is_whole(self.output / VISION_FILE):
             return False
         return all(self._file.is_whole(weights / rank_file_name(rank)) for rank in range(self.layout.ranks))
 

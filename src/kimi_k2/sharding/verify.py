@@ -24,10 +24,8 @@ from kimi_k2.errors import (
 )
 from kimi_k2.files import PARTIAL_SUFFIX, open_regular, parse_json
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.checksum import FIRST_CHECKSUM, Digest, MakeDigest, digest_maker
-from kimi_k2.sharding.manifest import MANIFEST, WEIGHTS, load_manifest, rank_file_name
-from kimi_k2.sharding.rank_file import MEND, FileLayout
-from kimi_k2.sharding.vision_file import VISION_FILE, vision_layout
+from kimi_k2.sharding.manifest import MANIFEST, VISION_FILE, WEIGHTS, load_manifest, rank_file_name, vision_layout
+from kimi_k2.sharding.rank_file import FIRST_CHECKSUM, MEND, Digest, FileLayout, MakeDigest, digest_maker
 
 _CHUNK = 2**22
 
