@@ -87,7 +87,8 @@ def test_definition_in_float64(tokens: int, experts: int, top_k: int, seed: int,
     indices, weights = noaux_tc_gate(logits, bias, top_k, norm_topk_prob=norm, routed_scaling_factor=2.5)
     for token in range(tokens):
         scores = logits[token].sigmoid()
-        ranked = sorted(range(experts), key=lambda e: (-(scores[e] + bias[e]).item(), e))[:top_k]
+        choice = (scores + bias).tolist()
+        ranked = sorted(range(experts), key=lambda e: (-choice[e], e))[:top_k]
         assert indices[token].tolist() == ranked
         expected = scores[ranked]
         expected = expected / (expected.sum() + NORM_GUARD) if norm else expected
