@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kimi_k2.bench.kernels.tune import for_each_count
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts import tuning as moe_tuning
@@ -52,7 +53,10 @@ def test_nearest_count_above_serves_and_defaults_warn_once(tmp_path: Path, monke
     name = moe_tuning.file_name(8, 256, 512, "fp8_e4m3", "128x128", "NVIDIA H200")
     assert name == "experts=8,inter=256,hidden=512,dtype=fp8_e4m3,block=128x128,device=NVIDIA_H200.json"
     small, large = ExpertChoice(True, 16, 2, 1, 1), ExpertChoice(False, 64, 1, 1, 2)
-    moe_tuning.save_choices(tmp_path / name, {4: small, 256: large})
+    moe_tuning.save_choices(tmp_path / name, {2: small, 4: small, 128: large, 256: large})
+    assert load_choices(tmp_path / name) == {4: small, 256: large}
+    again = for_each_count(load_choices(tmp_path / name))
+    assert again == dict.fromkeys((1, 2, 4), small) | dict.fromkeys((8, 16, 32, 64, 128, 256), large)
     keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "NVIDIA H200"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

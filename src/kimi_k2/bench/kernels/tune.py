@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -129,6 +129,11 @@ def time_candidates(case: Case, experts: RandomExperts, tokens: int) -> list[Tim
     ]
 
 
+def for_each_count(choices: Mapping[int, ExpertChoice]) -> dict[int, ExpertChoice]:
+    """A file's choices with those that it leaves out, as the next count has them too."""
+    return {n: choices[min(one for one in choices if one >= n)] for n in TOKENS if n <= max(choices, default=0)}
+
+
 def tune(
     config: KimiK2Config,
     shapes: Sequence[str] | None,
@@ -163,7 +168,7 @@ def tune(
         case = known[name]
         file = file_name(case.experts, case.inter, HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
         path = (out or DIRECTORY) / file
-        chosen = load_choices(path) if tokens and path.exists() else {}
+        chosen = for_each_count(load_choices(path)) if tokens and path.exists() else {}
         experts = case.draw()
         for count in tokens or TOKENS:
             won = best(time_candidates(case, experts, count))

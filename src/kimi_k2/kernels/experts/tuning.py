@@ -91,10 +91,12 @@ def load_choices(path: Path) -> dict[int, ExpertChoice]:
 
 
 def save_choices(path: Path, choices: dict[int, ExpertChoice]) -> None:
-    """Write a tuning file, smallest token count first, one choice a line."""
+    """Write a tuning file, smallest token count first, one choice a line; not a choice that the next count has too."""
     if not NAME.fullmatch(path.name):
         raise KernelError(f"{path}: file name does not match {NAME.pattern!r}")
-    lines = ",\n".join(f' "{tokens}": {json.dumps(asdict(choices[tokens]))}' for tokens in sorted(choices))
+    counts = sorted(choices)
+    kept = [one for one, above in zip(counts, [*counts[1:], None], strict=True) if choices[one] != choices.get(above)]
+    lines = ",\n".join(f' "{tokens}": {json.dumps(asdict(choices[tokens]))}' for tokens in kept)
     path.write_text(f"{{\n{lines}\n}}\n")
 
 
