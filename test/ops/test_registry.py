@@ -44,7 +44,7 @@ def test_the_order_is_the_tables() -> None:
     assert {operation.name: operation.names for operation in registry.TABLE.values()} == {
         "absorb_and_store": ["absorb", "triton", "plain"],
         "add_norm": ["fused", "plain"],
-        "add_norm_route": ["cuda", "uniform", "plain"],
+        "add_norm_route": ["cuda", "plain"],
         "add_project": ["fused_linear", "block_gemm", "e4m3", "dense_gemm", "plain"],
         "all_reduce": ["push", "plain"],
         "apply_rotary_interleaved": ["triton", "plain"],

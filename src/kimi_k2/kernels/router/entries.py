@@ -23,6 +23,11 @@ def _weighting(options: GateOptions) -> tuple[bool, float]:
     return options.get("norm_topk_prob", True), options.get("routed_scaling_factor", 1.0)
 
 
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Indices and weights of successive tokens as one."""
+    return parts[0] if len(parts) == 1 else (torch.cat([one[0] for one in parts]), torch.cat([one[1] for one in parts]))
+
+
 def _supports_route(
     x: Tensor,
     weight: Tensor,
@@ -61,11 +66,8 @@ def route(
     chosen: tuple[Tensor, Tensor]
     if batch_invariant() and not is_decoding():
         chosen = fused_gate(dense_gemm(x.contiguous(), weight.contiguous(), 1, True), *how)
-    elif batch_invariant() and x.shape[0] > MAX_TOKENS:
-        parts = [router_decode(part.contiguous(), weight, *how) for part in x.split(MAX_TOKENS)]
-        chosen = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-    elif x.shape[0] <= MAX_TOKENS:
-        chosen = router_decode(x.contiguous(), weight, *how)
+    elif batch_invariant() or x.shape[0] <= MAX_TOKENS:
+        chosen = _joined([router_decode(part.contiguous(), weight, *how) for part in x.split(MAX_TOKENS)])
     else:
         chosen = fused_gate(router_gemm(x.contiguous(), weight), *how)
     return chosen
@@ -81,10 +83,23 @@ def _supports_add_norm_route(
     top_k: int,
     **options: Unpack[GateOptions],
 ) -> bool:
-    return norm_route.supports(x, weight, top_k, n_group=options.get("n_group", 1))
+    """A few tokens; any number in a decode step of batch-invariant mode."""
+    n_group = options.get("n_group", 1)
+    if not batch_invariant():
+        return norm_route.supports(x, weight, top_k, n_group=n_group)
+    if not (is_decoding() and x.is_contiguous()):
+        return False
+    if e_score_correction_bias.dtype != torch.float32 or weight.shape[0] not in (256, 384):
+        return False
+    return norm_route.supports_uniform(x, weight, top_k, n_group=n_group)
 
 
-@ops_router.add_norm_route.entry("cuda", takes=_supports_add_norm_route, joins={"add_norm": "fused", "route": "router"})
+@ops_router.add_norm_route.entry(
+    "cuda",
+    takes=_supports_add_norm_route,
+    joins={"add_norm": "fused", "route": "router"},
+    batch_invariant="the order of a few tokens' launch",
+)
 def add_norm_route(
     x: Tensor,
     delta: Tensor,
@@ -95,45 +110,11 @@ def add_norm_route(
     top_k: int,
     **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_route.add_norm_route`."""
-    how = e_score_correction_bias, top_k, *_weighting(options)
-    made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, weight, *how)
-    return made
-
-
-def _supports_uniform(
-    x: Tensor,
-    delta: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    **options: Unpack[GateOptions],
-) -> bool:
-    """In a decode step of batch-invariant mode."""
-    if not (batch_invariant() and is_decoding() and x.is_contiguous()):
-        return False
-    if e_score_correction_bias.dtype != torch.float32 or weight.shape[0] not in (256, 384):
-        return False
-    return norm_route.supports_uniform(x, weight, top_k, n_group=options.get("n_group", 1))
-
-
-@ops_router.add_norm_route.entry(
-    "uniform",
-    takes=_supports_uniform,
-    joins={"add_norm": "fused", "route": "router"},
-    batch_invariant="the order of a few tokens' launch",
-)
-def uniform_add_norm_route(
-    x: Tensor,
-    delta: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    **options: Unpack[GateOptions],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_route.uniform`."""
-    return norm_route.uniform(x, delta, norm_weight, eps, weight, e_score_correction_bias, top_k, *_weighting(options))
+    """`norm_route.add_norm_route`; for more tokens launches that sum in the same order."""
+    how = weight, e_score_correction_bias, top_k, *_weighting(options)
+    if x.shape[0] <= norm_route.MAX_TOKENS:
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, *how)
+        return made
+    total, normed, unscaled, inverse = norm_route.route_norm(x, delta, norm_weight, eps)
+    parts = zip(unscaled.split(MAX_TOKENS), inverse.split(MAX_TOKENS), strict=True)
+    return total, normed, *_joined([router_decode(rows, *how, inverse=factor) for rows, factor in parts])

@@ -2,7 +2,7 @@
 
 The operation is `torch.ops.kimi_k2.add_norm_route`.
 `add_norm` and `router_decode` in one operation: csrc/router_gemm.cuh applies the norm's quotient to the finished sums.
-`uniform` gives any number of tokens the bits of that launch, for batch-invariant mode.
+`route_norm` and `router_decode` give any number of tokens the bits of that launch, for batch-invariant mode.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ add_norm_route.fake(_check)
 
 
 def supports_uniform(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
-    """Whether `uniform` takes any number of tokens like x: all but x's length decides."""
+    """Whether any number of tokens like x can have the bits of the one launch: all but x's length decides."""
     fits = weight.shape[0] >= MIN_EXPERTS and x.shape[1] <= MAX_UNIFORM_HIDDEN
     if x.shape[0] == 0 or not fits or not router_gemm.supports_decode(x[:1], weight, top_k, n_group=n_group):
         return False
@@ -121,36 +121,3 @@ def route_norm(x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float) -> tup
 
 
 route_norm.fake(_check_norm)
-
-
-def uniform(
-    x: Tensor,
-    delta: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_norm_route` in the order of its one launch, for any number of tokens.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernels do not take, or a failed launch.
-    """
-    how = weight, e_score_correction_bias, top_k, norm_topk_prob, routed_scaling_factor
-    made: tuple[Tensor, Tensor, Tensor, Tensor]
-    if x.shape[0] <= MAX_TOKENS:
-        made = add_norm_route(x, delta, norm_weight, eps, *how)
-        return made
-    total, normed, unscaled, inverse = route_norm(x, delta, norm_weight, eps)
-    parts = [
-        router_decode(rows, *how, inverse=factor)
-        for rows, factor in zip(
-            unscaled.split(router_gemm.MAX_TOKENS), inverse.split(router_gemm.MAX_TOKENS), strict=True
-        )
-    ]
-    if len(parts) == 1:
-        return total, normed, *parts[0]
-    return total, normed, torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
