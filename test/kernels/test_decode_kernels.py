@@ -15,8 +15,8 @@ from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts import fp8_few, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
+from kimi_k2.kernels.experts import w4a16_few
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, fused_add_linear
 from kimi_k2.kernels.router.norm_route import add_norm_route, route_norm
@@ -150,12 +150,12 @@ def test_few_tokens_with_the_bits_of_many() -> None:
     """Shapes of the results, and what is refused."""
     given = arguments()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert fp8_few.moe_few(**given, parts=[2, 4, 1]).shape == (TOKENS, HIDDEN)
+        assert moe_decode.moe_decode(**given, parts=[2, 4, 1]).shape == (TOKENS, HIDDEN)
         with pytest.raises(KernelError, match="three"):
-            fp8_few.moe_few(**given, parts=[2, 4])
+            moe_decode.moe_decode(**given, parts=[2, 4])
         one = {name: given[name][:, :1] for name in ("topk_indices", "topk_weights")}  # type: ignore[index]
         with pytest.raises(KernelError, match="3 tokens of 2 experts"):
-            fp8_few.moe_few(**(given | {name: t.contiguous() for name, t in one.items()}), parts=[2, 4, 1])
+            moe_decode.moe_decode(**(given | {name: t.contiguous() for name, t in one.items()}), parts=[2, 4, 1])
         heads, cache = 2, torch.empty(TOKENS, 7, 576, dtype=BF16)
         angles, at = torch.empty(TOKENS, 32, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
         rest = cache[0, 0, :512], angles, angles, at, torch.empty(heads, 128, 512, dtype=BF16), cache, 1e-6

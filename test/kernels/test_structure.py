@@ -115,7 +115,8 @@ def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
     shared = [tensor[0] for tensor in blocks]
     packed = zeros(4, 256, 128, dtype=torch.int32), empty(4, 256, 32), zeros(4, 1024, 16, dtype=torch.int32)
     fp8.moe_fp8.function(x, *blocks, indices, scores)
-    fp8_decode.moe_decode.function(x, *blocks, indices, scores, None, *shared)
+    for parts in (None, [2, 4, 1]):
+        fp8_decode.moe_decode.function(x, *blocks, indices, scores, None, *shared, parts)
     for choice in (None, [0, 32, 2, 1, 1]):
         w4a16.moe_w4a16.function(x, *packed, empty(4, 1024, 4), indices, scores, choice=choice)
     bias, weight, norm = zeros(384), empty(384, 1024), empty(1024)
@@ -135,10 +136,11 @@ def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
     mla_fp8.run_planned(empty(2, 8, 576), cache.to(E4M3), lengths, 0.1, table, plan)
     push_all_reduce.fill_arguments(x, x, lengths, [1, 2], 4096, 1)
     assert " ".join(type(one).__name__ for one in launched) == (
-        "Fp8Args ExpertArguments DecodeArguments Args GateArgs RouterArgs RouterArgs RouterArgs GateArgs RouterArgs"
-        " QueryArguments AbsorbArguments Arguments Arguments Arguments"
+        "Fp8Args ExpertArguments ExpertArguments DecodeArguments Args GateArgs RouterArgs RouterArgs RouterArgs"
+        " GateArgs RouterArgs QueryArguments AbsorbArguments Arguments Arguments Arguments"
     )
-    decode, router = launched[1], launched[9]
+    decode, router = launched[1], launched[10]
+    assert launched[2].shared_down_parts == 1
     assert (decode.x, decode.shared_down_scale) == (x.data_ptr(), shared[3].data_ptr())
     assert (router.gate.bias, router.gate.experts, router.delta, router.fused) == (
         bias.data_ptr(),
@@ -146,7 +148,7 @@ def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
         x.data_ptr(),
         1,
     )
-    assert (launched[12].table, launched[13].table, launched[13].plan) == (table.data_ptr(), None, plan.data_ptr())
+    assert (launched[13].table, launched[14].table, launched[14].plan) == (table.data_ptr(), None, plan.data_ptr())
 
 
 def test_what_is_no_structure_of_plain_fields_is_refused() -> None:

@@ -14,7 +14,6 @@ from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts import fp8_few as moe_few
 from kimi_k2.kernels.experts import invariant, tuning, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
@@ -276,12 +275,12 @@ def _supports_few(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
     shared_down: Weight,
 ) -> bool:  # fmt: skip
-    """In a decode step of batch-invariant mode: what `moe_few` takes, and a shared expert as `_supports_joined`."""
+    """In a decode step of batch-invariant mode: what `moe_decode` takes with parts, a shared expert as there."""
     if not (batch_invariant() and is_decoding() and _supports_moe_fp8(x, experts, topk_indices, topk_weights)):
         return False
     _, hidden, inter = experts.down.tensors["weight"].shape
     same = _like_a_routed_one(experts, shared_gate_up, shared_down)
-    return same and moe_few.supports(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
+    return same and moe_decode.supports_parts(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
 
 
 @ops_experts.routed_experts_with_shared.entry(
@@ -294,7 +293,7 @@ def few_experts(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
     shared_down: Weight,
 ) -> Tensor:  # fmt: skip
-    """`moe_few`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`."""
+    """`moe_decode` with parts: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
     shared = _shared_tensors(shared_gate_up, shared_down)
     _, hidden, inter = experts.down.tensors["weight"].shape
@@ -303,8 +302,8 @@ def few_experts(
         fixed_parts(x.shape[0], 2 * inter, hidden, x.device),
         fixed_parts(x.shape[0], hidden, inter, x.device),
     ]
-    given = x.contiguous(), *_fp8_experts(experts), *routing, parts, experts.expert_map, *shared
-    out: Tensor = moe_few.moe_few(*given)
+    given = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared
+    out: Tensor = moe_decode.moe_decode(*given, parts)
     return out
 
 

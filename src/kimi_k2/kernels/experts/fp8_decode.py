@@ -3,7 +3,8 @@
 Replaces `ops.experts.routed_experts` (and the shared expert beside it, if its width is the routed ones') where
 hardly any expert is chosen twice: every token-expert pair is a GEMM of its own, bound by reading the weights once.
 Unlike `moe_fp8` it does not quantize activations: tokens are bfloat16, the intermediate and all sums float32.
-csrc/fp8_decode.cu says how its two launches work. Capture-safe.
+csrc/fp8_decode.cu says how its two launches work. In batch-invariant mode it has `parts`, and the bits that many tokens
+have by other operations: csrc/fp8_few.cu. Capture-safe.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -25,6 +26,8 @@ from kimi_k2.kernels.experts.launch import fill
 MAX_TOKENS = 4
 MAX_ROWS = 8192  # of all pairs' intermediates, from two tokens on
 MAX_SLOTS = 17
+# With `parts`: slots, blocks of 128 values of a token's intermediate, widths of an expert's.
+MOST_SLOTS, MOST_BLOCKS, MOST_HIDDEN, WIDTHS = 10, 48, 8192, (128, 256, 512)
 # What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
@@ -76,10 +79,30 @@ def check_with_shared(
     return shape
 
 
-def _check_sizes(down_proj: Tensor, topk_indices: Tensor) -> None:
-    hidden, top_k = down_proj.shape[1], topk_indices.shape[1]
-    if hidden not in HIDDEN or top_k >= MAX_SLOTS:
-        raise KernelError(f"hidden {hidden} and top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+def supports_parts(tokens: int, slots: int, hidden: int, inter: int, device: torch.device) -> bool:
+    """Whether `moe_decode` takes `parts` for these sizes on this device; a shared expert is one of the slots."""
+    return _fits_parts(tokens, slots, hidden, inter) and is_hopper(device) and find_nvcc() is not None
+
+
+def _fits_parts(tokens: int, slots: int, hidden: int, inter: int) -> bool:
+    wide = inter in WIDTHS and slots * inter <= MOST_BLOCKS * BLOCK and hidden <= MOST_HIDDEN
+    return wide and slots <= MOST_SLOTS and 0 < tokens <= MAX_TOKENS
+
+
+def _check_sizes(
+    down_proj: Tensor, topk_indices: Tensor, parts: list[int] | None, shared_gate_up: Tensor | None
+) -> None:
+    (tokens, top_k), (_, hidden, inter) = topk_indices.shape, down_proj.shape
+    if parts is None:
+        if hidden not in HIDDEN or top_k >= MAX_SLOTS:
+            raise KernelError(f"hidden {hidden}, top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+        return
+    slots = top_k + (shared_gate_up is not None)
+    if not _fits_parts(tokens, slots, hidden, inter) or top_k < 2 or len(parts) != 3:
+        raise KernelError(
+            f"{tokens} tokens of {slots} experts, hidden {hidden}, intermediate {inter}, parts {parts}: expected at"
+            f" most {MAX_TOKENS}, {MOST_SLOTS}, {MOST_HIDDEN}, one of {WIDTHS}, three"
+        )
 
 
 @kernel_operation("moe_decode")
@@ -96,6 +119,7 @@ def moe_decode(
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
+    parts: list[int] | None = None,
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)), and the shared expert's.
 
@@ -105,6 +129,9 @@ def moe_decode(
         shared_gate_up_scale_inv: float32 [2I/128, H/128].
         shared_down: e4m3 [H, I].
         shared_down_scale_inv: float32 [H/128, I/128].
+        parts: None, or for T up to 4, 2 <= k and I 128, 256 or 512 the parts of the columns that are summed apart,
+            `splits1` of `moe_fp8` and `cluster` of the shared expert's two launches of `block_gemm`: the bits are those
+            of `moe_fp8`, unfused with `splits2` 1, plus those of `block_gemm` in two terms.
 
     Returns:
         bfloat16 [T, H].
@@ -115,16 +142,21 @@ def moe_decode(
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     shape = check_with_shared(x, *weights, topk_indices, topk_weights, expert_map, *shared)
-    _check_sizes(down_proj, topk_indices)
+    _check_sizes(down_proj, topk_indices, parts, shared_gate_up)
     tokens, top_k, _, _, inter = shape
     out = torch.empty_like(x)
     if tokens == 0:
         return out
+    hopper(x.device.index, "moe_decode")
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
     arguments = fill(Arguments, shape, topk_indices, expert_map, *given)
-    launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
+    if parts is None:
+        launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
+    else:
+        arguments.up_parts, arguments.shared_up_parts, arguments.shared_down_parts = parts
+        launch("experts/fp8_few", "kimi_experts_few", "moe_decode", x.device, arguments)
     return out
 
 

@@ -22,6 +22,7 @@ struct ExpertArguments {
   float* intermediate;  // [tokens, slots, inter]; slot 0 is the shared expert's, if there is one
   __nv_bfloat16* out;   // [tokens, hidden]
   int tokens, top_k, experts, num_global, hidden, inter, ids64;
+  int up_parts, shared_up_parts, shared_down_parts;  // fp8_few.cu: of the columns, summed apart
 };
 
 __device__ __forceinline__ int slots_of(const ExpertArguments& a) { return a.top_k + (a.shared_gate_up != nullptr); }
