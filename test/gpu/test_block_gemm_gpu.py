@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e4m3 import rounded
+from on_hopper import NEEDS_HOPPER, assert_graph_follows, dense, distance
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear.block_gemm import TILES, Choice, Tile, add_quantize, block_gemm, padded, quantize_groups
 from kimi_k2.kernels.linear.wide_gemm import wide_gemm
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 
 
 def random_weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -23,19 +23,9 @@ def random_weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return weight, (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
 
 
-def dense(weight: Tensor, scale: Tensor) -> Tensor:
-    wide = scale.double().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
-    return weight.double() * wide
-
-
 def restored(x: Tensor, scale: Tensor) -> Tensor:
     """The e4m3 tokens in float64."""
     return x.double().sum(0) * scale[:, : x.shape[1]].T.double().repeat_interleave(128, 1)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    relative: float = ((a.double() - b).norm() / b.norm()).item()
-    return relative
 
 
 def product(terms: int, tokens: int, rows: int, columns: int, choice: Choice | None) -> None:
@@ -156,19 +146,10 @@ def test_graph_replay_follows_its_inputs() -> None:
     x = torch.randn(64, 7168, device="cuda").bfloat16()
     norm = torch.rand(7168, device="cuda").bfloat16()
 
-    def run() -> Tensor:
-        out: Tensor = block_gemm(*quantize_groups(x, norm, terms=2), weight, weight_scale)
-        return out
+    def run() -> tuple[Tensor]:
+        return (block_gemm(*quantize_groups(x, norm, terms=2), weight, weight_scale),)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    for _ in range(3):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        assert torch.equal(out, run())
+    assert_graph_follows(run, x.normal_)
 
 
 def test_refusals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_hopper import NEEDS_HOPPER, dense, distance, routed
 from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
@@ -12,17 +13,7 @@ from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.experts.fp8_decode import moe_decode
 from kimi_k2.kernels.linear.fused_linear import fused_add_linear
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm())
-
-
-def dense(weight: Tensor, scale: Tensor) -> Tensor:
-    wide = scale.double().repeat_interleave(128, 0)[: weight.shape[0]]
-    return weight.double() * wide.repeat_interleave(128, 1)
+pytestmark = NEEDS_HOPPER
 
 
 def expert(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
@@ -40,49 +31,15 @@ def test_experts(tokens: int, top_k: int, hidden: int, inter: int, with_shared: 
         indices[1, 0], scores[tokens - 1] = -1, 0.0  # an invalid pair, and a padded token
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     extra = tuple(w[0] for w in shared) if with_shared else ()
-    wanted = expert(x.double(), extra) if with_shared else torch.zeros(x.shape, dtype=torch.float64, device="cuda")
-    for token in range(tokens):
-        for slot in range(top_k):
-            if (chosen := int(indices[token, slot])) >= 0:
-                one = expert(x[token : token + 1].double(), tuple(w[chosen] for w in weights))
-                wanted[token] += one[0] * scores[token, slot].double()
+    wanted = routed(x, indices, scores, lambda rows, chosen: expert(rows, tuple(w[chosen] for w in weights)))
+    if with_shared:
+        wanted += expert(x.double(), extra)
     out = moe_decode(x, *weights, indices, scores, None, *extra)
     # Rounding the result to bfloat16 alone gives 1.7e-3.
     assert distance(out, wanted) < 2.5e-3
     assert torch.equal(out, moe_decode(x, *weights, indices.int(), scores, None, *extra))
     if tokens > 2 and not with_shared:
         assert not out[tokens - 1].any()
-
-
-def test_expert_parallel_ranks_sum_to_the_whole() -> None:
-    weights, x = random_fp8(32, 256, 1024), torch.randn(4, 1024, device="cuda").bfloat16()
-    indices, scores = random_routing(4, 8, 32)
-    total = torch.zeros(4, 1024, device="cuda")
-    for rank in range(2):
-        mine = torch.full((32,), -1, dtype=torch.int32, device="cuda")
-        mine[16 * rank : 16 * rank + 16] = torch.arange(16, device="cuda", dtype=torch.int32)
-        part = tuple(w[16 * rank : 16 * rank + 16].contiguous() for w in weights)
-        total += moe_decode(x, *part, indices, scores, mine).float()
-    assert distance(total, moe_decode(x, *weights, indices, scores).double()) < 5e-3
-
-
-def test_graph_replay_follows_its_inputs() -> None:
-    weights = random_fp8(32, 256, 1024)
-    x, (indices, scores) = torch.randn(2, 1024, device="cuda").bfloat16(), random_routing(2, 8, 32)
-    moe_decode(x, *weights, indices, scores)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # Twice, so that the second first stage begins while the first second stage runs.
-        moe_decode(x, *weights, indices, scores)
-        out = moe_decode(x, *weights, indices, scores)
-    for _ in range(3):
-        fresh = random_routing(2, 8, 32)
-        indices.copy_(fresh[0])
-        scores.copy_(fresh[1])
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        assert torch.equal(out, moe_decode(x, *weights, indices, scores))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_hopper import NEEDS_HOPPER, assert_graph_follows
 
 from kimi_k2.kernels.router.gate import PACKED_EXPERTS, fused_gate
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 # Twice the spacing of float32 just below 1, and the special-function unit's error.
 ROUNDING = 5e-7
 
@@ -143,17 +143,7 @@ def test_padding_has_index_and_weight_zero(strategy: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 5000])
 def test_graph_replay_follows_its_inputs(tokens: int) -> None:
     logits, bias = torch.randn(tokens, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
-    fused_gate(logits, bias, 8)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        doubled = logits * 2
-        out = fused_gate(doubled, bias, 8)
-    for _ in range(5):
-        logits.copy_(torch.randn_like(logits))
-        graph.replay()
-        now = fused_gate(logits * 2, bias, 8)
-        assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])
+    assert_graph_follows(lambda: fused_gate(logits * 2, bias, 8), logits.normal_, replays=5)
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e4m3 import rounded
+from on_hopper import NEEDS_HOPPER, dense, distance, routed
 
 from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 H = 1024
 
 
@@ -24,23 +24,11 @@ def reference(
     scores: torch.Tensor,
     rounding: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return weight.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    def expert(rows: torch.Tensor, e: int) -> torch.Tensor:
+        gate, up = (rounding(rows) @ dense(weights[0][e], weights[1][e]).T).chunk(2, -1)
+        return rounding(F.silu(gate) * up) @ dense(weights[2][e], weights[3][e]).T
 
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for e in indices.unique().tolist():
-        if e < 0:
-            continue
-        token, slot = torch.where(indices == e)
-        gate, up = (rounding(x[token]) @ dense(weights[0][e], weights[1][e]).T).chunk(2, -1)
-        y = rounding(F.silu(gate) * up) @ dense(weights[2][e], weights[3][e]).T
-        out.index_add_(0, token, y * scores[token, slot, None].double())
-    return out
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    relative: float = ((a.double() - b).norm() / b.norm()).item()
-    return relative
+    return routed(x, indices, scores, expert)
 
 
 CASES = [
@@ -75,35 +63,3 @@ def test_matches_float64(tokens: int, top_k: int, choice: list[int] | None, inte
         assert not out[tokens - 1].any()
     for _ in range(3):
         assert torch.equal(out, moe_fp8(x, *weights, indices, scores, choice=choice)), "not deterministic"
-
-
-def test_expert_parallel_ranks_sum_to_the_whole() -> None:
-    weights = random_fp8(32, 256, H)
-    indices, scores = random_routing(40, 8, 32)
-    x = torch.randn(40, H, device="cuda").bfloat16()
-    total = torch.zeros(40, H, device="cuda")
-    for rank in range(2):
-        mine = torch.full((32,), -1, dtype=torch.int32, device="cuda")
-        mine[16 * rank : 16 * rank + 16] = torch.arange(16, device="cuda", dtype=torch.int32)
-        part = tuple(w[16 * rank : 16 * rank + 16].contiguous() for w in weights)
-        total += moe_fp8(x, *part, indices, scores, expert_map=mine).float()
-    assert distance(total, moe_fp8(x, *weights, indices, scores).double()) < 5e-3
-
-
-@pytest.mark.parametrize(("tokens", "choice"), [(4, None), (300, None), (2100, [0, 32, 1, 1, 2])])
-def test_graph_replay_follows_its_inputs(tokens: int, choice: list[int] | None) -> None:
-    """Also where other launches sort before and sum after: nothing of the routing before is left in any scratch."""
-    weights = random_fp8(32, 256, H)
-    x, (indices, scores) = torch.randn(tokens, H, device="cuda").bfloat16(), random_routing(tokens, 8, 32)
-    moe_fp8(x, *weights, indices, scores, choice=choice)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe_fp8(x, *weights, indices, scores, choice=choice)
-    for _ in range(3):
-        fresh = random_routing(tokens, 8, 32)
-        indices.copy_(fresh[0])
-        scores.copy_(fresh[1])
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        assert torch.equal(out, moe_fp8(x, *weights, indices, scores, choice=choice))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_hopper import NEEDS_HOPPER
 
 from kimi_k2.kernels.router.gate import fused_gate
 from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 
 
 def inputs(tokens: int, hidden: int = 7168, experts: int = 384) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
