@@ -18,6 +18,7 @@ import math
 import re
 import warnings
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 from kimi_k2.errors import KernelError
@@ -95,7 +96,7 @@ def save_choices(path: Path, choices: dict[int, ExpertChoice]) -> None:
     if not NAME.fullmatch(path.name):
         raise KernelError(f"{path}: file name does not match {NAME.pattern!r}")
     counts = sorted(choices)
-    kept = [one for one, above in zip(counts, [*counts[1:], None], strict=True) if choices[one] != choices.get(above)]
+    kept = [one for one, above in pairwise(counts) if choices[one] != choices[above]] + counts[-1:]
     lines = ",\n".join(f' "{tokens}": {json.dumps(asdict(choices[tokens]))}' for tokens in kept)
     path.write_text(f"{{\n{lines}\n}}\n")
 
