@@ -1,15 +1,18 @@
-"""MLA decode attention in CUDA C++ against float64, every form of the kernel pinned. Needs a Hopper GPU and nvcc."""
+"""MLA decode attention against float64, every form of the kernel pinned and as chosen. Needs a Hopper GPU and nvcc."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
 from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, by_eights, choose_launch, run
-from kimi_k2.kernels.attention.mla_decode import mla_decode
+from kimi_k2.kernels.attention.mla_decode import mla_decode, supports
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.rowwise.decode import absorb_and_store
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER or find_nvcc() is None, reason="needs a Hopper GPU, nvcc")]
@@ -159,12 +162,14 @@ def test_what_is_asked_for_ahead_is_only_a_hint(heads: int) -> None:
 def test_paged_and_contiguous(lengths: list[int], heads: int) -> None:
     capacity = -(-max(lengths) // PAGE) * PAGE + 128
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
-    launch = choose_launch(len(lengths), heads, capacity)
-    paged = run(q, cache, seq_lens, SCALE, table, launch)
-    assert paged.isfinite().all()
-    assert relative(paged, reference(q, rows, lengths)) < RELATIVE
-    assert torch.equal(run(q, rows, seq_lens, SCALE, None, launch), paged)
-    assert not paged[[one for one, length in enumerate(lengths) if not length]].any()
+    assert supports(q, cache, seq_lens, table)
+    pinned, wanted = choose_launch(len(lengths), heads, capacity), reference(q, rows, lengths)
+    for attend in (mla_decode, partial(run, launch=pinned)):
+        paged = attend(q, cache, seq_lens, SCALE, table)
+        assert paged.isfinite().all()
+        assert relative(paged, wanted) < RELATIVE
+        assert torch.equal(attend(q, rows, seq_lens, SCALE, None), paged)
+        assert not paged[seq_lens == 0].any()
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -236,3 +241,32 @@ def test_offsets_beyond_32_bits(heads: int) -> None:
     lengths = torch.tensor([250], dtype=torch.int32, device="cuda")
     out = run(q, cache, lengths, SCALE, table, choose_launch(1, heads, 256))
     assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < RELATIVE
+
+
+def test_e4m3_entries_of_the_step_before() -> None:
+    """What `absorb_and_store` writes with a scale is PyTorch's rounding, saturated, and `mla_decode` reads it."""
+    torch.manual_seed(0)
+    batch, heads, capacity, cache_scale = 3, 8, 100, 0.02
+    q, kv_a, w_uk = (
+        torch.randn(*shape, device="cuda").bfloat16()
+        for shape in ((batch, heads * 192), (batch, 576), (heads, 128, 512))
+    )
+    norm, cos, sin = (torch.rand(*shape, device="cuda").bfloat16() for shape in ((512,), (batch, 32), (batch, 32)))
+    norm[:3] = 1000.0
+    positions = torch.tensor([99, 40, 0], device="cuda")
+    slots = positions + torch.arange(0, batch * capacity, capacity, device="cuda")
+    exact = torch.randn(batch, capacity, 576, device="cuda").bfloat16()
+    cache = (exact.float() / cache_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    before = cache.float()
+    absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, exact, 1e-6)
+    query = absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6, cache_scale)
+    rows = torch.arange(batch, device="cuda")
+    wanted = (exact[rows, positions].float() / cache_scale).clamp(-448, 448)
+    found = cache[rows, positions].float()
+    # Half a step of e4m3, and the bfloat16 of what is compared with.
+    assert ((found - wanted).abs() <= wanted.abs() * (2**-4 + 2**-7) + 2**-10).all()
+    before[rows, positions] = found
+    assert torch.equal(cache.float(), before)
+    lengths = (positions + 1).tolist()
+    out = mla_decode(query, cache, (positions + 1).int(), SCALE, None, cache_scale)
+    assert relative(out, reference(query, cache.float() * cache_scale, lengths)) < RELATIVE

@@ -19,7 +19,7 @@ from four_bits import FORMATS, dense_experts, drawn
 from four_bits import arguments as four_bit_arguments
 from torch import Tensor
 
-from kimi_k2.kernels.attention import absorb, query
+from kimi_k2.kernels.attention import query
 from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.kernels.experts import fp8_decode, w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS as KINDS
@@ -228,7 +228,7 @@ def test_absorbed_queries(library: ctypes.CDLL) -> None:
         )
         sizes = len(chosen), heads, len(chosen) * capacity, 2112, 1e-6
         given = norm, *some[2:], slots, w_uk, cache, out, *sizes, some[0], some[1][:, 1536:]
-        arguments = absorb.Arguments(*given)
+        arguments = query.AbsorbArguments(*given)
         assert library.kimi_absorb(ctypes.byref(arguments), None) == 0
         return out, cache
 

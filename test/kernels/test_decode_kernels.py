@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import absorb, query
+from kimi_k2.kernels.attention import query
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.value_rows import batched_value_rows, value_rows
 from kimi_k2.kernels.common import build
@@ -160,9 +160,9 @@ def test_few_tokens_with_the_bits_of_many() -> None:
         angles, at = torch.empty(TOKENS, 32, dtype=BF16), torch.zeros(TOKENS, dtype=torch.int64)
         rest = cache[0, 0, :512], angles, angles, at, torch.empty(heads, 128, 512, dtype=BF16), cache, 1e-6
         q, kv_a = torch.empty(TOKENS, heads * 192, dtype=BF16), torch.empty(TOKENS, 2112, dtype=BF16)[:, 1536:]
-        assert absorb.absorb(q, kv_a, *rest).shape == (TOKENS, heads, 576)
+        assert query.absorb(q, kv_a, *rest).shape == (TOKENS, heads, 576)
         with pytest.raises(KernelError, match="kv_a is"):
-            absorb.absorb(q, kv_a[:, :512], *rest)
+            query.absorb(q, kv_a[:, :512], *rest)
 
 
 def test_norms_whose_quotients_are_apart() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_fp8
+from kimi_k2.kernels.attention import mla_cuda, mla_decode
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common import build
 
@@ -110,4 +110,4 @@ def test_rounded_queries_want_positive_scales(scales: tuple[float, float]) -> No
     q, cache = torch.empty(1, 8, 576, dtype=torch.bfloat16), torch.empty(1, 64, 576, dtype=torch.float8_e4m3fn)
     lengths, plan = torch.ones(1, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32)
     with pytest.raises(KernelError, match="positive"):
-        mla_fp8.run_planned(q, cache, lengths, scales[0], None, plan, scales[1])
+        mla_cuda.run_planned(q, cache, lengths, scales[0], None, plan, scales[1], terms=1)

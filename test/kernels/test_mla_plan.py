@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.kernels.attention import mla_invariant
 from kimi_k2.kernels.attention.mla_plan import (
     COSTS,
+    CUTS,
     MAX_BATCH,
     ROUNDED_COSTS,
     SOME_PARTS,
@@ -27,6 +27,7 @@ from kimi_k2.kernels.attention.mla_plan import (
     costs_of,
     pays,
     plan_rows,
+    rows_by_length,
     uncut,
 )
 from kimi_k2.kernels.common.build import KERNELS, source_of
@@ -260,11 +261,11 @@ def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("seed", range(8))
 def test_by_length_a_context_is_cut_alike_in_every_batch(library: ctypes.CDLL, few: bool, seed: int) -> None:
-    rng, cut = random.Random(seed), mla_invariant.CUTS[few]
+    rng, cut = random.Random(seed), CUTS[few]
     capacity, batch = rng.choice([64, 1000, 9000, 131072]), rng.choice([1, 2, 17, 64, 256, 1024])
     lengths = [int(capacity * rng.random() ** rng.choice([0, 1, 4])) + rng.choice([0, 0, 1]) for _ in range(batch)]
     given = torch.tensor(lengths, dtype=torch.int32)
-    plan = torch.full((mla_invariant.plan_rows(batch, capacity, BLOCKS, 8 if few else 64), 4), -7, dtype=torch.int32)
+    plan = torch.full((rows_by_length(batch, capacity, BLOCKS, 8 if few else 64), 4), -7, dtype=torch.int32)
     sizes = (batch, capacity, BLOCKS, SOME_PARTS[few], *astuple(cut))
     pointers = ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr())
     assert library.kimi_mla_plan_by_length(*pointers, *sizes, None) == 0

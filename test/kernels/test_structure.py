@@ -14,7 +14,7 @@ import torch
 from torch import zeros
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import absorb, mla_cuda, mla_fp8, query
+from kimi_k2.kernels.attention import mla_cuda, query
 from kimi_k2.kernels.comm import push_all_reduce
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.common.build import KERNELS
@@ -24,7 +24,7 @@ from kimi_k2.kernels.router import gate, norm_route, router_gemm
 
 CASES = [
     (query.Arguments, "attention/csrc/entry.cuh", "attention/csrc/query.cu"),
-    (absorb.Arguments, "attention/csrc/entry.cuh", "attention/csrc/absorb.cu"),
+    (query.AbsorbArguments, "attention/csrc/entry.cuh", "attention/csrc/absorb.cu"),
     (mla_cuda._Arguments, "attention/csrc/mla.cuh"),
     (push_all_reduce.Arguments, "comm/csrc/all_reduce.cu"),
     (fp8_decode.Arguments, "experts/csrc/expert_arguments.cuh"),
@@ -90,7 +90,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Structure]:
     def launch(library: str, function: str, operation: str, device: object, *arguments: object) -> None:
         made.extend(one for one in arguments if isinstance(one, Structure))
 
-    for module in (fp8, fp8_decode, w4a16, gate, router_gemm, query, absorb, mla_cuda, mla_fp8):
+    for module in (fp8, fp8_decode, w4a16, gate, router_gemm, query, mla_cuda):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", 132), raising=False)
     monkeypatch.setattr(norm_route, "all_resident", lambda *_: True)
@@ -128,12 +128,12 @@ def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
     angles, slots, w_uk, cache = empty(2, 32), zeros(2, dtype=torch.int64), empty(8, 128, 512), empty(2, 64, 576)
     rest = empty(512), angles, angles, slots, w_uk, cache
     query.query_and_entry.function(empty(2, 2112), empty(1536), empty(1536, 1536), None, *rest, 1e-6, 1e-6)
-    absorb.absorb.function(empty(2, 1536), empty(2, 2112)[:, 1536:], *rest, 1e-6)
+    query.absorb.function(empty(2, 1536), empty(2, 2112)[:, 1536:], *rest, 1e-6)
     lengths, table, plan = zeros(2, dtype=torch.int32), zeros(2, 1, dtype=torch.int32), zeros(200, 4, dtype=torch.int32)
     given = empty(2, 8, 576), cache, lengths, 0.1
     mla_cuda.run(*given, table, mla_cuda.CudaLaunch(2))
     mla_cuda.run_planned(*given, None, plan)
-    mla_fp8.run_planned(empty(2, 8, 576), cache.to(E4M3), lengths, 0.1, table, plan)
+    mla_cuda.run_planned(empty(2, 8, 576), cache.to(E4M3), lengths, 0.1, table, plan, terms=1)
     push_all_reduce.fill_arguments(x, x, lengths, [1, 2], 4096, 1)
     assert " ".join(type(one).__name__ for one in launched) == (
         "Fp8Args ExpertArguments ExpertArguments DecodeArguments Args GateArgs RouterArgs RouterArgs RouterArgs"

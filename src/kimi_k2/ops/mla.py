@@ -312,7 +312,7 @@ def mla_ragged_attention(
 def absorb_and_store(
     q: Tensor,
     kv_a: Tensor,
-    norm_weight: Tensor,
+    kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -325,7 +325,7 @@ def absorb_and_store(
     Args:
         q: [B, H * (nope + rope)], not rotated.
         kv_a: [B, C], the latent before its norm, then the key before RoPE.
-        norm_weight: [rank].
+        kv_norm: [rank].
         cos: [B, rope / 2] at the token's position.
         sin: [B, rope / 2] at the token's position.
         slots: int64 [B], slots to write, numbered through all N * P; a negative one writes nothing.
@@ -339,7 +339,7 @@ def absorb_and_store(
     heads, nope, rank = w_uk.shape
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     latent, k_rope = kv_a.unsqueeze(1).split([rank, kv_a.shape[1] - rank], dim=-1)
-    store_slots(cache, cache_entries(rms_norm(latent, norm_weight, eps), k_rope, cos, sin).squeeze(1), slots)
+    store_slots(cache, cache_entries(rms_norm(latent, kv_norm, eps), k_rope, cos, sin).squeeze(1), slots)
     q_nope, q_rope = rotated_queries(q.view(len(q), 1, heads, -1), nope, cos, sin)
     return torch.cat((absorb(q_nope, w_uk), q_rope), dim=-1).squeeze(1)
 
@@ -364,8 +364,7 @@ def query_and_entry(
         qkv_a: [B, q_lora_rank + C], q_a and kv_a side by side.
         q_norm: [q_lora_rank].
         q_b: [H * (nope + rope), q_lora_rank].
-        kv_norm: `norm_weight` of `absorb_and_store`, [rank].
-        cos, sin, slots, w_uk: as `absorb_and_store` takes them.
+        kv_norm, cos, sin, slots, w_uk: as `absorb_and_store` takes them.
         cache: as `absorb_and_store` takes it, written.
         q_eps: epsilon of the queries' norm.
         kv_eps: epsilon of the latent's norm.

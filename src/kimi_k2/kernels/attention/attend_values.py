@@ -17,7 +17,10 @@ from kimi_k2.kernels.common.operation import kernel_operation
 WIDTH = 128
 
 
-def supports(query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, block_table: Tensor | None = None) -> bool:
+def supports(
+    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> bool:  # fmt: skip
     """What both take, and the kernel of a BF16 cache; values of 128."""
     return (
         value_rows.supports(query[..., :LATENT], w_uv)
@@ -53,9 +56,6 @@ def attend_values(
 
     Returns:
         bfloat16 [B, H * 128]; the latents in between are rounded to bfloat16.
-
-    Raises:
-        KernelError: a shape or dtype that the kernels do not take, or a failed launch.
     """
     out = _check(query, w_uv)
     (batch, heads) = query.shape[:2]

@@ -7,17 +7,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import (
-    absorb,
     flash_prefill,
     mla_cuda,
     mla_decode,
-    mla_invariant,
     mla_plan,
     mla_prefill,
     value_rows,
 )
-from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
 from kimi_k2.kernels.common.build import find_nvcc
@@ -33,24 +31,11 @@ ops_mla.mla_ragged_attention.entry("flash_attn_3", takes=flash_prefill.supports_
 OWN_LENGTH = "parts of a context by its own length, merged in their order"
 
 
-def _supports_naive(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float,
-    whole: bool = False,
-) -> bool:  # fmt: skip
-    takes = mla_invariant.supports_prefill if batch_invariant() else mla_prefill.supports_mla_naive_attention
-    return takes(q_nope, q_rope, cache, kv_b, positions, softmax_scale)
-
-
-@ops_mla.mla_naive_attention.entry(
-    "mla_prefill", takes=_supports_naive, batch_invariant="slots from the first one on, without fused multiply-adds"
-)
-def mla_naive_attention(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Tensor, positions: Tensor, softmax_scale: float,
-    whole: bool = False,
-) -> Tensor:  # fmt: skip
-    """`mla_prefill`, keys and values by cuBLAS; in batch-invariant mode `mla_invariant.prefill`."""
-    attend = mla_invariant.prefill if batch_invariant() else mla_prefill.mla_naive_attention
-    return attend(q_nope, q_rope, cache, kv_b, positions, softmax_scale)
+ops_mla.mla_naive_attention.entry(
+    "mla_prefill",
+    takes=mla_prefill.supports_mla_naive_attention,
+    batch_invariant="slots from the first one on, without fused multiply-adds",
+)(mla_prefill.mla_naive_attention)
 
 
 def _supports_absorbed(
@@ -96,7 +81,7 @@ def attention_plan(
     plan: Tensor
     capacity = mla_cuda.capacity_of(cache, block_table)
     if batch_invariant():
-        plan = mla_invariant.mla_plan_by_length(seq_lens, capacity, heads)
+        plan = mla_plan.mla_plan_by_length(seq_lens, capacity, heads)
         return plan
     plan = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
     return plan
@@ -114,10 +99,11 @@ def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
     block_table: Tensor | None = None, lse: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    if batch_invariant() and lse is not None:  # no engine asks for it
+    if rank != LATENT or not mla_decode.supports(query, cache, seq_lens, block_table):
         return False
-    supports = mla_invariant.supports_decode if batch_invariant() else mla_decode.supports
-    return rank == LATENT and supports(query, cache, seq_lens, block_table)
+    # In batch-invariant mode by a plan alone, which serves no empty cache; no engine asks for the logarithms there.
+    planned = lse is None and 0 < len(query) <= mla_plan.MAX_BATCH and mla_cuda.capacity_of(cache, block_table) > 0
+    return planned or not batch_invariant()
 
 
 def decode_attention(
@@ -129,7 +115,10 @@ def decode_attention(
     `rounded`: over an e4m3 cache, queries and weights are rounded to e4m3 too, by a plan.
     """
     if batch_invariant():
-        return mla_invariant.decode(query, cache, seq_lens, softmax_scale, plan, block_table)
+        if plan is None:
+            plan = mla_plan.mla_plan_by_length(seq_lens, mla_cuda.capacity_of(cache, block_table), query.shape[1])
+        mla_decode.check_plan(query, plan)
+        return mla_cuda.run_planned(query, cache, seq_lens, softmax_scale, block_table, plan, uniform=True)
     given = query, cache, seq_lens, softmax_scale, block_table
     out: Tensor = mla_decode.mla_decode(*given, plan=plan, rounded=rounded, lse=lse)
     return out
@@ -147,16 +136,9 @@ ops_mla.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)
 ops_mla.value_rows.entry("batched", takes=value_rows.supports_batched)(value_rows.batched_value_rows)
 
 
-def _supports_attend_values(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> bool:  # fmt: skip
-    return attend.supports(query, cache, seq_lens, w_uv, block_table)
-
-
-ops_mla.attend_values.entry(
-    "cuda", takes=_supports_attend_values, joins={"mla_decode": "mla_decode", "value_rows": "cuda"}
-)(attend.attend_values)
+ops_mla.attend_values.entry("cuda", takes=attend.supports, joins={"mla_decode": "mla_decode", "value_rows": "cuda"})(
+    attend.attend_values
+)
 
 
 def _supports_uniform(
@@ -165,7 +147,7 @@ def _supports_uniform(
 ) -> bool:  # fmt: skip
     """A few sequences in batch-invariant mode, by its plan."""
     fits = batch_invariant() and plan is not None and query.shape[1] == mla_cuda.FEW_HEADS
-    return fits and attend.supports(query, cache, seq_lens, w_uv, block_table)
+    return fits and attend.supports(query, cache, seq_lens, w_uv, softmax_scale, plan, block_table)
 
 
 ops_mla.attend_values.entry(
@@ -177,16 +159,16 @@ ops_mla.attend_values.entry(
 
 
 def _supports_invariant_absorb(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> bool:  # fmt: skip
     """In batch-invariant mode over a BF16 cache."""
-    return batch_invariant() and absorb.supports(q, kv_a, w_uk, cache)
+    return batch_invariant() and query_kernel.supports_absorb(q, kv_a, w_uk, cache)
 
 
 ops_mla.absorb_and_store.entry(
     "absorb", takes=_supports_invariant_absorb, batch_invariant="64 columns of a head together, always"
-)(absorb.absorb)
+)(query_kernel.absorb)
 
 
 def _takes_q_b(q_b: Weight) -> bool:

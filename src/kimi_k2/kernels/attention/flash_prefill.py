@@ -8,7 +8,6 @@ last slot, so only whole chunks are taken; the others go to `mla_prefill`.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, kernels, supports_mla_naive_attention
 from kimi_k2.ops.mla import Ragged
 
 # Below so many queries, or queries times slots, joining the parts costs more than the faster attention saves.
@@ -61,18 +60,13 @@ def supports(
     )
 
 
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("kimi_k2.kernels.attention.flash_prefill_triton")
-
-
 def join(left: Tensor, right: Tensor) -> Tensor:
     """[B, T, H, 128] and [B, T, H, 64] to [B, T, H, 192]; a view where they lie side by side already."""
     if left.stride() == right.stride() and left.data_ptr() + NOPE * left.element_size() == right.data_ptr():
         return left.as_strided((*left.shape[:3], NOPE + ROPE), left.stride())
     batch, tokens, heads, _ = left.shape
     out = left.new_empty(batch, tokens, heads, NOPE + ROPE)
-    _kernels().join[(-(-tokens // BLOCK), heads, batch)](
+    kernels().join[(-(-tokens // BLOCK), heads, batch)](
         left, right, out, tokens, heads, *left.stride()[:3], *right.stride()[:3], BLOCK=BLOCK, num_warps=WARPS
     )
     return out
@@ -97,7 +91,7 @@ def keys_and_values(cache: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         torch.bmm(latent, w_uk, out=keys[sequence, :, :, :NOPE].transpose(0, 1))
         torch.bmm(latent, w_uv, out=values[sequence].transpose(0, 1))
     rotated = cache[..., RANK:]
-    _kernels().spread[(-(-slots // BLOCK), heads, batch)](
+    kernels().spread[(-(-slots // BLOCK), heads, batch)](
         rotated, keys, slots, heads, *rotated.stride()[:2], BLOCK=BLOCK, num_warps=WARPS
     )
     return keys, values

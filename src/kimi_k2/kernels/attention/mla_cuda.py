@@ -123,9 +123,12 @@ def arguments_of(
     )  # fmt: skip
 
 
-def _launch(q: Tensor, cache: Tensor, *rest: Any, **more: Any) -> None:
-    """`kimi_mla_decode` with `arguments_of` these."""
+def _launch(q: Tensor, cache: Tensor, *rest: Any, terms: int = 0, **more: Any) -> None:
+    """`kimi_mla_decode` with `arguments_of` these; with `terms` `kimi_mla_fp8`."""
     arguments = arguments_of(q, cache, *rest, **more)
+    if terms:
+        launch("attention/mla_fp8", "kimi_mla_fp8", "mla_decode", q.device, q, arguments, terms)
+        return
     fp8_cache, joins = cache.dtype != q.dtype, arguments.out is not None
     launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, joins)
 
@@ -172,19 +175,26 @@ def run_planned(
     uniform: bool = False,
     whole: bool = False,
     lse: Tensor | None = None,
+    terms: int = 0,
 ) -> Tensor:
     """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
 
     Args:
         uniform: merge a context's parts in the same steps whatever the number of contexts.
         whole: the plan cuts no context, so that nothing is merged.
+        terms: over an e4m3 cache queries and weights come to e4m3 too (csrc/mla_fp8.cuh), head by head, times a power
+            of two that brings the largest value into its upper range. In two terms they keep bfloat16's bits; in one
+            results are about 3.7 % off over values of a normal distribution, as FlashMLA's are. 0 converts the cache.
 
     Raises:
-        KernelError: there is no CUDA compiler, or the launch failed.
+        KernelError: a scale is not positive where there are terms, there is no CUDA compiler, or the launch failed.
     """
+    if terms and not softmax_scale * cache_scale > 0:
+        raise KernelError(f"softmax_scale {softmax_scale}, cache_scale {cache_scale}: expected positive ones")
     out = q.new_empty(*q.shape[:2], LATENT)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale
-    _launch(*given, 0, out, None if whole else _planned_parts(q, plan), plan, tokens, uniform, whole, lse)
+    parts = None if whole else _planned_parts(q, plan, terms)
+    _launch(*given, 0, out, parts, plan, tokens, uniform, whole, lse, terms=terms)
     return out
 
 
@@ -198,9 +208,15 @@ def plan_items(q: Tensor, plan: Tensor) -> int:
     return plan.shape[0] - rows_before_items(q.shape[0], hopper(q.device.index, "mla_decode")[1])
 
 
-def _planned_parts(q: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
-    """What a plan's items and their sums are left in: as `_parts` says, but that few heads' lie part by part."""
+def _planned_parts(q: Tensor, plan: Tensor, terms: int = 0) -> tuple[Tensor, Tensor]:
+    """What a plan's items and their sums are left in: as `_parts` says, but that few heads' lie part by part.
+
+    With `terms` float16, and for each head the logarithm beside the power of two.
+    """
     items, heads = plan_items(q, plan), q.shape[1]
+    if terms:
+        parts = q.new_empty(items, heads, LATENT, dtype=torch.float16)
+        return parts, q.new_empty(items, heads, 2, dtype=torch.float32)
     few = heads <= MOST_FEW_HEADS
     parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
     return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)

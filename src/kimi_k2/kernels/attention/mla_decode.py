@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import mla_cuda, mla_fp8, mla_plan
+from kimi_k2.kernels.attention import mla_cuda, mla_plan
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
@@ -157,9 +157,6 @@ def mla_decode(
 
     Returns:
         bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, there is no nvcc, or a failed launch.
     """
     if lse is not None:
         check_lse(q, lse)
@@ -200,9 +197,8 @@ def _by_plan(
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
     given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
     # Short contexts, which no plan cuts, are converted as fast. The largest score is found before it is multiplied.
-    if cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole)):
-        return mla_fp8.run_planned(*given, whole=whole, terms=1 if rounded else 2, lse=lse)
-    return mla_cuda.run_planned(*given, whole=whole, lse=lse)
+    fp8 = cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole))
+    return mla_cuda.run_planned(*given, whole=whole, lse=lse, terms=(1 if rounded else 2) if fp8 else 0)
 
 
 def _several(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MOST_FEW_HEADS, rows_before_items
-from kimi_k2.kernels.attention.mla_sizes import HEADS
+from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MAX_SPLITS, MOST_FEW_HEADS, rows_before_items
+from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, launch
@@ -49,7 +49,7 @@ class Costs:
     part: float
 
 
-# (8 or 16 heads, e4m3 cache) -> costs; over such a cache those of two terms (mla_fp8.py).
+# (8 or 16 heads, e4m3 cache) -> costs; over such a cache those of two terms (csrc/mla_fp8.cuh).
 COSTS = {
     (True, False): Costs(1.55, 0.0164, 1.2, 0.0075, 1.5, 0.03),
     (False, False): Costs(1.9, 0.0164, 3.0, 0.03, 2.0, 0.05),
@@ -57,7 +57,7 @@ COSTS = {
     (False, True): Costs(1.8, 0.0084, 3.0, 0.015, 2.0, 0.05),
 }
 
-# 8 or 16 heads -> costs over an e4m3 cache with rounded queries (mla_fp8.py).
+# 8 or 16 heads -> costs over an e4m3 cache with rounded queries (csrc/mla_fp8.cuh).
 ROUNDED_COSTS = {
     True: Costs(1.2, 0.0084, 1.5, 0.006, 1.5, 0.03),
     False: Costs(1.25, 0.0084, 3.0, 0.015, 2.0, 0.05),
@@ -126,9 +126,6 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
 
     Returns:
         int32 [`plan_rows`, 4], as csrc/mla_plan.cuh says.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     check(seq_lens, heads)
     batch, device = seq_lens.shape[0], seq_lens.device
@@ -142,3 +139,65 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
 
 
 mla_plan.fake(check, lambda seq_lens: seq_lens.new_empty(plan_rows(len(seq_lens), 132), 4))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How many parts a context has, by its units of 64 rows.
+
+    Attributes:
+        few_each: units of a part up to `whole` of them.
+        whole: see there.
+        first_parts: parts of a context of `whole` units.
+        more_each: beyond, units for each further part.
+        item: what a part costs its block beside its units, which cost 4 each.
+    """
+
+    few_each: int
+    whole: int
+    first_parts: int
+    more_each: int
+    item: int
+
+    def parts(self, units: int) -> int:
+        """Of so many units, as csrc/mla_plan_by_length.cuh counts them."""
+        more = self.first_parts + (units - self.whole) // self.more_each
+        return min(MAX_SPLITS, -(-units // self.few_each) if units <= self.whole else more)
+
+
+# By whether there are 8 heads, whose parts cost less to store and merge.
+CUTS = {True: Cut(2, 16, 8, 6, 3), False: Cut(4, 16, 4, 8, 6)}
+
+
+def rows_by_length(batch: int, capacity: int, blocks: int, heads: int) -> int:
+    """Rows of a plan, at least `mla_plan`'s."""
+    items = batch * CUTS[heads <= MOST_FEW_HEADS].parts(-(-capacity // PAGE))
+    return max(rows_before_items(batch, blocks) + items, plan_rows(batch, blocks))
+
+
+def _empty_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
+    check(seq_lens, heads)
+    blocks = hopper(seq_lens.device.index, "mla_plan")[1] if seq_lens.is_cuda else 132
+    return seq_lens.new_empty(rows_by_length(seq_lens.shape[0], capacity, blocks, heads), 4)
+
+
+@kernel_operation("mla_plan_by_length")
+def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
+    """The plan of batch-invariant mode: how a context is cut depends on its own length alone.
+
+    csrc/mla_plan_by_length.cuh says how.
+
+    Args:
+        seq_lens, capacity, heads: as `mla_plan` takes them.
+
+    Returns:
+        int32 [`rows_by_length`, 4].
+    """
+    plan, few = _empty_by_length(seq_lens, capacity, heads), heads <= MOST_FEW_HEADS
+    batch, blocks = seq_lens.shape[0], hopper(seq_lens.device.index, "mla_plan")[1]
+    sizes = batch, capacity, blocks, SOME_PARTS[few], *astuple(CUTS[few])
+    launch("attention/mla_plan", "kimi_mla_plan_by_length", "mla_plan", seq_lens.device, seq_lens, plan, *sizes)
+    return plan
+
+
+mla_plan_by_length.fake(_empty_by_length)

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.kernels.linear import dense_gemm
+from kimi_k2.ops.registry import batch_invariant
 
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
 LOG2_E = 1.4426950408889634
@@ -33,7 +36,10 @@ def supports_mla_naive_attention(
     softmax_scale: float,
     whole: bool = False,
 ) -> bool:
-    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
+    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes.
+
+    In batch-invariant mode with nvcc for the keys and values.
+    """
     return (
         is_hopper(q_nope.device)
         and has_triton()
@@ -42,6 +48,7 @@ def supports_mla_naive_attention(
         and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)
         and cache.shape[-1] == RANK + ROPE
         and cache.stride(-1) == 1
+        and (not batch_invariant() or find_nvcc() is not None)
     )
 
 
@@ -54,10 +61,23 @@ def mla_naive_attention(
     softmax_scale: float,
     whole: bool = False,
 ) -> Tensor:
-    """`mla_prefill` with the plain function's arguments."""
-    expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
-    out: Tensor = mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
-    return out
+    """`mla_prefill` with the plain function's arguments, keys and values by cuBLAS.
+
+    In batch-invariant mode they come of `dense_gemm`. The kernel passes over the slots from the first one on, and slots
+    that a query does not see add exact zeros; but blocks with such slots are computed by other code than those without:
+    without fused multiply-adds both round alike.
+    """
+    if not batch_invariant():
+        expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
+        out: Tensor = mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
+        return out
+    (batch, slots), heads = cache.shape[:2], len(kv_b)
+    latents = cache[..., :RANK].reshape(-1, RANK)  # of one prompt without a copy
+    expanded = dense_gemm.dense_gemm(latents, kv_b.reshape(-1, RANK).contiguous(), 1)
+    expanded = expanded.view(batch, slots, heads, -1).transpose(1, 2)
+    if slots * expanded.stride(2) >= 2**31:  # the kernel reckons offsets of slots in 32 bits
+        expanded = expanded.contiguous()
+    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH, enable_fp_fusion=False)
 
 
 def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> None:
@@ -84,7 +104,8 @@ def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, posi
 
 
 @functools.cache
-def _kernels() -> Any:
+def kernels() -> Any:
+    """Those of Triton, which is imported when one is launched."""
     return importlib.import_module("kimi_k2.kernels.attention.mla_prefill_triton")
 
 
@@ -104,9 +125,6 @@ def mla_prefill(
 
     Returns:
         bfloat16 [B, S, H, 128].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take.
     """
     _check(q_nope, q_rope, expanded, cache, positions)
     return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH)
@@ -133,7 +151,7 @@ def run(
     out = q_nope.new_empty(batch, queries, heads, VALUE)
     key_row = NOPE + VALUE if expanded.is_contiguous() else expanded.stride(2)
     if out.numel():
-        _kernels().attend[(-(-queries // block_m), heads, batch)](
+        kernels().attend[(-(-queries // block_m), heads, batch)](
             q_nope, q_rope, expanded, cache, positions.contiguous(), out, queries, cache.shape[1],
             softmax_scale * LOG2_E, *q_nope.stride()[:3], *q_rope.stride()[:3], *cache.stride()[:2], heads,
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, KEY_ROW=key_row, num_warps=warps, **options,

@@ -44,9 +44,6 @@ def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
 
     Returns:
         bfloat16 [B, H * V], summed in float32.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     batch, heads, width = _check(latent, w_uv)
     out = torch.empty(batch, heads * width, dtype=torch.bfloat16, device=latent.device)

@@ -60,6 +60,9 @@ class Operation:
 def kernel_operation(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Operation]:
     """Register a function of CUDA tensors as `torch.ops.kimi_k2.<name>`.
 
+    All raise KernelError for a shape, dtype or device that the kernel does not take, where its library cannot be built,
+    and for a launch that failed; their own docstrings name what else they refuse.
+
     Args:
         name: in the namespace.
         mutates_args: names of the arguments that it writes.

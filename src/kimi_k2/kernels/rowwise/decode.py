@@ -76,7 +76,7 @@ def _check_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cos: Tensor, slots: Ten
 def absorb_and_store(
     q: Tensor,
     kv_a: Tensor,
-    norm_weight: Tensor,
+    kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -91,7 +91,7 @@ def absorb_and_store(
     Args:
         q: bfloat16 [B, H * 192], unturned.
         kv_a: bfloat16 [B, 576], latent before its norm | key before RoPE; rows may be strided.
-        norm_weight: bfloat16 [512].
+        kv_norm: bfloat16 [512].
         cos, sin: bfloat16 [B, 32] at the tokens' positions.
         slots: int64 [B], to write, numbered through all N * P; one outside the cache writes nothing.
         w_uk: bfloat16 [H, 128, 512].
@@ -101,9 +101,6 @@ def absorb_and_store(
 
     Returns:
         bfloat16 [B, H, 576], W_UK^T q_nope | rotated q_rope.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take.
     """
     _check_absorb(q, kv_a, w_uk, cos, slots, cache)
     batch, heads, capacity = q.shape[0], w_uk.shape[0], cache.shape[0] * cache.shape[1]
@@ -112,7 +109,7 @@ def absorb_and_store(
     # Triton's ranges are powers of two.
     if not invariant and batch in ABSORB_GROUPS and heads & (heads - 1) == 0:
         _kernels().absorb_groups[(heads * (RANK // ABSORB_WIDTH) + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
-            q, kv_a, norm_weight, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
+            q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -121,7 +118,7 @@ def absorb_and_store(
     programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
     if batch:
         _kernels().absorb[(programs - first, batch)](
-            q, kv_a, norm_weight, cos, sin, slots, w_uk, query, cache, kv_a.stride(0), capacity, eps, stored,
+            q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, kv_a.stride(0), capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -217,9 +214,6 @@ def norm_apart(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     Args:
         x: bfloat16 [T, H], H a multiple of 8 up to 8192, rows may be strided.
         weight: bfloat16 [H].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     made = _check_norm_apart(x, weight)
     if x.shape[0]:

@@ -38,15 +38,13 @@ ops_mla.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMEN
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
 
 
-@ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`decode.add_norm`."""
-    made: tuple[Tensor, Tensor] = decode.add_norm(x, delta, weight, eps)
-    return made
+ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)(
+    decode.add_norm
+)
 
 
 def _supports_absorb(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> bool:  # fmt: skip
     return decode.supports(q, w_uk, cache)
@@ -54,10 +52,10 @@ def _supports_absorb(
 
 @ops_mla.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
 def absorb_and_store(
-    q: Tensor, kv_a: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     """`decode.absorb_and_store`."""
-    given = q, kv_a, norm_weight, cos, sin, slots, w_uk, cache, eps
+    given = q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps
     out: Tensor = decode.absorb_and_store(*given, invariant=batch_invariant())
     return out

@@ -28,11 +28,7 @@ def supports(
 def next_step(
     seq_lens: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, page: int
 ) -> None:
-    """See `ops.mla.next_step`.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
-    """
+    """See `ops.mla.next_step`."""
     batch, wide = len(seq_lens), block_table.shape[1]
     given = seq_lens, input_ids, positions, slots, block_table
     for name, tensor, dtype in zip(NAMES, given, DTYPES, strict=True):

@@ -52,9 +52,6 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a, b: bfloat16 of one shape, contiguous, a multiple of eight values.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     out = _check_add(a, b)
     launch("rowwise/pairs", "kimi_pairs", "add", a.device, a, b, out, a.numel() // GROUP, 1)
@@ -79,9 +76,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
     Returns:
         bfloat16 [..., I].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
     out = _check_gate_up(gate_up)
     wide = out.shape[-1] // GROUP

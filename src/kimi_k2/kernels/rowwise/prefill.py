@@ -93,9 +93,6 @@ def fp8_block_to_bf16(weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
 
     Returns:
         bfloat16 [N, K].
-
-    Raises:
-        KernelError: another shape or dtype.
     """
     _check_blocks(weight, weight_scale_inv)
     rows, columns = weight.shape
@@ -140,9 +137,6 @@ def row_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns:
         bfloat16 [T, H].
-
-    Raises:
-        KernelError: another shape or dtype.
     """
     _check_rows(x, weight)
     tokens, size = x.shape
@@ -199,9 +193,6 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns:
         bfloat16 [B, S, H, D].
-
-    Raises:
-        KernelError: another shape or dtype.
     """
     _check_pairs(x, cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -278,9 +269,6 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
         cache: bfloat16 or e4m3 [B, T, C], written; e4m3 saturates at 448.
         entries: bfloat16 [B, S, C].
         positions: int64 [B, S], those of a sequence different from each other.
-
-    Raises:
-        KernelError: another shape or dtype.
     """
     _check_slots(cache, entries, positions)
     batch, tokens, size = entries.shape
@@ -325,9 +313,6 @@ def held_rows(input_ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
     Returns:
         bfloat16 [T, H].
-
-    Raises:
-        KernelError: another shape or dtype.
     """
     _check_ids(input_ids, weight)
     (tokens,), (rows, size) = input_ids.shape, weight.shape
