@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import shutil
@@ -12,11 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 from kimi_k2.kernels.common import hardware
 from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
+
+# Typer reads all commands' signatures anew at each call, for a tenth of a second.
+for _module, _name in ((typer.main, "get_command"), (typer.testing, "_get_command")):
+    setattr(_module, _name, functools.cache(getattr(_module, _name)))
 
 BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 

@@ -84,13 +84,6 @@ def test_an_interrupted_conversion_says_how_to_go_on(
     assert exit_.value.code == 0
 
 
-def test_a_plan_that_does_not_fit_has_a_status_of_its_own() -> None:
-    fits, does_not = (CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--preset", name])
-                      for name in ("trn2-tp64-ep1", "h200-tp1"))  # fmt: skip
-    assert (fits.exit_code, does_not.exit_code) == (0, 3)
-    assert "does not fit" in does_not.stdout
-
-
 def test_no_memory_on_a_gpu_says_what_is_needed_and_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is"
@@ -113,16 +106,18 @@ def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:
     assert process.returncode not in (0, 70)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["bench", "sweep", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import atexit, sys\n"
+        "import sys; from kimi_k2.cli import main\n"
         "heavy = ('torch', 'numpy', 'transformers', 'matplotlib', 'huggingface_hub', 'jinja2', 'tiktoken')\n"
-        "atexit.register(lambda: print('imported', [name for name in heavy if name in sys.modules]))\n"
-        "from kimi_k2.cli import app, main; main()"
+        "for line in ('--help', '--version', 'generate --help', 'bench sweep --help'):\n"
+        "    try:\n"
+        "        main(arguments=line.split())\n"
+        "    except SystemExit as end:\n"
+        "        print(line, end.code, [name for name in heavy if name in sys.modules], file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("imported []")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line[-5:] for line in done.stderr.splitlines()] == 4 * [" 0 []"], done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

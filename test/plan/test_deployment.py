@@ -62,12 +62,6 @@ def test_presets_of_both_kinds_are_found() -> None:
     assert targets == {"neuron", "cuda"}
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_has_a_plan(name: str) -> None:
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
-    assert memory_plan(config, load_target(name, config)).resident > 0
-
-
 @pytest.mark.parametrize("member", MEMBERS)
 def test_trainium_presets_fit_or_say_why_not(member: str) -> None:
     """Of every member, with bytes by hand of what takes most: a byte a weight of the experts, and the latent cache."""
@@ -82,6 +76,7 @@ def test_trainium_presets_fit_or_say_why_not(member: str) -> None:
     for row in rows:
         assert row.fits == (row.why_not == ""), row.name
         assert "\n" not in row.why_not
+        assert row.resident > 0
         if row.fits:
             assert row.resident + (row.scratch or 0) <= row.usable
             assert 0 < row.tpot < row.ttft
