@@ -24,18 +24,28 @@ class Kind:
     """One kind of malformed checkpoint.
 
     Attributes:
-        base: the fixture that is damaged.
-        damage: changes a private copy.
+        base: the fixture that is damaged; empty for any.
+        damage: changes a private copy before a command runs.
         says: what the error names: a file, tensor or field.
-        refused: the commands that must refuse it, by first letter: inspect, convert, generate. The others read nothing
-            that is damaged, or what they read is no damage, and must end well.
+        refused: the commands that must refuse it, by first letter: inspect, plan, convert, generate, dialogue (chat),
+            a capture. The others read nothing that is damaged, or what they read is no damage, and must end as on the
+            sound checkpoint. None where either is right: a refusal, or whatever the changed checkpoint says.
+        meanwhile: done while a command runs.
+        either: commands that may do either, in spite of `refused`.
     """
 
     name: str
     base: str
     damage: Damage
     says: str
-    refused: str = "icg"
+    refused: str | None = "icg"
+    meanwhile: Damage | None = None
+    either: str = ""
+
+    def refused_by(self, command: str) -> bool | None:
+        """Whether a command must refuse it; None where it may."""
+        letter = command[0]
+        return None if self.refused is None or letter in self.either else letter in self.refused
 
 
 def private_copy(source: Path, target: Path) -> Path:

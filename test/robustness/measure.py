@@ -15,46 +15,31 @@ from __future__ import annotations
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-import kinds_of_shards
-import kinds_of_text
-import kinds_of_tokenizers
 import torch
-from damage import Kind, private_copy
-from drawn import mutate
+from damage import private_copy
 from mechanisms import MECHANISMS, drawn
 from run_commands import COMMANDS, SIX, Ending, run
+from test_malformed import KINDS
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-SECONDS, MEMORY, DRAWN = 2.0, 400e6, 100
 TIMEOUT = 60
-# Of a drawn mechanism, beyond the same command on the sound checkpoint.
-MORE_SECONDS, MORE_MEMORY = 5.0, 500e6
-
-
-class Run(NamedTuple):
-    """One command on one checkpoint."""
-
-    name: str
-    ending: Ending
-    seconds: float
-    peak: int
-    fault: str | None
+# At most, of a kind beyond nothing, and of a drawn mechanism beyond the same command on the sound checkpoint.
+MOST, MORE = (2.0, 400e6), (5.0, 500e6)
 
 
 def in_child(
@@ -86,101 +71,74 @@ def in_child(
     return ending, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
 
 
-def all_runs(bases: dict[str, Path], work: Path, match: str) -> Iterator[Run]:
-    """Each kind, then the drawn ones."""
-
-    def runs(name: str, base: str, damage: Callable[[Path], object], kind: Kind | None) -> Iterator[Run]:
-        checkpoint = private_copy(bases[base], work / "checkpoint")
-        damage(checkpoint)
-        for command in COMMANDS:
-            ending, seconds, peak = in_child(command, checkpoint, work)
-            fault = ending.fault(kind) if kind else ending.unclean() if ending.status else None
-            yield Run(name, ending, seconds, peak, fault)
-        shutil.rmtree(checkpoint)
-
-    for kind in (*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()):
-        if match in kind.name:
-            yield from runs(kind.name, kind.base, kind.damage, kind)
-    for seed in range(DRAWN):
-        if match not in f"drawn {seed}":
-            continue
-        base, done = sorted(bases)[seed % len(bases)], list[str]()
-
-        def damage(directory: Path, seed: int = seed, done: list[str] = done) -> None:
-            done.append(mutate(directory, seed))
-
-        for one in runs("", base, damage, None):
-            yield one._replace(name=f"drawn {seed}, {base}, {done[0]}")
-
-
-class Drawn(NamedTuple):
-    """What many seeds gave; the worst are pairs of a figure beyond the sound checkpoint's and what took it."""
+class Found(NamedTuple):
+    """What many runs gave; figures are pairs with what took them."""
 
     faults: list[str]
     accepted: list[str]
-    refused: int
-    slowest: list[tuple[float, str]]
-    largest: list[tuple[float, str]]
+    refused: list[str]
+    seconds: list[tuple[float, str]]
+    memory: list[tuple[float, str]]
 
 
-def by_mechanism(bases: dict[str, Path], top: Path, seeds: range) -> Drawn:
-    """Each seed's fault with six commands, beside the sound checkpoint."""
+def run_all(bases: dict[str, Path], top: Path, numbers: Sequence[int], drawing: bool, match: str) -> Found:
+    """Kinds by number, or the faults of seeds, with their commands, beside the sound checkpoint."""
     work = Path(tempfile.mkdtemp(dir=top))
     shutil.copy(top / "typed", work)
+    commands, limits = (SIX, MORE) if drawing else (COMMANDS, MOST)
     sound: dict[tuple[str, str], tuple[Ending, float, int]] = {}
     for base, directory in bases.items():
-        for command in SIX:
+        for command in commands:
             checkpoint = private_copy(directory, work / "checkpoint")  # errors and tables name the same path
             sound[base, command] = in_child(command, checkpoint, work)
             assert sound[base, command][0].status == 0, sound[base, command][0]
             shutil.rmtree(checkpoint)
-    found = Drawn([], [], 0, [], [])
-    for seed in seeds:
-        base = sorted(bases)[seed // len(MECHANISMS) % len(bases)]
-        fault = drawn(seed, bases[base])
-        for command in SIX:
+    found = Found([], [], [], [], [])
+    for number in numbers:
+        base = sorted(bases)[number // len(MECHANISMS) % len(bases)]
+        kind = drawn(number, bases[base]) if drawing else KINDS[number]
+        if match not in kind.name:
+            continue
+        base = kind.base or base
+        for command in commands:
             checkpoint = private_copy(bases[base], work / "checkpoint")
-            fault.damage(checkpoint)
-            meanwhile = None if fault.meanwhile is None else partial(_later, seed, fault.meanwhile, checkpoint)
+            kind.damage(checkpoint)
+            meanwhile = None if kind.meanwhile is None else partial(_later, number, kind.meanwhile, checkpoint)
             ending, seconds, peak = in_child(command, checkpoint, work, meanwhile)
             subprocess.run(["rm", "-rf", checkpoint], check=True)
             good, usual, held = sound[base, command]
-            name = f"seed {seed}, {base}, {fault.mechanism}: {fault.name}: {command}"
-            found.slowest.append((seconds - usual, name))
-            found.largest.append((peak - held, name))
-            found = found._replace(refused=found.refused + (ending.status != 0))
-            what = ending.unclean() if ending.status else None
-            refused_by = None if command[0] in fault.either else fault.refused
-            if ending.status == 0 and refused_by is not None:
-                if command[0] in refused_by:
-                    what = f"accepted: {ending.said[-300:]!r}"
-                elif _shown(ending) != _shown(good):
+            name = f"{number}, {base}, {kind.name}: {command}"
+            if drawing:
+                seconds, peak = seconds - usual, peak - held
+            found.seconds.append((seconds, name))
+            found.memory.append((peak, name))
+            what = ending.fault(kind)
+            if ending.status:
+                found.refused.append(name)
+            elif drawing and _shown(ending) != _shown(good):
+                if kind.refused_by(command) is False:
                     what = f"says something else: {ending.said[-300:]!r}"
-            elif ending.status and refused_by is not None and command[0] not in refused_by:
-                what = f"refused: {ending.said[-300:]!r}"
-            elif ending.status == 0 and refused_by is None and _shown(ending) != _shown(good):
-                found.accepted.append(name)
-            if seconds - usual > MORE_SECONDS or peak - held > MORE_MEMORY:
-                what = f"{seconds:.1f} s, {peak / 1e6:.0f} MB ({usual:.1f} s, {held / 1e6:.0f} MB sound); {what}"
+                else:
+                    found.accepted.append(name)
+            if seconds > limits[0] or peak > limits[1]:
+                what = f"{seconds:.1f} s, {peak / 1e6:.0f} MB; {what}"
             if what:
                 found.faults.append(f"{name}: {what}")
                 print(found.faults[-1], flush=True)
     return found
 
 
-def all_mechanisms(bases: dict[str, Path], work: Path, first: int, count: int, jobs: int) -> None:
-    """Seeds dealt out to processes, and what they found."""
-    dealt = [range(first + job, first + count, jobs) for job in range(jobs)]
-    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        found = list(pool.map(by_mechanism, [bases] * jobs, [work] * jobs, dealt))
-    print("\n".join(["accepted, with another result:", *sorted(name for one in found for name in one.accepted)]))
-    for most in ([one.slowest for one in found], [one.largest for one in found]):
-        for figure, name in sorted((pair for pairs in most for pair in pairs), reverse=True)[:5]:
-            print(f"{figure / 1e6:.0f} MB more: {name}" if figure > 1e4 else f"{figure:.2f} s more: {name}")
-    print(
-        f"{count} checkpoints, {count * len(SIX)} runs, {sum(one.refused for one in found)} refused,"
-        f" {sum(len(one.faults) for one in found)} faults"
+def report(found: list[Found], drawing: bool) -> None:
+    """Results that are others than the sound checkpoint's, the worst figures, and counts."""
+    if drawing:
+        print("\n".join(["accepted, with another result:", *sorted(name for one in found for name in one.accepted)]))
+    for unit, factor, pairs in (("s", 1, [one.seconds for one in found]), ("MB", 1e6, [one.memory for one in found])):
+        for figure, name in sorted((pair for some in pairs for pair in some), reverse=True)[:5]:
+            print(f"{figure / factor:.2f} {unit}{' more' if drawing else ''}: {name}")
+    runs, refused, faults = (
+        sum(map(len, of)) for of in zip(*((one.seconds, one.refused, one.faults) for one in found), strict=True)
     )
+    print(f"{runs} runs, {refused} refused, {faults} faults")
 
 
 def _later(seed: int, damage: Callable[[Path], object], checkpoint: Path) -> None:
@@ -196,9 +154,9 @@ def _shown(ending: Ending) -> str:
 def main() -> None:
     """Run and report."""
     torch.set_num_threads(1)
-    mechanisms = "--mechanisms" in sys.argv
-    numbers = [int(word) for word in sys.argv[2:5]] if mechanisms else []
-    match = sys.argv[1] if len(sys.argv) > 1 else ""
+    drawing = "--mechanisms" in sys.argv
+    numbers = [int(word) for word in sys.argv[2:5]] if drawing else []
+    match = "" if drawing else "".join(sys.argv[1:2])
     work = Path(tempfile.mkdtemp(prefix="kimi-k2-malformed-"))
     try:
         bases = {name: work / name for name in ("fp8", "thinking", "bf16", "k2.5")}
@@ -211,27 +169,13 @@ def main() -> None:
         for command in SIX:  # imports what commands import when they run
             sys.stdin.seek(0)
             assert run(command, bases["fp8"], work / command) == 0
-        if mechanisms:
-            all_mechanisms(bases, work, *(numbers + [0, 300, 1][len(numbers) :]))
-            return
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        start, found = time.time(), []
-        for one in all_runs(bases, work, match):
-            found.append(one)
-            over = one.seconds > SECONDS or one.peak > MEMORY
-            if one.fault or over:
-                print(f"{one.name}: {one.ending.command}: {one.seconds:.2f} s, {one.peak / 1e6:.0f} MB: {one.fault}")
-            elif one.name.startswith("drawn") and one.ending.status == 0:
-                print(f"accepted by {one.ending.command}: {one.name}")
-        if not found:
+        first, count, jobs = (numbers + [0, 300, 1][len(numbers) :]) if drawing else (0, len(KINDS), 1)
+        dealt = [range(first + job, first + count, jobs) for job in range(jobs)]
+        with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+            found = list(pool.map(partial(run_all, bases, work, drawing=drawing, match=match), dealt))
+        if not any(one.seconds for one in found):
             raise SystemExit(f"no kind of malformed checkpoint is called {match!r}")
-        slowest, largest = max(found, key=lambda one: one.seconds), max(found, key=lambda one: one.peak)
-        print(
-            f"{len({one.name for one in found})} checkpoints, {len(found)} runs in {time.time() - start:.0f} s,"
-            f" {sum(one.ending.status != 0 for one in found)} refused, {sum(bool(one.fault) for one in found)} faults;"
-            f" slowest {slowest.seconds:.2f} s ({slowest.name}: {slowest.ending.command});"
-            f" largest {largest.peak / 1e6:.0f} MB ({largest.name}: {largest.ending.command}), {own / 1e6:.0f} at start"
-        )
+        report(found, drawing)
     finally:
         shutil.rmtree(work)
 

@@ -12,52 +12,29 @@ import random
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from damage import CONFIG, INDEX, Damage, header, own
+from damage import CONFIG, INDEX, Damage, Kind, header, own
 
 VOCABULARY, TOKENIZER = "tiktoken.model", "tokenizer_config.json"
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-# Which commands read a file, by first letter: inspect, plan, convert, generate, dialogue (chat), and a capture.
+# Which commands read a file, by first letter.
 WEIGHTS, TEXT = "icgda", "gd"
 READ_BY = {CONFIG: "ipcgda", INDEX: "ipcgda", VOCABULARY: TEXT, TOKENIZER: TEXT, TEMPLATE: TEXT, GENERATION: TEXT}
-MECHANISMS = ("file type", "size", "encoding", "number", "reference", "concurrency")
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A fault.
-
-    Attributes:
-        mechanism: one of MECHANISMS.
-        name: what was drawn.
-        damage: done before a command runs.
-        refused: the commands that must refuse it; the others must end as on the sound checkpoint. None where either is
-            right: a refusal, or whatever the changed checkpoint says.
-        meanwhile: done while the command runs.
-        either: commands that may do either, in spite of `refused`.
-    """
-
-    mechanism: str
-    name: str
-    damage: Damage
-    refused: str | None
-    meanwhile: Damage | None = None
-    either: str = ""
-
-
-def drawn(seed: int, directory: Path) -> Drawn:
+def drawn(seed: int, directory: Path) -> Kind:
     """The fault of a seed, for a checkpoint that is like the one in `directory`."""
-    draw = random.Random(seed)
     mechanism = MECHANISMS[seed % len(MECHANISMS)]
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
-    makers: dict[str, Callable[[random.Random, list[str]], Drawn]] = {
-        "file type": _file_type, "size": _size, "encoding": _encoding,
-        "number": _number, "reference": _reference, "concurrency": _concurrency,
-    }  # fmt: skip
-    return makers[mechanism](draw, shards)
+    kind = _MAKERS[mechanism](random.Random(seed), shards)
+    return replace(kind, name=f"{mechanism}: {kind.name}")
+
+
+def _drawn(name: str, damage: Damage, refused: str | None, **more: Any) -> Kind:
+    return Kind(name, "", damage, "", refused, **more)
 
 
 def _readers(name: str) -> str:
@@ -92,7 +69,7 @@ def _link_to(target: str) -> Callable[[Path], object]:
     return lambda path: path.symlink_to(target)
 
 
-def _file_type(draw: random.Random, shards: list[str]) -> Drawn:
+def _file_type(draw: random.Random, shards: list[str]) -> Kind:
     name = draw.choice([*READ_BY, *shards])
     devices = ("/dev/zero", "/dev/urandom", "/dev/full", "/dev/null", "/dev/tty", "/proc/kmsg", "/proc/self/mem",
                "/proc/kcore", "/proc/self/environ", "/sys/power/state")  # fmt: skip
@@ -106,7 +83,7 @@ def _file_type(draw: random.Random, shards: list[str]) -> Drawn:
         **{f"a link to {device}": _link_to(device) for device in devices},
     }
     kind = draw.choice(list(kinds))
-    return Drawn("file type", f"{name} {kind}", _instead(kinds[kind], name), _readers(name), either=_told_of(name))
+    return _drawn(f"{name} {kind}", _instead(kinds[kind], name), _readers(name), either=_told_of(name))
 
 
 def _edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:
@@ -121,7 +98,7 @@ def _resized(name: str, size: int) -> Damage:
     return lambda directory: os.truncate(own(directory / name), size)
 
 
-def _size(draw: random.Random, shards: list[str]) -> Drawn:
+def _size(draw: random.Random, shards: list[str]) -> Kind:
     name = draw.choice([*READ_BY, *shards])
     way = draw.choice(["empty", "cut", "longer", "sparse 300 MB", "sparse 1 TB", "twice"])
     part = draw.random()
@@ -136,10 +113,10 @@ def _size(draw: random.Random, shards: list[str]) -> Drawn:
     # A part of a template, or one twice, is a template.
     free = name == TEMPLATE and way in ("cut", "longer", "twice")
     must = None if free else _readers(name)
-    return Drawn("size", f"{name} {way} {part:.3f}", damages[way], must, either=_told_of(name))
+    return _drawn(f"{name} {way} {part:.3f}", damages[way], must, either=_told_of(name))
 
 
-def _encoding(draw: random.Random, shards: list[str]) -> Drawn:
+def _encoding(draw: random.Random, shards: list[str]) -> Kind:
     name = draw.choice(list(READ_BY))
     place = draw.random()
 
@@ -171,7 +148,7 @@ def _encoding(draw: random.Random, shards: list[str]) -> Drawn:
     if name == TEMPLATE and way in ("EBCDIC", "lines that end as on Windows"):
         refused = None  # text of a template, which reaches the prompt
     must = None if refused is None else _readers(name) if refused else ""
-    return Drawn("encoding", f"{name} {way} {place:.3f}", _edited(name, edit), must, either=_told_of(name))
+    return _drawn(f"{name} {way} {place:.3f}", _edited(name, edit), must, either=_told_of(name))
 
 
 NUMBERS: list[Any] = [
@@ -180,7 +157,7 @@ NUMBERS: list[Any] = [
 ]  # fmt: skip
 
 
-def _number(draw: random.Random, shards: list[str]) -> Drawn:
+def _number(draw: random.Random, shards: list[str]) -> Kind:
     """A number of a JSON file or a header becomes another thing; whether that is wrong depends on which it is."""
     name = draw.choice([CONFIG, CONFIG, CONFIG, INDEX, GENERATION, TOKENIZER, shards[0], shards[-1]])
     value, at = draw.choice(NUMBERS), draw.random()
@@ -206,10 +183,10 @@ def _number(draw: random.Random, shards: list[str]) -> Drawn:
         path.write_text(json.dumps(raw))
 
     damage = header(change, name) if name in shards else in_json
-    return Drawn("number", f"{name} {at:.4f}: {str(value)[:20]!r}", damage, None)
+    return _drawn(f"{name} {at:.4f}: {str(value)[:20]!r}", damage, None)
 
 
-def _reference(draw: random.Random, shards: list[str]) -> Drawn:
+def _reference(draw: random.Random, shards: list[str]) -> Kind:
     """A name that leads elsewhere."""
     wrong: list[Any] = [
         "model-²-of-3.safetensors", "model-٣-of-3.safetensors", "../model.safetensors", "/dev/zero", "./" + shards[0],
@@ -247,10 +224,10 @@ def _reference(draw: random.Random, shards: list[str]) -> Drawn:
     }
     damage, refused = ways[way]
     # The plan counts the shards that the index names, there or not.
-    return Drawn("reference", f"{way} {at:.3f} {to!r}"[:80], damage, refused, either="p")
+    return _drawn(f"{way} {at:.3f} {to!r}"[:80], damage, refused, either="p")
 
 
-def _concurrency(draw: random.Random, shards: list[str]) -> Drawn:
+def _concurrency(draw: random.Random, shards: list[str]) -> Kind:
     """Another process at work; either end is right, but for a wrong one."""
     name = draw.choice([CONFIG, INDEX, VOCABULARY, *shards, *shards])
     way = draw.choice(
@@ -274,4 +251,79 @@ def _concurrency(draw: random.Random, shards: list[str]) -> Drawn:
         "unreadable": lambda directory: own(directory / name).chmod(0),
     }
     way = draw.choice(list(meanwhile))
-    return Drawn("concurrency", f"{name} {way}", lambda directory: None, None, meanwhile[way])
+    return _drawn(f"{name} {way}", lambda directory: None, None, meanwhile=meanwhile[way])
+
+
+JUNK: list[Any] = [
+    None, True, -1, 0, 3, 2**63, 10**40, 0.5, -0.0, float("nan"), float("inf"), "", "x", "768", [], [[]], {}, {"a": []},
+    "\0", "é" * 300, [0] * 1000, "model-1-of-3.safetensors",
+]  # fmt: skip
+_JSON = (CONFIG, INDEX, TOKENIZER, GENERATION)
+
+
+def _anything(draw: random.Random, shards: list[str]) -> Kind:
+    """Bytes anywhere, or a member of JSON or of a header at a drawn depth."""
+    shard, seed = draw.choice(shards), draw.random()
+    name = draw.choice([*_JSON, CONFIG, VOCABULARY, TEMPLATE, shard, shard, shard])
+
+    def damage(directory: Path) -> None:
+        draw = random.Random(seed)
+        if name == shard and draw.random() < 0.6:
+            header(lambda entries: _anywhere(entries, draw), shard)(directory)
+        elif name in _JSON and draw.random() < 0.8:
+            path = own(directory / name)
+            raw = json.loads(path.read_text())
+            _anywhere(raw, draw)
+            path.write_text(json.dumps(raw))
+        else:
+            _bytes(own(directory / name), draw)
+
+    return _drawn(f"{name} {seed:.4f}", damage, None)
+
+
+def _anywhere(raw: Any, draw: random.Random) -> None:
+    """Replace, remove, rename or double something at a drawn depth."""
+    holder = raw
+    while True:
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        key = draw.choice(keys)
+        below = holder[key]
+        if not (isinstance(below, (dict, list)) and below and draw.random() < 0.8):
+            break
+        holder = below
+    way = draw.choice(["junk", "junk", "junk", "remove", "rename", "like"])
+    if way == "remove":
+        del holder[key]
+    elif way == "rename" and isinstance(holder, dict):
+        holder[str(draw.choice(JUNK))[:40]] = holder.pop(key)
+    elif way == "like" and isinstance(holder[key], (int, float)):
+        holder[key] = holder[key] * draw.choice([-1, 2, 1.5, 1000]) + draw.choice([0, 1])
+    else:
+        holder[key] = draw.choice(JUNK)
+
+
+def _bytes(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 4000))
+    size = min(draw.choice([1, 1, 8, 100, 5000]), len(data) - start)
+    way = draw.choice(["flip", "zero", "remove", "insert", "cut", "random"])
+    if way == "flip":
+        data[start] ^= 1 << draw.randrange(8)
+    elif way == "zero":
+        data[start : start + size] = bytes(size)
+    elif way == "remove":
+        del data[start : start + size]
+    elif way == "insert":
+        data[start:start] = draw.randbytes(size)
+    elif way == "cut":
+        del data[start:]
+    else:
+        data[start : start + size] = draw.randbytes(size)
+    path.write_bytes(data)
+
+
+_MAKERS: dict[str, Callable[[random.Random, list[str]], Kind]] = {
+    "file type": _file_type, "size": _size, "encoding": _encoding, "number": _number, "reference": _reference,
+    "concurrency": _concurrency, "anything": _anything,
+}  # fmt: skip
+MECHANISMS = tuple(_MAKERS)

@@ -43,19 +43,17 @@ class Ending:
     said: str
 
     def fault(self, kind: Kind) -> str | None:
-        """What is wrong with it for this kind, or None."""
-        if self.command[0] not in kind.refused:
-            return self._unless(self.status == 0, "refused what is right")
+        """What is wrong with it for this kind, or None: a refusal is one line that names a file, tensor or field."""
+        refused, errors = kind.refused_by(self.command), re.findall(r"^error: .*", self.said, re.MULTILINE)
+        what = None
         if self.status == 0:
-            return self._unless(False, "accepted")
-        return self.unclean() or self._unless(kind.says in " ".join(self.said.split()), f"does not name {kind.says!r}")
-
-    def unclean(self) -> str | None:
-        """What is wrong with a refusal, whatever it refuses: not one line, a traceback, no file, tensor or field."""
-        errors = re.findall(r"^error: .*", self.said, re.MULTILINE)
-        if self.status != EXPECTED or "Traceback" in self.said or len(errors) != 1:
-            return self._unless(False, "no single error")
-        return self._unless(bool(re.search(r"/|field '|tensor '", errors[0])), "names nothing")
-
-    def _unless(self, right: bool, what: str) -> str | None:
-        return None if right else f"{self.command}: {what}: status {self.status}: {self.said[-300:]!r}"
+            what = "accepted" if refused else None
+        elif refused is False:
+            what = "refused what is right"
+        elif self.status != EXPECTED or "Traceback" in self.said or len(errors) != 1:
+            what = "no single error"
+        elif not re.search(r"/|field '|tensor '", errors[0]):
+            what = "names nothing"
+        elif refused and kind.says not in " ".join(self.said.split()):
+            what = f"does not name {kind.says!r}"
+        return what and f"{self.command}: {what}: status {self.status}: {self.said[-300:]!r}"

@@ -1,7 +1,7 @@
 """Malformed checkpoints: one error that names file, tensor or field, or rightly accepted; never a traceback.
 
-`KIMI_K2_MALFORMED=1` runs every kind and 100 drawn ones with every command; otherwise some kinds with
-one command, and six that are drawn. Two of each mechanism are drawn too, or as many as `KIMI_K2_MECHANISMS` says.
+`KIMI_K2_MALFORMED=1` runs every kind with every command; otherwise some kinds with one command. Three of each mechanism
+are drawn too, or as many as `KIMI_K2_MECHANISMS` says.
 `measure.py` does the same in processes, with their time and memory.
 """
 
@@ -16,11 +16,10 @@ import kinds_of_text
 import kinds_of_tokenizers
 import pytest
 from damage import Kind, private_copy
-from drawn import mutate
 from mechanisms import MECHANISMS, drawn
 from run_commands import COMMANDS, Ending, run
 
-SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_MECHANISMS", "2"))
+SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_MECHANISMS", "3"))
 ALL = bool(os.environ.get("KIMI_K2_MALFORMED"))
 KINDS = [*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()]
 # Where time counts, every fourth of those that one command alone reads and every sixteenth of the others.
@@ -50,14 +49,6 @@ def test_a_kind(checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert not any(faults), "\n".join(fault for fault in faults if fault)
 
 
-@pytest.mark.parametrize("seed", range(100 if ALL else 6))
-def test_drawn(checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    directory = private_copy(checkpoints[("fp8", "thinking", "bf16", "k2.5")[seed % 4]], tmp_path / "checkpoint")
-    done = mutate(directory, seed)
-    faults = [ending.unclean() for ending in endings(directory, tmp_path, list(COMMANDS), capsys) if ending.status]
-    assert not any(faults), "\n".join([done, *(fault for fault in faults if fault)])
-
-
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_mechanism(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
@@ -69,6 +60,4 @@ def test_a_mechanism(
     for damage in (fault.damage, *filter(None, [fault.meanwhile])):
         damage(directory)
     (ending,) = endings(directory, tmp_path, ["generate"], capsys)
-    assert not (ending.status and ending.unclean()), fault
-    if fault.refused is not None:
-        assert bool(ending.status) == ("g" in fault.refused), (fault, ending.said)
+    assert not ending.fault(fault), (fault, ending.fault(fault))
