@@ -14,6 +14,8 @@ import torch
 
 from nki_emulator.tensor import NkiTensor
 
+from .tiles import on_tiles, stored
+
 RELEASE = None  # kernels that show what the emulator takes
 
 RNG = np.random.default_rng(0)
@@ -23,73 +25,47 @@ def draw(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-@nki.jit
-def matmul_kernel(lhs_t: NkiTensor, rhs: NkiTensor) -> NkiTensor:
-    """[K, M] and [K, N]: their product [M, N], 128 rows of K at a time."""
-    k, m = lhs_t.shape
-    n = rhs.shape[1]
-    out = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.shared_hbm)
-    total = nl.ndarray((m, n), dtype=nl.float32, buffer=nl.psum)
-    for i in range(k // 128):
-        left, right = nl.load(lhs_t[i * 128 : (i + 1) * 128]), nl.load(rhs[i * 128 : (i + 1) * 128])
-        nisa.nc_matmul(total, left, right)
-    result = nl.ndarray((m, n), dtype=nl.float32)
-    nisa.tensor_copy(result, total)
-    nl.store(out, result)
-    return out
+def matmul(left: NkiTensor, right: NkiTensor) -> NkiTensor:
+    """[K, chunks, M] and [K, chunks, N]: their product [M, N], a chunk at a time."""
+    total = nl.ndarray((left.shape[2], right.shape[2]), dtype=nl.float32, buffer=nl.psum)
+    for chunk in range(left.shape[1]):
+        nisa.nc_matmul(total, left[:, chunk], right[:, chunk])
+    return total
 
 
-def test_matmul_accumulates_in_float32() -> None:
-    left, right = draw(512, 64), draw(512, 200)
-    got = matmul_kernel(left, right)
-    wanted = left.astype(np.float64).T @ right
-    assert np.abs(got - wanted).max() < 1e-4
-    rounded = left.astype(ml_dtypes.bfloat16), right.astype(ml_dtypes.bfloat16)
-    got = matmul_kernel(*rounded)
-    wanted = rounded[0].astype(np.float64).T @ rounded[1].astype(np.float64)
-    assert np.abs(got - wanted).max() < 1e-4
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_matmul_accumulates_in_float32(dtype: Any) -> None:
+    left, right = draw(128, 4, 64).astype(dtype), draw(128, 4, 200).astype(dtype)
+    wanted = np.einsum("kcm,kcn->mn", left.astype(np.float64), right.astype(np.float64))
+    assert np.abs(on_tiles(matmul, left, right) - wanted).max() < 1e-4
 
 
 def test_torch_tensors_are_taken_as_they_are() -> None:
-    left, right = torch.randn(128, 16), torch.randn(128, 8)
-    got = matmul_kernel(left.bfloat16(), right.bfloat16())
-    wanted = left.bfloat16().double().T @ right.bfloat16().double()
-    assert np.abs(got - wanted.numpy()).max() < 1e-5
+    left, right = torch.randn(128, 1, 16).bfloat16(), torch.randn(128, 1, 8).bfloat16()
+    wanted = left[:, 0].double().T @ right[:, 0].double()
+    assert np.abs(on_tiles(matmul, left, right) - wanted.numpy()).max() < 1e-5
 
 
 def test_double_row_contracts_256() -> None:
-    @nki.jit
-    def kernel(left: NkiTensor, right: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((32, 16), dtype=nl.float32, buffer=nl.shared_hbm)
-        a = nl.ndarray((128, 2, 32), dtype=left.dtype)
-        b = nl.ndarray((128, 2, 16), dtype=right.dtype)
-        nisa.dma_copy(a, left)
-        nisa.dma_copy(b, right)
+    def body(left: NkiTensor, right: NkiTensor) -> NkiTensor:
         total = nl.ndarray((32, 16), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(total, a, b, perf_mode=nisa.matmul_perf_mode.double_row)
-        result = nl.ndarray((32, 16), dtype=nl.float32)
-        nisa.tensor_copy(result, total)
-        nl.store(out, result)
-        return out
+        nisa.nc_matmul(total, left, right, perf_mode=nisa.matmul_perf_mode.double_row)
+        return total
 
     left, right = (draw(128, 2, n).astype(ml_dtypes.float8_e4m3) for n in (32, 16))
     wanted = np.einsum("ksm,ksn->mn", left.astype(np.float64), right.astype(np.float64))
-    assert np.abs(kernel(left, right) - wanted).max() < 1e-4
+    assert np.abs(on_tiles(body, left, right) - wanted).max() < 1e-4
 
 
 def test_gather_by_a_vector_of_indices_and_by_a_scalar() -> None:
     @nki.jit
     def kernel(table: NkiTensor, places: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
-        rows = nl.ndarray((8, 32), dtype=nl.float32, buffer=nl.shared_hbm)
-        one = nl.ndarray((4, 32), dtype=nl.float32, buffer=nl.shared_hbm)
         index = nl.load(places)
         tile = nl.ndarray((8, 32), dtype=nl.float32)
         nisa.dma_copy(tile, table.reshape((64, 32)).ap([[32, 8], [1, 32]], vector_offset=index, indirect_dim=0))
-        nl.store(rows, tile)
         group = nl.ndarray((4, 32), dtype=nl.float32)
         nisa.dma_copy(group, table.select(0, index[3:4]))
-        nl.store(one, group)
-        return rows, one
+        return stored(tile), stored(group)
 
     table, places = draw(16, 4, 32), np.array([[5], [0], [63], [7], [7], [1], [2], [3]], np.int32)
     rows, one = kernel(table, places)
@@ -122,78 +98,56 @@ def test_lnc2_shares_hbm_and_exchanges_sbuf() -> None:
 
 
 def test_tiles_at_one_address_share_their_memory() -> None:
-    @nki.jit
-    def kernel(data: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((128, 16), dtype=nl.float32, buffer=nl.shared_hbm)
+    def body(data: NkiTensor) -> NkiTensor:
         first = nl.ndarray((128, 16), dtype=nl.float32, address=(0, 1024))
-        nisa.dma_copy(first, data)
+        nisa.tensor_copy(first, data)
         again = first.view(nl.uint32)
         nisa.tensor_scalar(again, again, nl.bitwise_and, 0x7FFFFFFF)
-        nl.store(out, first)
-        return out
+        return first
 
     data = draw(128, 16)
-    assert np.array_equal(kernel(data), np.abs(data))
+    assert np.array_equal(on_tiles(body, data), np.abs(data))
 
 
 def test_a_pattern_on_a_slice_may_count_in_its_width() -> None:
-    @nki.jit
-    def kernel(data: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((64, 8), dtype=nl.float32, buffer=nl.shared_hbm)
-        part = nl.load(data)[:, 16:32]
+    def body(data: NkiTensor) -> NkiTensor:
         copy = nl.ndarray((64, 8), dtype=nl.float32)
-        nisa.tensor_copy(copy, part.ap(pattern=[[16, 64], [1, 8]], offset=4))
-        nl.store(out, copy)
-        return out
+        nisa.tensor_copy(copy, data[:, 16:32].ap(pattern=[[16, 64], [1, 8]], offset=4))
+        return copy
 
     data = draw(64, 48)
-    assert np.array_equal(kernel(data), data[:, 20:28])
+    assert np.array_equal(on_tiles(body, data), data[:, 20:28])
 
 
 def test_search_instructions_break_ties_as_documented() -> None:
-    @nki.jit
-    def kernel(data: NkiTensor, vals: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
-        found = nl.ndarray((1, 8), dtype=nl.uint32, buffer=nl.shared_hbm)
-        replaced = nl.ndarray((1, 8), dtype=nl.uint32, buffer=nl.shared_hbm)
-        tile, wanted = nl.load(data), nl.load(vals)
-        places = nl.ndarray((1, 8), dtype=nl.uint32)
-        nisa.nc_find_index8(places, tile, wanted)
-        nl.store(found, places)
-        nisa.nc_match_replace8(tile, tile, wanted, -1.0, dst_idx=places)
-        nl.store(replaced, places)
+    def body(data: NkiTensor, wanted: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
+        found, replaced = (nl.ndarray((1, 8), dtype=nl.uint32) for _ in range(2))
+        nisa.nc_find_index8(found, data, wanted)
+        nisa.nc_match_replace8(data, data, wanted, -1.0, dst_idx=replaced)
         return found, replaced
 
     data = np.array([[1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8]], np.float32)
-    vals = np.array([[3, 8, 8, 8, 8, 8, 8, 8]], np.float32)
-    found, replaced = kernel(data, vals)
+    found, replaced = on_tiles(body, data, np.array([[3, 8, 8, 8, 8, 8, 8, 8]], np.float32))
     assert found.tolist() == [[2, 4, 5, 6, 7, 8, 9, 10]]
     assert replaced.tolist() == [[2, 10, 9, 8, 7, 6, 5, 4]]  # the example of nki.isa.nc_match_replace8
 
 
 def test_bn_statistics_are_mean_and_variance() -> None:
-    @nki.jit
-    def kernel(data: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((128, 2), dtype=nl.float32, buffer=nl.shared_hbm)
-        tile = nl.load(data)
-        stats = nl.ndarray((128, 2, 6), dtype=nl.float32)
+    def body(data: NkiTensor) -> NkiTensor:
+        stats, result = nl.ndarray((128, 2, 6), dtype=nl.float32), nl.ndarray((128, 2), dtype=nl.float32)
         for half in range(2):
-            nisa.bn_stats(stats[:, half], tile[:, half * 300 : (half + 1) * 300])
-        result = nl.ndarray((128, 2), dtype=nl.float32)
+            nisa.bn_stats(stats[:, half], data[:, half * 300 : (half + 1) * 300])
         nisa.bn_aggr(result, stats)
-        nl.store(out, result)
-        return out
+        return result
 
     data = draw(128, 600)
-    got = kernel(data)
-    assert np.abs(got - np.stack((data.mean(1), data.var(1)), 1)).max() < 1e-6
+    assert np.abs(on_tiles(body, data) - np.stack((data.mean(1), data.var(1)), 1)).max() < 1e-6
 
 
 def test_registers_drive_loops_and_addresses() -> None:
     @nki.jit
     def kernel(data: NkiTensor, count: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((1, 8), dtype=nl.float32, buffer=nl.shared_hbm)
-        zeros = nl.zeros((1, 8), dtype=nl.float32)
-        nl.store(out, zeros)
+        out = stored(nl.zeros((1, 8), dtype=nl.float32))
         register = nisa.register_alloc()
         nisa.register_load(register, nl.load(count))
 
@@ -212,14 +166,10 @@ def test_registers_drive_loops_and_addresses() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3", "float8_e5m2", "float16"])
 def test_a_copy_through_sbuf_is_bit_for_bit(dtype: str) -> None:
-    @nki.jit
-    def kernel(data: NkiTensor) -> NkiTensor:
-        out = nl.ndarray((128, 64), dtype=data.dtype, buffer=nl.shared_hbm)
-        tile = nl.load(data)
+    def body(data: NkiTensor) -> NkiTensor:
         copy = nl.ndarray((128, 64), dtype=data.dtype)
-        nisa.tensor_copy(copy, tile)
-        nl.store(out, copy)
-        return out
+        nisa.tensor_copy(copy, data)
+        return copy
 
     data = RNG.integers(0, 256, 128 * 64 * np.dtype(dtype).itemsize, dtype=np.uint8).view(dtype).reshape(128, 64)
-    assert kernel(data).tobytes() == data.tobytes()
+    assert on_tiles(body, data).tobytes() == data.tobytes()
