@@ -15,22 +15,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+_OF_NUMPY = ("int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32")
+_OF_ML_DTYPES = ("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 NUMPY: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.uint8),
-    "int8": np.dtype(np.int8),
-    "int16": np.dtype(np.int16),
-    "int32": np.dtype(np.int32),
-    "uint8": np.dtype(np.uint8),
-    "uint16": np.dtype(np.uint16),
-    "uint32": np.dtype(np.uint32),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
+    **{name: np.dtype(name) for name in _OF_NUMPY},
     "tfloat32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML_DTYPES},
 }
 # Four values an element; Trainium3 alone computes with them.
 PACKED = {"float8_e4m3fn_x4": 4, "float8_e5m2_x4": 4, "float4_e2m1fn_x4": 2}

@@ -110,16 +110,8 @@ def _reciprocal(x: Array) -> Any:
         return _F32(1) / x
 
 
-def _sin(x: Array) -> Any:
-    return np.sin(x)
-
-
 def _softplus(x: Array) -> Any:
     return np.logaddexp(x, _F32(0))
-
-
-def _left_shift(a: Array, b: Array) -> Any:
-    return np.left_shift(a, b)
 
 
 def _right_shift(a: Array, b: Array) -> Any:
@@ -137,12 +129,10 @@ _ALL = (
     Operator("power", np.power),
     Operator("abs_max", lambda a, b: np.maximum(np.abs(a), np.abs(b)), reduces=True, start=0.0),
     Operator("abs_min", lambda a, b: np.minimum(np.abs(a), np.abs(b)), reduces=True, start=np.inf),
-    Operator("equal", _truth(np.equal)),
-    Operator("not_equal", _truth(np.not_equal)),
-    Operator("greater", _truth(np.greater)),
-    Operator("greater_equal", _truth(np.greater_equal)),
-    Operator("less", _truth(np.less)),
-    Operator("less_equal", _truth(np.less_equal)),
+    *(
+        Operator(name, _truth(getattr(np, name)))
+        for name in ("equal", "not_equal", "greater", "greater_equal", "less", "less_equal")
+    ),
     Operator("logical_and", _truth(np.logical_and), reduces=True, start=1.0),
     Operator("logical_or", _truth(np.logical_or), reduces=True, start=0.0),
     Operator("logical_xor", _truth(np.logical_xor), reduces=True, start=0.0),
@@ -150,7 +140,7 @@ _ALL = (
     Operator("bitwise_or", np.bitwise_or, bits=True, reduces=True),
     Operator("bitwise_xor", np.bitwise_xor, bits=True, reduces=True),
     Operator("invert", np.invert, unary=True, bits=True),
-    Operator("left_shift", _left_shift, bits=True),
+    Operator("left_shift", np.left_shift, bits=True),
     Operator("right_shift", _right_shift, bits=True),
     Operator("abs", np.abs, np.abs, unary=True),
     Operator("square", np.square, np.square, unary=True),
@@ -173,7 +163,7 @@ _ALL = (
     Operator("erf_dx", activation=lambda x: _F32(2 / math.sqrt(math.pi)) * np.exp(-x * x)),
     Operator("exp", activation=np.exp),
     Operator("log", activation=np.log, valid=(2.0**-64, 2.0**64)),
-    Operator("sin", activation=_sin, valid=(-math.pi, math.pi)),
+    Operator("sin", activation=np.sin, valid=(-math.pi, math.pi)),
     Operator("arctan", activation=np.arctan, valid=(-math.pi / 2, math.pi / 2)),
     Operator("sqrt", activation=np.sqrt, valid=(2.0**-116, 2.0**118)),
     Operator("sign", activation=np.sign),

@@ -12,12 +12,12 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -25,22 +25,15 @@ import pytest
 
 from kimi_k2.neuron.standins import InertModule
 from nki_emulator import install
-from nki_emulator.dtypes import NUMPY, name_of, narrow, size_of, widen
+from nki_emulator.dtypes import NUMPY, PACKED, name_of, narrow, size_of, widen
 from nki_emulator.launch import Kernel
 from nki_emulator.settings import settings
 
 # Reporting, remote hosts and the compiler: imported by their test framework, not used here.
 _INERT = (
-    "aws_embedded_metrics",
-    "allpairspy",
-    "boto3",
-    "botocore",
-    "fabric2",
-    "filelock",
-    "plotext",
-    "pytest_html",
+    "aws_embedded_metrics", "allpairspy", "boto3", "botocore", "fabric2", "filelock", "plotext", "pytest_html",
     "neuronxcc",
-)
+)  # fmt: skip
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -88,21 +81,10 @@ class _MendedFinder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(fullname, _Mended(fullname, file), origin=file)
 
 
-def _neuron_dtypes() -> ModuleType:
-    module = ModuleType("neuron_dtypes")
-    members: dict[str, Any] = {
-        "static_cast": static_cast,
-        "sizeinbytes": lambda dtype: size_of(name_of(dtype)),
-        "is_float_type": lambda dtype: "float" in name_of(dtype),
-        "finfo": lambda dtype: ml_dtypes.finfo(NUMPY[name_of(dtype)]),
-        "float8_e4m3fn_x4": "float8_e4m3fn_x4",
-        "float8_e5m2_x4": "float8_e5m2_x4",
-        "float4_e2m1fn_x4": "float4_e2m1fn_x4",
-        **NUMPY,
-    }
-    for name, value in members.items():
-        setattr(module, name, value)
-    return module
+def _put_module(name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    sys.modules[name] = module
 
 
 class Orchestrator:
@@ -158,17 +140,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.spills_allowed = settings.races_allowed = settings.unwritten_allowed = True
     sys.meta_path.append(_Finder())
     sys.meta_path.insert(0, _MendedFinder())
-    sys.modules["neuron_dtypes"] = _neuron_dtypes()
-    orchestrator = ModuleType("test.utils.test_orchestrator")
-    orchestrator.Orchestrator = Orchestrator  # type: ignore[attr-defined]
-    metadata = ModuleType("test.utils.pytest_test_metadata")
-
-    def unmarked(*_: Any, **__: Any) -> Any:
-        return lambda tested: tested
-
-    metadata.pytest_test_metadata = unmarked  # type: ignore[attr-defined]
-    sys.modules["test.utils.test_orchestrator"] = orchestrator
-    sys.modules["test.utils.pytest_test_metadata"] = metadata
+    _put_module(
+        "neuron_dtypes",
+        static_cast=static_cast,
+        sizeinbytes=lambda dtype: size_of(name_of(dtype)),
+        is_float_type=lambda dtype: "float" in name_of(dtype),
+        finfo=lambda dtype: ml_dtypes.finfo(NUMPY[name_of(dtype)]),
+        **{name: name for name in PACKED},
+        **NUMPY,
+    )
+    _put_module("test.utils.test_orchestrator", Orchestrator=Orchestrator)
+    _put_module("test.utils.pytest_test_metadata", pytest_test_metadata=lambda *_, **__: lambda tested: tested)
     builtins.Platforms = import_module("test.utils.common_dataclasses").Platforms  # type: ignore[attr-defined]  # test_qkv_tkg.py names it without importing it
 
 
@@ -198,15 +180,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-class _Nothing:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-    @contextmanager
-    def timer(self, *_: Any) -> Iterator[None]:
-        yield
-
-
 @pytest.fixture
 def test_manager() -> Orchestrator:
     """What their tests hand a kernel to."""
@@ -216,7 +189,7 @@ def test_manager() -> Orchestrator:
 @pytest.fixture
 def collector() -> Any:
     """Metrics, dropped."""
-    return _Nothing()
+    return mock.MagicMock()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -120,35 +120,39 @@ def test_a_collective_over_hbm_needs_the_other_core_to_be_done() -> None:
         run_on_ranks(in_hbm[2], [(one, "gather", [[0, 1, 2, 3]], False) for one in _drawn()])
 
 
-def test_wrong_collectives_name_their_operand() -> None:
+def _sum(source: Any, target: Any, ranks: tuple[int, ...] = (0,), op: Any = nl.add) -> None:
+    ncc.all_reduce(srcs=[source], dsts=[target], replica_group=ncc.ReplicaGroup([ranks]), op=op)
+
+
+ALONE = {"replica_group": ncc.ReplicaGroup([[0]])}
+# What is done with the argument and two tiles in SBUF, and what is said.
+WRONG: dict[str, tuple[Callable[[Any, Any, Any], None], str]] = {
+    "argument": (lambda data, one, other: _sum(data, data), "srcs: a tensor made in the kernel"),
+    "op": (lambda data, one, other: _sum(one, other, op=nl.multiply), "op: nl.add"),
+    "mixed": (lambda data, one, other: _sum(one, data), "dsts: in sbuf"),
+    "two": (
+        lambda data, one, other: ncc.all_reduce([one, one], [other, other], **ALONE, op=nl.add),
+        "srcs: one tensor in SBUF",
+    ),
+    "dim": (
+        lambda data, one, other: ncc.all_gather([one], [other], **ALONE, collective_dim=2), "collective_dim: 0 or 1",
+    ),
+    "place": (lambda data, one, other: ncc.all_to_all([one], [other], **ALONE, collective_dim=0), "srcs: in HBM"),
+    "group": (lambda data, one, other: _sum(one, other, (1,)), "groups: rank 0 in one list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_collectives_name_their_operand(name: str) -> None:
+    wrong, message = WRONG[name]
+
     @nki.jit
-    def wrong(data: Any, kind: str) -> Any:
-        group = ncc.ReplicaGroup([[0]])
-        tile, other = nl.load(data), nl.ndarray(data.shape, dtype=data.dtype, buffer=nl.sbuf)
-        if kind == "argument":
-            ncc.all_reduce(srcs=[data], dsts=[data], replica_group=group, op=nl.add)
-        elif kind == "op":
-            ncc.all_reduce(srcs=[tile], dsts=[other], replica_group=group, op=nl.multiply)
-        elif kind == "mixed":
-            ncc.all_reduce(srcs=[tile], dsts=[data], replica_group=group, op=nl.add)
-        elif kind == "two":
-            ncc.all_reduce(srcs=[tile, tile], dsts=[other, other], replica_group=group, op=nl.add)
-        elif kind == "dim":
-            ncc.all_gather(srcs=[tile], dsts=[other], replica_group=group, collective_dim=2)
-        elif kind == "place":
-            ncc.all_to_all(srcs=[tile], dsts=[other], replica_group=group, collective_dim=0)
-        elif kind == "group":
-            ncc.all_reduce(srcs=[tile], dsts=[other], replica_group=ncc.ReplicaGroup([[1]]), op=nl.add)
+    def kernel(data: Any) -> Any:
+        wrong(data, nl.load(data), nl.ndarray(data.shape, dtype=data.dtype, buffer=nl.sbuf))
         return data
 
-    kinds = {
-        "argument": "srcs: a tensor made in the kernel", "op": "op: nl.add", "mixed": "dsts: in sbuf",
-        "two": "srcs: one tensor in SBUF", "dim": "collective_dim: 0 or 1", "place": "srcs: in HBM",
-        "group": "groups: rank 0 in one list",
-    }  # fmt: skip
-    for kind, message in kinds.items():
-        with pytest.raises(errors.NkiError, match=message):
-            wrong(_drawn()[0], kind)
+    with pytest.raises(errors.NkiError, match=message):
+        kernel(_drawn()[0])
 
 
 class _Meeting:

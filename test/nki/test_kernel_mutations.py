@@ -122,7 +122,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", "route"),
     ("experts", "op0=nl.less, operand0=first", "op0=nl.less_equal, operand0=first", "other_ranks"),
     ("shared_expert", "half * blocks + first", "first", "share"),
-    ("router", "nisa.max8(dst=best, src=choice)", "nisa.max8(dst=best, src=scores)", "choose"),
+    ("router", "best, index = largest(choice)", "best, index = largest(scores)", "choose"),
     ("router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", "choose"),
     ("router", "accumulate=column > 0", "accumulate=True", "choose"),
     ("early_router", "self.heads_weight[:, head, :], accumulate=True",

@@ -22,7 +22,16 @@ _STATEMENTS = (
     ast.With, ast.AsyncWith, ast.AsyncFor, ast.AsyncFunctionDef, ast.Delete, ast.Import, ast.ImportFrom, ast.Match,
     ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr,
 )  # fmt: skip
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Rules that a node breaks by being there.
+_REFUSED: tuple[tuple[str, type[ast.AST] | tuple[type[ast.AST], ...]], ...] = (
+    ("statement", _STATEMENTS),
+    ("comprehension", (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)),
+    ("container", ast.Set),
+    ("star", ast.Starred),
+    ("lambda", ast.Lambda),
+    ("closure", (ast.Nonlocal, ast.Global)),
+    ("raise", ast.Raise),
+)
 
 Found = tuple[str, ast.AST, str]  # rule, where, what
 
@@ -128,24 +137,13 @@ class _Function:
                         yield f"jit-{keyword.arg.partition('_')[0]}", decorator, ast.unparse(decorator)
 
     def _simple(self, node: ast.AST) -> Iterator[Found]:
-        if isinstance(node, _STATEMENTS):
-            yield "statement", node, ast.unparse(node).partition("\n")[0]
-        elif isinstance(node, _COMPREHENSIONS):
-            yield "comprehension", node, ast.unparse(node)
-        elif isinstance(node, ast.Set):
-            yield "container", node, ast.unparse(node)
-        elif isinstance(node, ast.Starred):
-            yield "star", node, ast.unparse(node)
-        elif isinstance(node, ast.Lambda):
-            yield "lambda", node, ast.unparse(node)
-        elif isinstance(node, ast.Nonlocal | ast.Global):
-            yield "closure", node, ast.unparse(node)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        for rule, kinds in _REFUSED:
+            if isinstance(node, kinds):
+                yield rule, node, ast.unparse(node).partition("\n")[0]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield "nested-function", node, f"{node.name} inside {self.node.name}"
         elif isinstance(node, ast.Try):
             yield "try", node, "try"
-        elif isinstance(node, ast.Raise):
-            yield "raise", node, ast.unparse(node)
 
     def _compare(self, node: ast.Compare) -> Iterator[Found]:
         for operator in node.ops:

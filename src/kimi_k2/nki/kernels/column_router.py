@@ -13,7 +13,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import finish, load_weight
-from kimi_k2.nki.kernels.router import FOUND, normalized_weights
+from kimi_k2.nki.kernels.router import largest, normalized_weights
 from kimi_k2.nki.kernels.views import stretched
 
 
@@ -44,11 +44,7 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
             nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=factor)
         biased = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=biased, data1=scores, data2=stretched(self.bias, tokens), op=nl.add)
-        rows = self._rows(biased)
-        best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
-        index = nl.ndarray((tokens, FOUND), dtype=nl.uint32, buffer=nl.sbuf)
-        nisa.max8(dst=best, src=rows)
-        nisa.nc_find_index8(dst=index, data=rows, vals=best)
+        _, index = largest(self._rows(biased))
         return index, scores
 
     def weights(self, scores: Any, index: Any) -> Any:

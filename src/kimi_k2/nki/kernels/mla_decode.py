@@ -50,15 +50,8 @@ def mla_decode(
         where neither a slot nor the new entry takes part.
     """
     batch, heads, _ = query.shape
-    rank, rope = latents.shape[2], keys.shape[2]
     read = latents.shape[1] if slots == None else slots
-    identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
-    exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
-    first, count = share_of(read // BLOCK)
-    attention = LatentAttention(latents, keys, lengths, own, first, count, identity, exact, all_ones())
-    queries = _queries(query, new_latents, new_keys, identity, rank, rope)
-    sums, total, top = attention.attend(queries, softmax_scale)
-    out = _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
+    out, total, top = _attend(query, latents, keys, new_latents, new_keys, lengths, softmax_scale, read, own, None)
     if not return_logsumexp:
         return out
     logsumexp = nl.ndarray((batch, heads), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -95,18 +88,27 @@ def mla_decode_pages(
     Returns:
         [B, heads, rank] float32.
     """
+    pages = Pages(former, latter, rows, new_latents.shape[1], new_keys.shape[1])
+    out, _, _ = _attend(
+        query, pages.latents, pages.keys, new_latents, new_keys, lengths, softmax_scale, rows.shape[1], None, pages
+    )
+    return out
+
+
+def _attend(
+    query: Any, latents: Any, keys: Any, new_latents: Any, new_keys: Any, lengths: Any, softmax_scale: float,
+    read: int, own: Any, pages: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The result of `read` slots in HBM, and the weights and maxima of `LatentAttention.attend`."""
     batch, heads, _ = query.shape
-    rank, rope = new_latents.shape[1], new_keys.shape[1]
+    rank, rope = latents.shape[2], keys.shape[2]
     identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
-    first, count = share_of(rows.shape[1] // BLOCK)
-    pages = Pages(former, latter, rows, rank, rope)
-    attention = LatentAttention(
-        pages.latents, pages.keys, lengths, None, first, count, identity, exact, all_ones(), pages=pages
-    )
+    first, count = share_of(read // BLOCK)
+    attention = LatentAttention(latents, keys, lengths, own, first, count, identity, exact, all_ones(), pages=pages)
     queries = _queries(query, new_latents, new_keys, identity, rank, rope)
-    sums, total, _ = attention.attend(queries, softmax_scale)
-    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
+    sums, total, top = attention.attend(queries, softmax_scale)
+    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact), total, top
 
 
 def _rows_of(columns: Any, batch: int, heads: int, rank: int, exact: Any) -> Any:

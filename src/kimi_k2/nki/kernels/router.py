@@ -18,7 +18,7 @@ from kimi_k2.nki.kernels.views import on_partitions
 _CHOSEN = -3.0e38
 _NORM_GUARD = 1e-20
 # Values that the Vector Engine finds at once.
-FOUND = 8
+_FOUND = 8
 _NO_SCORE = 3.0e38
 # Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
 _TILES_A_DMA = 7
@@ -125,19 +125,24 @@ def choose(
     nisa.dma_copy(dst=choice, src=on_partitions(bias, tokens, experts))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
 
-    best = nl.ndarray((tokens, FOUND), dtype=nl.float32, buffer=nl.sbuf)
-    index = nl.ndarray((tokens, FOUND), dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.max8(dst=best, src=choice)
-    nisa.nc_find_index8(dst=index, data=choice, vals=best)
-
+    best, index = largest(choice)
     weights, factor = normalized_weights(scores, index[:, 0:top_k], routed_scaling_factor, norm_topk_prob)
     # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
-    if top_k < FOUND:
-        nisa.memset(dst=best[:, top_k:FOUND], value=_NO_SCORE)
+    if top_k < _FOUND:
+        nisa.memset(dst=best[:, top_k:_FOUND], value=_NO_SCORE)
     nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
     nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
     nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
     return index[:, 0:top_k], weights, scores
+
+
+def largest(values: Any) -> tuple[Any, Any]:
+    """The 8 largest of each row of values [T, E], falling, float32; and their numbers, uint32 [T, 8]."""
+    best = nl.ndarray((values.shape[0], _FOUND), dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray((values.shape[0], _FOUND), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.max8(dst=best, src=values)
+    nisa.nc_find_index8(dst=index, data=values, vals=best)
+    return best, index
 
 
 def normalized_weights(
