@@ -23,6 +23,7 @@ from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared, swiglu
@@ -31,6 +32,8 @@ from kimi_k2.ops.mla import absorb_and_store, attend_values, attention_plan, mla
 from kimi_k2.ops.router import add_norm_route
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format
+from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import with_format
 
@@ -39,6 +42,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "12"))
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, TOP_K = 7168, 8
+FOUR_BITS = {
+    "int4": (Int4GroupFormat(), FORMATS[0]), "mxfp4": (CompressedMxfp4Format(), FORMATS[1]),
+    "nvfp4": (CompressedNvfp4Format(), FORMATS[2]),
+}  # fmt: skip
 BATCHES = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 129, 200, 256)
 PROMPTS = (1, 3, 16, 17, 100, 300, 1500)
 
@@ -158,19 +165,24 @@ def held(stored: str, experts: int, inter: int, mapped: bool) -> ExpertWeights:
     if stored == "bf16":
         both = normal(experts, 2 * inter, HIDDEN, scale=0.02), normal(experts, HIDDEN, inter, scale=0.02)
         return ExpertWeights(Weight({"weight": both[0]}), Weight({"weight": both[1]}), 0, expert_map)
-    format_ = Int4GroupFormat()
-    gate_up = dict(zip(("weight_packed", "weight_scale"), random_packed(experts, 2 * inter, HIDDEN), strict=True))
-    down = dict(zip(("weight_packed", "weight_scale"), random_packed(experts, HIDDEN, inter), strict=True))
+    format_, kind = FOUR_BITS.get(stored, FOUR_BITS["int4"])
+    gate_up, down = (
+        dict(zip(("weight_packed", "weight_scale"), random_packed(experts, *size, kind=kind), strict=True))
+        for size in ((2 * inter, HIDDEN), (HIDDEN, inter))
+    )
+    if stored == "nvfp4":  # no power of two: it would round nothing
+        for made, rows in ((gate_up, 2 * inter), (down, HIDDEN)):
+            made[format_.suffixes[-1]] = torch.full((experts, rows, 1), 1.1 * 2.0**16, device="cuda")
     second = Weight(down, format_)
     if stored == "int4_w2_bf16":
         second = Weight({"weight": normal(experts, HIDDEN, inter, scale=0.02)})
-    made = prepare_w4a16_experts(ExpertWeights(Weight(gate_up, format_), second, 0, expert_map), BF16)
-    assert made is not None
-    return made
+    prepared = prepare_w4a16_experts(ExpertWeights(Weight(gate_up, format_), second, 0, expert_map), BF16)
+    assert prepared is not None
+    return prepared
 
 
 @pytest.mark.parametrize("inter", [256, 512])
-@pytest.mark.parametrize("stored", ["fp8", "int4", "int4_w2_bf16", "bf16"])
+@pytest.mark.parametrize("stored", ["fp8", "int4", "int4_w2_bf16", "mxfp4", "nvfp4", "bf16"])
 def test_experts(stored: str, inter: int) -> None:
     """Even and skewed choices: how many tokens share an expert changes from call to call."""
     experts = held(stored, 96, inter, mapped=inter == 512)

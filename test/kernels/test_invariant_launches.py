@@ -52,24 +52,27 @@ def test_experts_have_one_number_of_parts(dtype: str, block: str, experts: int, 
         choose(tokens, 8, experts, inter, 7168, dtype=dtype, block=block, device="NVIDIA H200") for tokens in TOKENS
     ]
     assert len({(one.fused, one.splits1, one.splits2) for one in tuned}) > 1
+    int4 = dtype != "fp8_e4m3"
     for decoding in (True, False):
         made = [
-            invariant.fixed_choice(one, 8, 7168, inter, decoding=decoding, int4=dtype != "fp8_e4m3") for one in tuned
+            invariant.fixed_choice(one, tokens, 8, 7168, inter, decoding=decoding, int4=int4)
+            for tokens, one in zip(TOKENS, tuned, strict=True)
         ]
-        assert len({(one.fused, one.splits1, one.splits2) for one in made}) == 1
+        assert len({(one.splits1, one.splits2) for one in made}) == 1
         # INT4 multiplies tiles of up to 32 tokens otherwise than larger ones; FP8 all alike, as a GPU's tests hold.
-        assert dtype == "fp8_e4m3" or len({one.max_tokens > 32 for one in made}) == 1
+        assert not int4 or len({one.max_tokens > 32 for one in made}) == 1
         for tokens, one in zip(TOKENS, made, strict=True):
             one.check(tokens, 8, 7168, inter)
+            assert one.fused == (decoding and int4 and tokens < invariant.INNER_TOKENS)
     assert invariant.fixed_bf16_launch(decoding=True) != invariant.fixed_bf16_launch(decoding=False)
 
 
 def test_fused_launches_of_int4_give_their_slabs_up_for_whole_items() -> None:
     for experts, inter, hidden in ((384, 256, 7168), (48, 2048, 7168), (16, 256, 2048), (16, 256, 256)):
         tuned = choose(16, 8, experts, inter, hidden, dtype="int4", block="1x32", device="NVIDIA H200")
-        made = invariant.fixed_choice(replace(tuned, fused=True), 8, hidden, inter, decoding=True, int4=True)
+        made = invariant.fixed_choice(replace(tuned, fused=True), 16, 8, hidden, inter, decoding=True, int4=True)
         assert made.item_slabs == max(n for n in (7, 4, 2, 1) if hidden // 256 % n == 0)
-        kept = invariant.fixed_choice(replace(tuned, fused=False), 8, hidden, inter, decoding=True, int4=True)
+        kept = invariant.fixed_choice(replace(tuned, fused=False), 16, 8, hidden, inter, decoding=True, int4=True)
         assert kept.item_slabs == tuned.item_slabs
 
 

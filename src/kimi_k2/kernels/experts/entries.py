@@ -46,7 +46,7 @@ def _fixed_choice(
     (experts, hidden, inter), top_k = shape, topk_indices.shape[1]
     device = hopper(x.device.index, "routed_experts")[0]
     tuned = tuning.choose(x.shape[0], top_k, experts, inter, hidden, dtype=dtype, block=block, device=device)
-    how = invariant.fixed_choice(tuned, top_k, hidden, inter, decoding=is_decoding(), int4=int4)
+    how = invariant.fixed_choice(tuned, x.shape[0], top_k, hidden, inter, decoding=is_decoding(), int4=int4)
     return [int(value) for value in astuple(how)]
 
 

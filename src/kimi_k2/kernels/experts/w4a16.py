@@ -212,7 +212,7 @@ def moe_w4a16(
         topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
         expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
         choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
-        unpaired: of a pinned, unfused launch: a token's bits do not depend on how many tokens its expert has.
+        unpaired: of a pinned launch: a token's bits depend neither on how many tokens its expert has nor on `fused`.
         inner: parts of the first stage's columns that a work item sums one after another, where `splits1` is 1 and
             `max_tokens` 32: the bits of so many `splits1`.
         gate_up_proj_all, down_proj_all: float32 [E, 2I, 1] and [E, H, 1], of NVFP4 the scale of all of a matrix in each

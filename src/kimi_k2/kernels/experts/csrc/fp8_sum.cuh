@@ -5,9 +5,10 @@
 namespace moe {
 
 // A token's slab is summed, pairs in order, by whoever completes its last part. Where tokens share their experts one
-// tile completes many at once: the warps share them out.
+// tile completes many at once: the warps share them out. `weights` by pair, of parts that have not been weighed; or
+// null.
 template <class S>
-__device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int me) {
+__device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int me, const float* weights = nullptr) {
   const int lane = threadIdx.x & 31, slabs = a.hidden / 256;
   for (int event = 0;; ++event) {
     const int slot = event % kRing;
@@ -36,14 +37,15 @@ __device__ __forceinline__ void sum_completed(const Fp8Args& a, S& s, int me) {
         if (s.route.pair_valid[t * a.top_k + c / a.splits2]) {
           const float4 x = __ldcg(reinterpret_cast<const float4*>(p + (size_t)c * a.hidden) + lane);
           const float4 y = __ldcg(reinterpret_cast<const float4*>(p + (size_t)c * a.hidden) + 32 + lane);
-          u.x += x.x;
-          u.y += x.y;
-          u.z += x.z;
-          u.w += x.w;
-          v.x += y.x;
-          v.y += y.y;
-          v.z += y.z;
-          v.w += y.w;
+          const float w = weights ? __ldcg(weights + t * a.top_k + c / a.splits2) : 1.f;
+          u.x = fmaf(x.x, w, u.x);
+          u.y = fmaf(x.y, w, u.y);
+          u.z = fmaf(x.z, w, u.z);
+          u.w = fmaf(x.w, w, u.w);
+          v.x = fmaf(y.x, w, v.x);
+          v.y = fmaf(y.y, w, v.y);
+          v.z = fmaf(y.z, w, v.z);
+          v.w = fmaf(y.w, w, v.w);
         }
       uint2* o = reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256);
       o[lane] = make_uint2(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w));

@@ -29,11 +29,14 @@ struct Args : moe::Fp8Args {
   const float* all2;   // [E, H], that of down
   int w2_bf16;         // second-stage weights are bf16
   int in_flight;       // chunks of weights that a block may have requested and not yet received
-  int unpaired;        // prepared mode: no token's sums depend on how many share its expert (w4a16_records.cuh)
+  int unpaired;        // no sum depends on how many tokens share an expert (w4a16_records.cuh), nor on `fused`
   int most_items;      // up to so many first-stage items, where few experts are chosen, its sums are in more parts
   int inner;           // parts of the first stage's sums within an item, where its items are not parts themselves
   int divides;         // the scales of all divide
 };
+
+// Fused mode, unpaired: parts are rounded and weighed as sum_kernel and what is before it do.
+__device__ __forceinline__ bool weighed_in_sum(const Args& a) { return a.unpaired && a.top_k > 1; }
 
 constexpr int kMostSplits = 8;
 

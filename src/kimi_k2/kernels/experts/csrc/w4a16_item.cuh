@@ -92,11 +92,11 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
     multiply<NT, false, C>(s, is_paired<C>(tile), it.kb1 - it.kb0, seq, acc);
   }
 
+  const int cell = it.tile * (a.inter / 128) + it.group;
+  if constexpr (C::FEW)  // with more tokens there is work enough without splits
+    if (it.stage == 0 && s.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
   if constexpr (C::Format::WHOLE) scale_by_all<NT, C>(a, it, tile.x, acc);
   if (it.stage == 0) {
-    const int groups = a.inter / 128, cell = it.tile * groups + it.group;
-    if constexpr (C::FEW)  // with more tokens there is work enough without splits
-      if (s.splits1 > 1 && !sum_splits<NT, C>(a, s, cell, it.split, n, acc)) return;
     if constexpr (C::E4M3) {
       store_records<NT, C>(a, s, it, tile, acc);
     } else {
@@ -123,15 +123,17 @@ __device__ __forceinline__ void process_item(const Args& a, Smem<C>& s, const It
       for (int i = 0; i < 2; ++i) {
         const int col = 8 * j + 2 * q + i;
         if (col < n) {
-          const float weight = s.route.weight[tile.y + col];
+          const float weight = weighed_in_sum(a) ? 1.f : s.route.weight[tile.y + col];
           float* dst = static_cast<float*>(a.contrib) +
                        ((size_t)s.route.slot_pair[tile.y + col] * a.splits2 + it.split) * a.hidden + it.group * 256;
 #pragma unroll
           for (int m = 0; m < C::TILES; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+            for (int h = 0; h < 2; ++h) {
+              const float part = acc[m][4 * j + 2 * h + i] * weight;
               __stcg(dst + (first + m) * 64 + w * 16 + 4 * (g >> 1) + 2 * h + (g & 1),
-                     acc[m][4 * j + 2 * h + i] * weight);
+                     a.unpaired ? __bfloat162float(__float2bfloat16(part)) : part);
+            }
         }
       }
     if (tid == 0) {

@@ -72,7 +72,9 @@ __device__ __forceinline__ void for_each_item(const Args& a, Smem<C>& s, int til
     const int item = s.ring[slot];
     if (item < 0) break;
     const Item it = decode_item<C>(a, s, item, tiles);
-    work(it, moe::load_tile<C::FUSED>(a, s, it.tile));
+    int4 tile = moe::load_tile<C::FUSED>(a, s, it.tile);
+    if (C::FUSED) tile.w = a.unpaired;
+    work(it, tile);
     __syncwarp();
     if (lane == 0) mbar_arrive(&s.item_empty[slot]);
   }
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) w4a16_kernel(const __grid_const
       if (s.route.token_pairs[t] == 0)
         for (int i = tid - 128 - C::CONSUMERS; i < a.hidden / 2; i += 128)
           reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden)[i] = 0;
-    moe::sum_completed(a, s, warp - 4 - C::CONSUMERS / 32);
+    moe::sum_completed(a, s, warp - 4 - C::CONSUMERS / 32, weighed_in_sum(a) ? a.topk_weights : nullptr);
   }
 }
 
