@@ -10,7 +10,7 @@ import pytest
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import DEFAULT_SYSTEM, ChatStyle, apply_chat_template, render_segments
-from kimi_k2.tokenization.tool_calls import parse_tool_calls
+from kimi_k2.tokenization.message import parse_message
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_x", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Beijing"}'}}
@@ -62,7 +62,7 @@ def test_tool_ids_count_over_the_conversation() -> None:
     returns = [line.split("## Return of ")[1] for line in text.split("\n") if "## Return of " in line]
     assert returns == ["functions.b:1", "functions.a:0", "functions.a:2"]
     turns = [turn for turn in text.split("<|im_end|>") if "assistant<|im_middle|>" in turn]
-    parsed = parse_tool_calls(turns[0].partition("assistant<|im_middle|>")[2])
+    parsed = parse_message(turns[0].partition("assistant<|im_middle|>")[2])
     assert [(c.id, c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [
         ("functions.a:0", "a", {"a": 1}), ("functions.b:1", "b", {"a": 1})]  # fmt: skip
 

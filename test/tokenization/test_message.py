@@ -14,7 +14,7 @@ from parser_cases import check_cuts, check_nothing_is_lost, cut, streamed, tool
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, render_segments
-from kimi_k2.tokenization.deltas import ToolCallArguments, merged
+from kimi_k2.tokenization.deltas import ToolCallArguments, ToolCallEnd, ToolCallStart, merged
 from kimi_k2.tokenization.lexer import Marker
 from kimi_k2.tokenization.message import (
     AssistantMessage,
@@ -92,19 +92,29 @@ def test_cut_at_every_character(text: str, prefilled: bool) -> None:
 
 
 MIXTURE = [THINK, THINK_END, SECTION_BEGIN, SECTION_END, CALL, CALL_BEGIN, CALL_END, ARGUMENT_BEGIN, "functions.f:1",
-           "functions.:0", "3", "{}", '{"x": 1}', " ", "text", "<|", "</th"]  # fmt: skip
+           "functions.:0", "functions.a.b:7", "functions.", ":", "3", "call_12", "{}", '{"x": 1}', " ", "\n", "text",
+           "<|", "<|tool_call", "</th", SECTION_BEGIN + CALL + SECTION_END]  # fmt: skip
+TOOLS = [None, [], [tool("f")], [tool("f", "x"), tool("g", "y")]]
 
 
-@given(st.lists(st.sampled_from(MIXTURE), max_size=10), st.booleans(), st.lists(st.integers(0, 300), max_size=4))
-@settings(max_examples=300, deadline=None)
-def test_any_mixture_any_cuts(pieces: list[str], prefilled: bool, cuts: list[int]) -> None:
+@given(
+    st.lists(st.sampled_from(MIXTURE), max_size=12), st.booleans(), st.booleans(), st.sampled_from(TOOLS),
+    st.lists(st.integers(0, 400), max_size=6),
+)  # fmt: skip
+@settings(max_examples=500, deadline=None)
+def test_any_mixture_any_cuts(pieces: list[str], prefilled: bool, after: bool, tools: Any, cuts: list[int]) -> None:
     text = "".join(pieces)
-    options: dict[str, Any] = {"prefilled": prefilled, "tools": [tool("f", "x"), tool("g", "y")]}
-    whole = parse_message(text, **options)
-    assert streamed(cut(text, cuts), **options)[0] == whole
+    options: dict[str, Any] = {"prefilled": prefilled, "after_reasoning": after, "tools": tools}
+    whole, _ = streamed([text], **options)
+    found, deltas = streamed(cut(text, cuts), **options)
+    assert found == whole
+    assert not (after and whole.reasoning_content)
     arguments = "".join(c.arguments for c in whole.tool_calls)
     if not any(marker.value in arguments for marker in Marker):
         check_nothing_is_lost(text, whole)
+    begun = [delta.index for delta in deltas if isinstance(delta, ToolCallStart)]
+    assert begun == list(range(len(begun)))
+    assert [delta.index for delta in deltas if isinstance(delta, ToolCallEnd)] == begun
 
 
 def test_openai_deltas() -> None:

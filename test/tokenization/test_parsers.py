@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_cases import as_tuples, call, check_cuts, check_nothing_is_lost, cut, section, streamed, without_markers
+from parser_cases import as_tuples, call, check_cuts, section, streamed, without_markers
 
 from kimi_k2.tokenization.deltas import (
     AssistantMessage,
@@ -21,7 +20,7 @@ from kimi_k2.tokenization.deltas import (
     ToolCallStart,
     collect,
 )
-from kimi_k2.tokenization.message import parse_message
+from kimi_k2.tokenization.message import MessageStream, parse_message
 from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream, parse_reasoning
 from kimi_k2.tokenization.special_tokens import (
     ARGUMENT_BEGIN,
@@ -32,7 +31,6 @@ from kimi_k2.tokenization.special_tokens import (
     THINK,
     THINK_END,
 )
-from kimi_k2.tokenization.tool_calls import ToolCallStream, parse_tool_calls
 
 LONG = json.dumps({"text": "x" * 9000, "nested": {"q": '<"\\n'}})
 F = ("functions.f:0", "f", '{"a": 1}')
@@ -110,7 +108,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", GOOD)
 def test_whole(name: str) -> None:
     text, content, calls = GOOD[name]
-    message = parse_tool_calls(text)
+    message = parse_message(text)
     assert (message.content, as_tuples(message)) == (content, calls)
     assert all(tool_call.complete for tool_call in message.tool_calls)
 
@@ -118,7 +116,7 @@ def test_whole(name: str) -> None:
 @pytest.mark.parametrize("name", CUT)
 def test_a_call_that_is_cut_off_is_kept(name: str) -> None:
     text, content, calls = CUT[name]
-    message = parse_tool_calls(text)
+    message = parse_message(text)
     assert (message.content, as_tuples(message)) == (content, calls)
     assert [tool_call.complete for tool_call in message.tool_calls] == [True] * (len(calls) - 1) + [False]
     assert message.tool_calls[-1].problem() == "the call was cut off before its end"
@@ -126,69 +124,35 @@ def test_a_call_that_is_cut_off_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_comes_back_as_content_without_markers(name: str) -> None:
-    assert parse_tool_calls(MALFORMED[name]) == AssistantMessage(content=without_markers(MALFORMED[name]))
+    assert parse_message(MALFORMED[name], reason="stop") == AssistantMessage(content=without_markers(MALFORMED[name]))
 
 
 def test_white_space_alone_in_a_section_is_no_content() -> None:
-    assert parse_tool_calls(SECTION_BEGIN + "  \n") == AssistantMessage()
-    assert parse_tool_calls(SECTION_BEGIN + "  \nx ").content == "  \nx "
+    assert parse_message(SECTION_BEGIN + "  \n") == AssistantMessage()
+    assert parse_message(SECTION_BEGIN + "  \nx ").content == "  \nx "
 
 
 def test_bad_call_beside_a_good_one() -> None:
-    message = parse_tool_calls(section(call("what?"), CALL_G))
+    message = parse_message(section(call("what?"), CALL_G))
     assert (message.content, as_tuples(message)) == ('what?{"a": 1}', [G])
 
 
 ALL = {**{name: text for name, (text, _, _) in {**GOOD, **CUT}.items()}, **MALFORMED}
 
 
-def run(pieces: list[str]) -> AssistantMessage:
-    parser = ToolCallStream()
-    return collect([delta for piece in pieces for delta in parser.feed(piece)] + parser.flush())
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_cut_at_every_character(name: str) -> None:
     text = ALL[name]
-    whole = parse_tool_calls(text)
+    whole = parse_message(text)
     step = max(1, len(text) // 400)  # the 9000-character case at 400 places
     for place in range(0, len(text) + 1, step):
-        assert run([text[:place], text[place:]]) == whole, place
-    assert run(list(text)) == whole
+        assert streamed([text[:place], text[place:]])[0] == whole, place
+    assert streamed(list(text))[0] == whole
     check_cuts(text, 20)
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [SECTION_BEGIN, SECTION_END, CALL_BEGIN, CALL_END, ARGUMENT_BEGIN, "functions.f:0", "functions.a.b:7", "{}",
-         '{"x": 1}', "0", "call_12", THINK, THINK_END,
-         " ", "\n", "text", "<|", "<|tool_call", "functions.", ":", call(), section(call())]
-    ),
-    max_size=12,
-)  # fmt: skip
-TOOLS: st.SearchStrategy[list[dict[str, Any]] | None] = st.sampled_from(
-    [None, [], [{"function": {"name": "f"}}],
-     [{"function": {"name": name, "parameters": {"properties": {name: {}}}}} for name in ("x", "y")]]
-)  # fmt: skip
-
-
-@given(PIECES, st.lists(st.integers(0, 400), max_size=6), TOOLS)
-@settings(max_examples=500, deadline=None)
-def test_any_mixture_any_cuts(pieces: list[str], cuts: list[int], tools: Any) -> None:
-    text = "".join(pieces)
-    parser = ToolCallStream(tools)
-    deltas = [delta for part in cut(text, cuts) for delta in parser.feed(part)] + parser.flush()
-    message = collect(deltas)
-    assert message == parse_tool_calls(text, tools)
-    if ARGUMENT_BEGIN not in "".join(c.arguments for c in message.tool_calls):
-        check_nothing_is_lost(text, message)
-    indices = [delta.index for delta in deltas if isinstance(delta, ToolCallStart)]
-    assert indices == list(range(len(indices)))
-    assert [delta.index for delta in deltas if isinstance(delta, ToolCallEnd)] == indices
-
-
 def test_arguments_stream_as_they_come() -> None:
-    parser = ToolCallStream()
+    parser = MessageStream()
     assert parser.feed(SECTION_BEGIN + CALL_BEGIN + "functions.f:0") == []
     assert parser.feed(ARGUMENT_BEGIN + '{"a"') == [
         ToolCallStart(0, "functions.f:0", "f"),
@@ -196,11 +160,11 @@ def test_arguments_stream_as_they_come() -> None:
     ]
     assert parser.feed(": 1}<|tool_") == [ToolCallArguments(0, ": 1}")]
     assert parser.feed("call_end|>") == [ToolCallEnd(0)]
-    assert parser.flush() == []
+    assert parser.finish() == []
 
 
 def test_content_streams_as_it_comes() -> None:
-    parser = ToolCallStream()
+    parser = MessageStream()
     assert parser.feed("a <") == [Content("a ")]
     assert parser.feed("b") == [Content("<b")]
     assert parser.feed(SECTION_BEGIN + " \n") == []
@@ -211,8 +175,8 @@ def test_content_streams_as_it_comes() -> None:
 
 
 def test_a_cut_call_ends_at_the_end() -> None:
-    parser = ToolCallStream()
-    deltas: list[Delta] = parser.feed(HEAD + "{") + parser.flush()
+    parser = MessageStream()
+    deltas: list[Delta] = parser.feed(HEAD + "{") + parser.finish()
     assert deltas[-1] == ToolCallEnd(0, complete=False)
     assert collect(deltas) == AssistantMessage(tool_calls=[ToolCall("functions.f:0", "f", "{", False)])
 
@@ -222,7 +186,7 @@ def test_a_cut_call_ends_at_the_end() -> None:
     ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
 ])  # fmt: skip
 def test_problems_of_arguments_are_told(arguments: str, problem: str | None) -> None:
-    found = parse_tool_calls(section(call(arguments=arguments))).tool_calls[0].problem()
+    found = parse_message(section(call(arguments=arguments))).tool_calls[0].problem()
     assert found is None if problem is None else problem in str(found)
 
 
@@ -296,7 +260,6 @@ NESTED = [
 def test_markers_put_together_around_others_do_not_reach_content(text: str) -> None:
     whole = parse_message(text)
     assert without_markers(whole.content) == whole.content
-    assert parse_tool_calls(text).content == whole.content
     for size in (1, 2, 7):
         assert streamed([text[i : i + size] for i in range(0, len(text), size)])[0] == whole
     assert whole.content == {0: "", 1: "ab", 2: "x", 3: "<|tool_call_be"}[NESTED.index(text)]

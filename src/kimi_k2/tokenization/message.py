@@ -71,6 +71,7 @@ class MessageStream:
     Args:
         tools: OpenAI-style definitions of the request's tools; they tell the function of a call whose id does not.
         prefilled: the prompt ended with <think>; see `opens_reasoning`.
+        after_reasoning: another parser has taken the reasoning; the text is what follows it.
         tokenizer: needed by `feed_token` only.
     """
 
@@ -79,11 +80,12 @@ class MessageStream:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         prefilled: bool = False,
+        after_reasoning: bool = False,
         tokenizer: KimiTokenizer | None = None,
     ) -> None:
         self._text = TextLexer()
         self._tokens = TokenLexer(tokenizer) if tokenizer is not None else None
-        self._reasoning = ReasoningMachine(prefilled=prefilled)
+        self._reasoning = ReasoningMachine(prefilled=prefilled, over=after_reasoning)
         self._calls = ToolCallMachine(tools)
         self._eraser, self._is_text = MarkerEraser(), False
         self._finish_reason: FinishReason | None = None

@@ -27,11 +27,12 @@ class ReasoningMachine:
 
     Args:
         prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on).
+        over: the reasoning has ended before the first lexeme.
     """
 
-    def __init__(self, *, prefilled: bool = False) -> None:
+    def __init__(self, *, prefilled: bool = False, over: bool = False) -> None:
         self._prefilled = prefilled
-        self._state = _State.START
+        self._state = _State.CONTENT if over else _State.START
         self._leading: list[str] = []  # white space that may belong to an opening tag
         self._in_arguments = False
 

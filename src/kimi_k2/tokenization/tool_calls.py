@@ -1,4 +1,4 @@
-"""Parser of Kimi-K2's tool calls, for whole texts and for streams cut anywhere.
+"""Grammar of Kimi-K2's tool calls over lexemes; `message` has the parser.
 
 A section is SECTION_BEGIN (CALL_BEGIN id ARGUMENT_BEGIN arguments CALL_END)* SECTION_END. Out
 of that grammar, nothing is lost but markers, and white space between the calls of a section:
@@ -27,18 +27,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from kimi_k2.tokenization.deltas import (
-    AssistantMessage,
-    Content,
-    Delta,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-    collect,
-    merged,
-)
-from kimi_k2.tokenization.erasing import MarkerEraser
-from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
+from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from kimi_k2.tokenization.lexer import Lexeme, Marker
 
 PREFIX = "functions."
 _SANITISED = re.compile(r"functions_(?P<name>[A-Za-z0-9_-]+)_\d+")
@@ -238,33 +228,3 @@ class ToolCallMachine:
                 yield self._start(resolved)
                 yield ToolCallArguments(self._started - 1, arguments)
                 yield ToolCallEnd(self._started - 1, complete)
-
-
-class ToolCallStream:
-    """Incremental parser of the text after the reasoning: `feed` text as it comes, then `flush` once.
-
-    For a whole message, reasoning included, or for token ids, see `message.MessageStream`.
-    """
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self._lexer = TextLexer()
-        self._machine, self._eraser = ToolCallMachine(tools), MarkerEraser()
-
-    def feed(self, text: str) -> list[Delta]:
-        """Deltas that this text completes."""
-        return merged(self._eraser.push(self._push(self._lexer.feed(text))))
-
-    def flush(self) -> list[Delta]:
-        """Deltas at the end of the text: whatever was held back comes out."""
-        last = [*self._push(self._lexer.flush()), *self._machine.finish()]
-        return merged([*self._eraser.push(last), *self._eraser.finish()])
-
-    def _push(self, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
-        for lexeme in lexemes:
-            yield from self._machine.push(lexeme)
-
-
-def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> AssistantMessage:
-    """Parse the whole text after the reasoning."""
-    stream = ToolCallStream(tools)
-    return collect(stream.feed(text) + stream.flush())

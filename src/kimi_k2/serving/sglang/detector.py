@@ -1,4 +1,4 @@
-"""`--tool-call-parser kimi_k2_stream`: the parser of `tokenization.tool_calls` behind SGLang's interface.
+"""`--tool-call-parser kimi_k2_stream`: the parser of `tokenization.message` behind SGLang's interface.
 
 SGLang hands text alone, so every spelling of a marker counts as one; and it makes ids of its own.
 """
@@ -13,7 +13,7 @@ from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 
 from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart
 from kimi_k2.tokenization.lexer import SPELLINGS
-from kimi_k2.tokenization.tool_calls import ToolCallStream
+from kimi_k2.tokenization.message import MessageStream
 
 
 class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has no types for mypy here
@@ -21,7 +21,7 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
 
     def __init__(self) -> None:
         super().__init__()
-        self._stream: ToolCallStream | None = None
+        self._stream: MessageStream | None = None
 
     def has_tool_call(self, text: str) -> bool:
         """Whether the text has any marker: without one SGLang shows it as it is."""
@@ -29,8 +29,8 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
 
     def detect_and_parse(self, text: str, tools: Sequence[Any]) -> Any:
         """Parse a whole reply: its calls, each in one item, and its content."""
-        stream = ToolCallStream(_definitions(tools))
-        found = _result([*stream.feed(text), *stream.flush()])
+        stream = _stream(tools)
+        found = _result([*stream.feed(text), *stream.finish()])
         calls: dict[int, Any] = {}
         for item in found.calls:
             if item.tool_index in calls:
@@ -42,12 +42,12 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
     def parse_streaming_increment(self, new_text: str, tools: Sequence[Any]) -> Any:
         """What this text adds."""
         if self._stream is None:
-            self._stream = ToolCallStream(_definitions(tools))
+            self._stream = _stream(tools)
         return self._kept(self._stream.feed(new_text))
 
     def finish(self, tools: Sequence[Any]) -> Any:
         """What was held back, at the end of the reply."""
-        return StreamingParseResult() if self._stream is None else self._kept(self._stream.flush())
+        return StreamingParseResult() if self._stream is None else self._kept(self._stream.finish())
 
     def _kept(self, deltas: Iterable[Delta]) -> Any:
         """The result; and a record that leaves nothing for SGLang's server to add at the end."""
@@ -61,8 +61,8 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
         return result
 
 
-def _definitions(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    return [tool.model_dump() for tool in tools]
+def _stream(tools: Sequence[Any]) -> MessageStream:
+    return MessageStream(tools=[tool.model_dump() for tool in tools], after_reasoning=True)
 
 
 def _result(deltas: Iterable[Delta]) -> Any:
