@@ -7,12 +7,12 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import python
 
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.config import KimiK2Config
@@ -145,7 +145,7 @@ main()
 def test_commands_end_at_once(fp8: Path, changes: dict[str, int], command: list[str]) -> None:
     """Sizes within the limits that the files do not have: found before memory is claimed."""
     edit(fp8, **changes)
-    run = [sys.executable, "-c", LIMITED, command[0], str(fp8), *command[1:]]
+    run = [*python(), "-c", LIMITED, command[0], str(fp8), *command[1:]]
     done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")

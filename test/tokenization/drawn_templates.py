@@ -15,20 +15,8 @@ MESSAGE_TOKENS = ["<|im_end|>", "[EOS]", "</think>", "<think>", "<|tool_call_end
 NAMED = {"bos_token": "[BOS]", "eos_token": "[EOT]", "unk_token": "[UNK]"}
 
 _WORDS = [
-    *(
-        "a",
-        "Hello world",
-        " padded ",
-        "x\ny\n",
-        "\n",
-        "",
-        "<b>&'\"</b>",
-        "é汉字ß",
-        "one,two;three",
-        "A-B_c",
-        "3",
-        "im_end",
-    ),
+    *("a", "Hello world", " padded ", "x\ny\n", "\n", "", "<b>&'\"</b>", "é汉字ß", "one,two;three", "A-B_c", "3"),
+    *("im_end",),
     *("|>", "<|", "%s {} {0}", "\\n", "İstanbul ŉ", "{{ x }}", "\ufeff\u2028z", "😀"),
 ]
 # In the tables below @ stands for an expression of text, ? for a condition, ~~ for a block and NAME for a new name.
@@ -40,15 +28,8 @@ _FILTERS = [
     *("trim('<|')", "urlize", "xmlattr", "length", "wordcount", "int", "float"),
 ]
 _LISTS = [
-    *(
-        "list",
-        "reverse|list",
-        "sort",
-        "unique|list",
-        "map('upper')|list",
-        "select('string')|list",
-        "batch(2)|map('join')",
-    ),
+    *("list", "reverse|list", "sort", "unique|list", "map('upper')|list", "select('string')|list"),
+    *("batch(2)|map('join')",),
     *("reject('in', ['a', 'x'])|list", "map('length')|map('string')", "slice(2)|map('join', '+')|list"),
     *("select('equalto', 'a')|list", "map('trim')|sort(reverse=true)"),
 ]
@@ -63,17 +44,8 @@ _METHODS = [
 ]
 _SLICES = ["[0]", "[-1]", "[:6]", "[2:]", "[::-1]", "[1:9:2]", "[-4:]"]
 _TESTS = [
-    *(
-        "is string",
-        "is mapping",
-        "is none",
-        "is defined",
-        "is iterable",
-        "is sequence",
-        "is upper",
-        "is lower",
-        "== 'a'",
-    ),
+    *("is string", "is mapping", "is none", "is defined", "is iterable", "is sequence", "is upper", "is lower"),
+    *("== 'a'",),
     *("is number", "in 'Hello world <|im_end|>'", "!= ''", "> 'b'", "is in ['a', '3']", "is eq 'a'", "is not none"),
     *("is boolean", "is callable", "is escaped"),
 ]
@@ -84,22 +56,12 @@ _TEXTS = [
     *[f"@{name}" for name in _SLICES * 2],
     *[f"[@, @, 'x']|{name}|{last}" for name in _LISTS for last in ("join", "first", "join(', ')", "tojson")],
     *("'%s|%s' % (@, @)", "'<|im_user|>%s %r' % (@, @)", "'%5.2s%-4s' % (@, @)", "'%(a)s' % {'a': @}"),
-    *(
-        "'<|{}|>{:>4}'.format(@, @)",
-        "'%s<|im_user|>'|format(@)",
-        "'{a}{a!r}'.format(a=@)",
-        "{'k': @}",
-        "(@, 1)",
-        "[@, 1]",
-    ),
+    *("'<|{}|>{:>4}'.format(@, @)", "'%s<|im_user|>'|format(@)", "'{a}{a!r}'.format(a=@)", "{'k': @}", "(@, 1)"),
+    *("[@, 1]",),
     *("dict(a=@).a", "{'a': @}['a']", "bos_token", "(eos_token ~ 'z')", "strftime_now('%Y')", "[3, 1, 2]|sum", "none"),
     *("3.7|round|int", "(7 // 2)", "2 ** 5", "range(3)|list", "messages|length", "messages[0]['role']", "true"),
-    *(
-        "messages[-1].content",
-        "sep_token",
-        "messages|map(attribute='role')|join(',')",
-        "(messages|groupby('role'))[0][0]",
-    ),
+    *("messages[-1].content", "sep_token", "messages|map(attribute='role')|join(',')"),
+    *("(messages|groupby('role'))[0][0]",),
     *("messages|selectattr('role', 'eq', 'user')|list|length", "messages[0]|dictsort|first|first", "none[:6]"),
 ]
 _CONDITIONS = [
@@ -120,17 +82,10 @@ _BLOCKS = [
     "{% if ? and ? and ? %}{{ raise_exception('no') }}{% endif %}",
 ]
 _HEADS = [
-    *(
-        "<|im_user|>{{ m.role }}<|im_middle|>",
-        "<|im_{{ m.role }}|>",
-        "{{ '<|im_' ~ m['role'] + '|>' }}",
-        "{{ bos_token }}",
-    ),
-    *(
-        "[{{ loop.index }}/{{ loop.length }}] ",
-        "{%- if loop.first %}{% continue %}{% endif %}",
-        "{{ loop.cycle('a', 'b') }}",
-    ),
+    *("<|im_user|>{{ m.role }}<|im_middle|>", "<|im_{{ m.role }}|>", "{{ '<|im_' ~ m['role'] + '|>' }}"),
+    *("{{ bos_token }}",),
+    *("[{{ loop.index }}/{{ loop.length }}] ", "{%- if loop.first %}{% continue %}{% endif %}"),
+    *("{{ loop.cycle('a', 'b') }}",),
 ]
 _TAILS = [
     *("", "", "{% if add_generation_prompt %}<|im_assistant|>assistant{{ eos_token }}{% endif %}"),
