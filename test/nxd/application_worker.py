@@ -8,11 +8,9 @@ the message of its error.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
+import environment
 import torch
 
 from kimi_k2.engine.sampler import SamplingParams
@@ -48,24 +46,20 @@ def adapted(app: NeuronApplication, prompts: list[list[int]], new_tokens: int) -
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text())
+def answer(job: dict[str, Any]) -> list[Any]:
+    """What each call gives."""
     deployment = dict(job["deployment"])
     if "sampling" in deployment:
         deployment["sampling"] = OnDeviceSampling(**deployment["sampling"])
     preset = cpu_deployment(Deployment.load(job["preset"]), **deployment)
     app = NeuronApplication.load(job["checkpoint"], preset, None, **job.get("overrides", {}))
-    answers = [
+    return [
         adapted(app, one["prompts"], one["adapter"])
         if "adapter" in one
         else call(app, one["prompts"], one.get("params", {}))
         for one in job["calls"]
     ]
-    if torch.distributed.get_rank() == 0:
-        torch.save(answers, job["output"])
-    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    environment.serve(answer)

@@ -2,28 +2,26 @@
 
     WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 python assisted_worker.py job.json
 
-The job is cpu_worker.py's, with `draft` (a checkpoint), `prompt` and `new_tokens`; the answer holds the generated
+The job is worker.py's, with `draft` (a checkpoint), `prompt` and `new_tokens`; the answer holds the generated
 tokens and how many steps the target took.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import cpu_worker
+import environment
 import torch
+import worker
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Tokens of the target, helped by the draft."""
     from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
 
-    target = cpu_worker.build(job)
+    target = worker.build(job)
     options = {name: value for name, value in job["neuron_config"].items() if name != "speculation_length"}
-    draft = cpu_worker.build({**job, "checkpoint": job["draft"], "neuron_config": options})
+    draft = worker.build({**job, "checkpoint": job["draft"], "neuron_config": options})
     steps = []
     target.speculation_model.register_forward_pre_hook(lambda *_: steps.append(1))
     assistant = HuggingFaceGenerationAdapter(draft)
@@ -41,14 +39,5 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": out[0].tolist(), "steps": len(steps)}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text())
-    answer = generate(job)
-    if torch.distributed.get_rank() == 0:
-        torch.save(answer, job["output"])
-    torch.distributed.barrier()
-
-
 if __name__ == "__main__":
-    main()
+    environment.serve(generate)

@@ -14,34 +14,28 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import environment
+import schedule
+import torch
+from harness import LAYOUTS, neuron_config
+from schedule import Script
+from steps import application
+from stored_experts import plain_over_stored
+from test_experts import requantized
+from worker import Counted
 
-environment.prepare()
-
-import prefix  # noqa: E402
-import torch  # noqa: E402
-from harness import neuron_config  # noqa: E402
-from steps import application, run  # noqa: E402
-from stored_experts import plain_over_stored  # noqa: E402
-from test_experts import requantized  # noqa: E402
-
-from kimi_k2.config import KimiK2Config  # noqa: E402
-from kimi_k2.errors import ConfigError  # noqa: E402
-from kimi_k2.sharding.experts.format import expert_formats  # noqa: E402
-from kimi_k2.sharding.layout import Layout  # noqa: E402
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint  # noqa: E402
-from kimi_k2.synthetic.config import tiny_config  # noqa: E402
-from nki_emulator.launch import Kernel  # noqa: E402
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.layout import Layout
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config
 
 MEMBERS = (
     "kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code",
 )  # fmt: skip
-LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
 SIZES: dict[str, Any] = {
     "num_experts_per_tok": 8, "kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "qk_rope_head_dim": 32, "moe_intermediate_size": 64, "vision": None,
@@ -114,26 +108,6 @@ def held_experts(config: KimiK2Config, one: dict[str, Any], layout: str) -> Any:
     return expert_formats()[name].for_layout(config, Layout(tp, ep, experts=name))
 
 
-class Counted:
-    """An application whose kernels are counted in steps: a pass of at most `width` tokens a line."""
-
-    def __init__(self, app: Any, width: int) -> None:
-        self.app, self.width, self.ran = app, width, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.app, name)
-
-    def __call__(self, input_ids: torch.Tensor, **given: Any) -> Any:
-        inner, ran = Kernel.run, self.ran
-
-        def counted(kernel: Kernel, *args: Any) -> Any:
-            ran[kernel.__name__] += 1
-            return inner(kernel, *args)
-
-        with mock.patch.object(Kernel, "run", counted if input_ids.shape[1] <= self.width else inner):
-            return self.app(input_ids=input_ids, **given)
-
-
 class Worker:
     """Checkpoints and plain models of a layout, made once."""
 
@@ -176,14 +150,13 @@ class Worker:
             return {**one, "refused": error.field, "message": str(error)}
         app.to_cpu()
         app.reset()
-        drive, counted = script if one["prefix_cache"] else steps, Counted(app, one["tokens"])
-        logits, of, count = drive(counted, one)
+        counted, made = Counted(app, one["tokens"]), (prefixes if one["prefix_cache"] else steps)(one)
+        logits = schedule.run(counted, made.steps)
+        count = sum(step[0] == "decode" for step in made.steps)
         found = {**one, "refused": None, "kernels": dict(counted.ran), "steps": count}
         found["layers"] = config.num_hidden_layers
         if rank() == 0:
-            model = self.plain_model(directory, app.neuron_config, experts)
-            with torch.inference_mode():
-                plain = torch.stack([model(torch.tensor([tokens]))[0, -1] for tokens in of])
+            plain = schedule.expected(self.plain_model(directory, app.neuron_config, experts), made.of)
             found["far"] = float((logits - plain).abs().max())
             found["same"] = bool(torch.equal(logits.argmax(-1), plain.argmax(-1)))
         return found
@@ -193,44 +166,32 @@ def rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
 
 
-def script(app: Any, one: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]], int]:
-    """Shared prefixes and block tables: logits, the tokens up to each row's, and decode steps."""
+def prefixes(one: dict[str, Any]) -> Script:
+    """Shared prefixes and block tables."""
     rows = torch.randint(0, 512, (4, 48), generator=torch.Generator().manual_seed(one["seed"]))
     rows[:, :COMMON] = rows[0, :COMMON]
-    made, of = prefix.script(rows.tolist(), COMMON)
-    return torch.stack(prefix.run(app, made)), of, sum(step[0] == "decode" for step in made)
+    return schedule.shared_prefixes(rows.tolist(), COMMON)
 
 
-@torch.inference_mode()
-def steps(app: Any, one: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]], int]:
+def steps(one: dict[str, Any]) -> Script:
     """Ragged prompts, then steps of all lines, and with continuous batching of some in any order; drafts refused."""
     batch, width = one["batch"], one["tokens"]
     draw = random.Random(one["seed"])
     rows = [[draw.randrange(512) for _ in range(48)] for _ in range(batch)]
     at = [draw.randint(5, 20) for _ in range(batch)]
     every = list(range(batch))
-    arrival = draw.sample(every, batch) if one["continuous"] else None
-    first = run(app, [row[:count] for row, count in zip(rows, at, strict=True)], [[] for _ in rows], arrival)
-    logits, of = list(first[0]), [row[:count] for row, count in zip(rows, at, strict=True)]
+    begun = [row[:count] for row, count in zip(rows, at, strict=True)]
+    if one["continuous"]:
+        arrival = draw.sample(every, batch)
+        made = Script([["prefill", line, begun[line], 0] for line in arrival], [begun[line] for line in arrival])
+    else:
+        made = Script([["prompts", begun]], [*begun])
     some = draw.sample(every, draw.randint(1, batch)) if one["continuous"] else every
     chosen = [every, some] if batch > 8 else [every, some, draw.sample(every, batch) if one["continuous"] else every]
     for lines in chosen:
         keep = draw.randint(1, width)
-        drafts = [[draw.randrange(512) for _ in range(width - keep)] for _ in lines]
-        tokens = [rows[line][at[line] : at[line] + keep] + more for line, more in zip(lines, drafts, strict=True)]
-        where = torch.tensor([at[line] for line in lines])
-        mask = (torch.arange(int(where.max()) + 1) < where[:, None]).to(torch.int32)
-        more: dict[str, Any] = {}
-        if one["continuous"]:
-            more = {"seq_ids": torch.tensor(lines), "sampling_params": torch.ones(len(lines), 3)}
-        positions = where[:, None] + torch.arange(width)
-        out = app(input_ids=torch.tensor(tokens), attention_mask=mask, position_ids=positions, **more).logits
-        for line, found, given in zip(lines, out, tokens, strict=True):
-            for place in range(width):
-                logits.append(found[place - width])
-                of.append(rows[line][: at[line]] + given[: place + 1])
-            at[line] += keep
-    return torch.stack(logits), of, len(chosen)
+        made.decode(rows, at, lines, width - keep, keep)
+    return made
 
 
 def main() -> None:

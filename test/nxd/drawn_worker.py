@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import executed_worker
 import torch
+import worker
 from harness import expected_logits, neuron_config
 from steps import run
 
@@ -68,8 +68,7 @@ def difference(seed: int) -> tuple[str, float]:
         write_synthetic_checkpoint(Path(directory), with_format(tiny_config(**fields), "bf16"), seed=seed)
         options = neuron_config(tp, ep, batch, torch_dtype="float32")
         options["blockwise_matmul_config"] |= blockwise
-        app = executed_worker.build({"checkpoint": directory, "neuron_config": options})
-        executed_worker.load(app)
+        app = worker.build({"checkpoint": directory, "neuron_config": options})
         logits = run(app, case["prompts"], case["forced"])
         expected = expected_logits(load_transformers_model(directory), case)
     return f"TP{tp}xEP{ep} batch {batch} {fields} {blockwise}", float((logits - expected).abs().max())

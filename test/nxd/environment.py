@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from kimi_k2.neuron import standins
 from kimi_k2.neuron.contrib import load as contrib
 from kimi_k2.neuron.contrib import missing as absent_packages
 
-__all__ = ["adapter_runs", "contrib", "leave_out", "missing", "prepare"]
+__all__ = ["adapter_runs", "contrib", "leave_out", "missing", "prepare", "serve"]
 
 
 def missing() -> str | None:
@@ -37,3 +44,15 @@ def adapter_runs() -> bool:
     from neuronx_distributed_inference._version import __version__
 
     return str(__version__) != "0.8.0"
+
+
+def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """Answer the job (a JSON file) of a worker's command line; rank 0 writes the answer to the job's `output`."""
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    found = answer(job)
+    ranks = torch.distributed.is_initialized()
+    if not ranks or torch.distributed.get_rank() == 0:
+        torch.save(found, job["output"])
+    if ranks:
+        torch.distributed.barrier()

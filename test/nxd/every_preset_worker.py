@@ -15,20 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import environment
+import torch
+from drawn_kernels_worker import SIZES, Worker, rank
+from harness import expected_logits
+from steps import run
+from worker import Counted
 
-environment.prepare()
-
-import torch  # noqa: E402
-from drawn_kernels_worker import SIZES, Counted, Worker, rank  # noqa: E402
-from harness import expected_logits  # noqa: E402
-from steps import run  # noqa: E402
-
-from kimi_k2.neuron.application import cpu_deployment  # noqa: E402
-from kimi_k2.neuron.compile import build_application  # noqa: E402
-from kimi_k2.plan.deployment import Deployment  # noqa: E402
-from kimi_k2.sharding.experts.format import expert_formats  # noqa: E402
-from kimi_k2.synthetic.config import tiny_config  # noqa: E402
+from kimi_k2.neuron.application import cpu_deployment
+from kimi_k2.neuron.compile import build_application
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.synthetic.config import tiny_config
 
 STEPS = 2
 

@@ -1,4 +1,4 @@
-"""Runs cpu_worker.py on as many processes as a neuron config has ranks, and the plain model beside it."""
+"""Runs worker.py on as many processes as there are ranks, or on executed graphs; the plain model beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Router
 from kimi_k2.plan.deployment import Deployment
 
-WORKER = Path(__file__).with_name("cpu_worker.py")
-EXECUTED_WORKER = Path(__file__).with_name("executed_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
+# Degrees of tensor and expert parallelism.
+LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
+TOLERANCE = 2e-5  # of logits in float32
 # What would take the default run beyond ten minutes on two cores.
 SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 DECODE_STEPS = 16
@@ -96,19 +98,28 @@ def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout:
     return torch.load(output)
 
 
-def execute(job: dict[str, Any], directory: Path, timeout: float = 400) -> dict[str, Any]:
-    """Run the job on XLA's CPU from its lowered graphs, all ranks in one process; see executed_worker.py.
+def execute(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout: float = 400) -> Any:
+    """Run the job on XLA's CPU from its lowered graphs, all ranks in one process.
 
-    Returns:
+    Returns, of worker.py:
         logits: one tensor a case, as `launch` gives them; graphs: stage, bucket, HLO and parameter types of each graph;
-        calls: stage and bucket of each step.
+        calls: stage and bucket of each step; loaded: dtypes of the decode module.
     """
     directory.mkdir(parents=True, exist_ok=True)
     output, path = directory / "output.pt", directory / "job.json"
     path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
-    run_executed([str(EXECUTED_WORKER), str(path)], job["neuron_config"]["tp_degree"], timeout)
-    result: dict[str, Any] = torch.load(output, weights_only=False)
-    return result
+    run_executed([str(worker), str(path)], job["neuron_config"]["tp_degree"], timeout)
+    return torch.load(output, weights_only=False)
+
+
+WAYS = {"CPU mode": launch, "executed": execute}
+
+
+def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    """Logits against the expected ones; the largest difference is printed, and the same tokens are the likeliest."""
+    print(f"\n{name}: max |difference| {float((found - expected).abs().max()):.1e}")
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 def run_executed(command: list[str], ranks: int, timeout: float = 400) -> None:

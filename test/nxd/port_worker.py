@@ -1,4 +1,4 @@
-"""The published port (pull request 131 of neuronx-distributed-inference) on the same job as cpu_worker.py, one rank.
+"""The published port (pull request 131 of neuronx-distributed-inference) on the same job as worker.py, one rank.
 
 The job's `port` names the folder that holds its modeling_kimi_k2.py; nothing of it is kept here.
 """
@@ -9,9 +9,9 @@ import importlib
 import sys
 from typing import Any
 
-import cpu_worker
 import environment
 import torch
+import worker
 
 
 def build(job: dict[str, Any]) -> Any:
@@ -36,5 +36,5 @@ def build(job: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    cpu_worker.build = build
-    cpu_worker.main()
+    worker.build = build
+    environment.serve(worker.answer)

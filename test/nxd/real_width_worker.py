@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import environment
-import executed_worker  # noqa: F401 - prepares the process
 import torch
+import worker  # noqa: F401 - prepares the process
 from cut import CutProgram, place
 from harness import neuron_config
 

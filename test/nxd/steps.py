@@ -1,10 +1,11 @@
-"""Prefill and forced decode steps through a loaded application, on gloo ranks and on executed graphs alike."""
+"""Applications of a job, and the logits of its cases, on gloo ranks and on executed graphs alike."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import environment
+import schedule
 import torch
 
 from kimi_k2.vision_config import Grid
@@ -35,41 +36,21 @@ def run(
     `adapters` are the sequences' LoRA adapters.
     """
     more = {} if adapters is None else {"adapter_ids": torch.tensor(adapters)}
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
-    ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
-    slots = torch.arange(width)
-    mask = (slots < lengths[:, None]).to(torch.int32)
-    # NxDI's convention for right padding: position 1 marks a pad.
-    positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
     if arrival is None:
-        logits = [app(input_ids=ids, attention_mask=mask, position_ids=positions, **more).logits[:, -1]]
+        first = schedule.prompts(app, prompts, **more)
     else:
-        rows: dict[int, torch.Tensor] = {}
-        for row in arrival:
-            line = slice(row, row + 1)
-            out = app(
-                input_ids=ids[line],
-                attention_mask=mask[line],
-                position_ids=positions[line],
-                seq_ids=torch.tensor([row]),
-                sampling_params=torch.ones(1, 3),
-            )
-            rows[row] = out.logits[0, -1]
-        logits = [torch.stack([rows[row] for row in sorted(rows)])]
-    return torch.stack([*logits, *forced_steps(app, lengths, forced, **more)])
+        lines = schedule.Lines(app)
+        rows = {row: lines.prefill(row, prompts[row], 0)[0] for row in arrival}
+        first = torch.stack([rows[row] for row in sorted(rows)])
+    return torch.stack([first, *forced_steps(app, [len(prompt) for prompt in prompts], forced, **more)])
 
 
-def forced_steps(app: Any, lengths: torch.Tensor, forced: list[list[int]], **more: torch.Tensor) -> list[torch.Tensor]:
+def forced_steps(app: Any, lengths: list[int], forced: list[list[int]], **more: torch.Tensor) -> list[torch.Tensor]:
     """Logits [B, vocab] of each forced token after sequences of these lengths; `more` goes to every call."""
-    logits = []
-    for step in range(len(forced[0])):
-        at = lengths + step
-        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
-        tokens = torch.tensor([[row[step]] for row in forced])
-        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None], **more)
-        logits.append(out.logits[:, -1])
-    return logits
+    return [
+        schedule.decode(app, [[row[step]] for row in forced], [at + step for at in lengths], **more).logits[:, -1]
+        for step in range(len(forced[0]))
+    ]
 
 
 def media_of(case: dict[str, Any]) -> list[list[tuple[torch.Tensor, Grid]]]:
@@ -81,44 +62,7 @@ def media_of(case: dict[str, Any]) -> list[list[tuple[torch.Tensor, Grid]]]:
 def run_media(app: Any, case: dict[str, Any]) -> torch.Tensor:
     """Logits [steps, B, vocab] of prompts with media and of each forced token."""
     first = app.prefill(case["prompts"], media_of(case)).logits[:, -1]
-    lengths = torch.tensor([len(prompt) for prompt in case["prompts"]])
-    return torch.stack([first, *forced_steps(app, lengths, case["forced"])])
-
-
-@torch.inference_mode()
-def run_drafted(
-    app: Any, prompts: list[list[int]], forced: list[list[int]], width: int, accepted: list[int]
-) -> torch.Tensor:
-    """The same logits from steps of `width` tokens each, of which in turn `accepted[i]` are forced and the rest drafts.
-
-    Drafts are other tokens than the forced ones; the next step overwrites what they left in the cache.
-    """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    first = run(app, prompts, [[] for _ in prompts])
-    logits, done = [first[0]], 0
-    for keep in accepted:
-        tokens = torch.tensor([row[done : done + width] for row in forced])
-        tokens[:, keep:] = (tokens[:, keep:] + 1) % 512
-        at = lengths + done
-        mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
-        out = app(input_ids=tokens, attention_mask=mask, position_ids=at[:, None] + torch.arange(width))
-        logits.extend(out.logits[:, :keep].unbind(dim=1))
-        done += keep
-    return torch.stack(logits)
-
-
-@torch.inference_mode()
-def decode_from(app: Any, start: int, forced: list[list[int]]) -> torch.Tensor:
-    """Logits [steps, B, vocab] of forced tokens at positions `start` and on; the caches are full up to there."""
-    logits = []
-    app.kv_cache_populated = True
-    for step in range(len(forced[0])):
-        at = start + step
-        mask = torch.ones(len(forced), at, dtype=torch.int32)
-        tokens = torch.tensor([[row[step]] for row in forced])
-        out = app(input_ids=tokens, attention_mask=mask, position_ids=torch.full((len(forced), 1), at))
-        logits.append(out.logits[:, -1])
-    return torch.stack(logits)
+    return torch.stack([first, *forced_steps(app, [len(prompt) for prompt in case["prompts"]], case["forced"])])
 
 
 @torch.inference_mode()
@@ -128,7 +72,19 @@ def captured(app: Any, prompt: list[int], forced: list[int]) -> list[torch.Tenso
     out = app(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(len(prompt))[None])
     found = [[tensor.reshape(-1, tensor.shape[-1])[: len(prompt)] for tensor in out.captured_tensors]]
     for at, token in enumerate(forced, start=len(prompt)):
-        mask = torch.ones(1, at, dtype=torch.int32)
-        out = app(input_ids=torch.tensor([[token]]), attention_mask=mask, position_ids=torch.tensor([[at]]))
+        out = schedule.decode(app, [[token]], [at])
         found.append([tensor.reshape(1, -1) for tensor in out.captured_tensors])
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def result(app: Any, case: dict[str, Any]) -> Any:
+    """What a job's case gives: logits, or the tensors that are captured; the caches are empty, or full to `start`."""
+    if "start" in case:
+        app.kv_cache_populated = True
+        with torch.inference_mode():
+            return torch.stack(forced_steps(app, [case["start"]] * len(case["forced"]), case["forced"]))
+    if "steps" in case:
+        return schedule.run(app, case["steps"])
+    if "capture" in case:
+        return captured(app, case["capture"], case.get("forced", []))
+    return run(app, case["prompts"], case["forced"], case.get("arrival"), case.get("adapters"))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_kernels_worker import LAYOUTS, drawn, refused
-from harness import launch
+from drawn_kernels_worker import drawn, refused
+from harness import LAYOUTS, launch
 
 WORKER = Path(__file__).with_name("drawn_kernels_worker.py")
 TOLERANCE = 2e-5
@@ -35,7 +35,7 @@ def calls(one: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if SHARES[layout]])
+@pytest.mark.parametrize("layout", [layout for layout, share in SHARES.items() if share])
 def test_drawn(tmp_path: Path, layout: str) -> None:
     seeds = list(range(FIRST, FIRST + SHARES[layout]))
     job = {"checkpoint": "", "layout": layout, "seeds": seeds}

@@ -9,7 +9,7 @@ from typing import Any
 import environment
 import pytest
 import torch
-from harness import execute, launch, neuron_config, plain_model, sequences
+from harness import WAYS, check, neuron_config, plain_model, sequences
 from safetensors.torch import save_file
 
 from kimi_k2.errors import ConfigError
@@ -19,7 +19,6 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-TOLERANCE = 2e-5
 RANK, ALPHA = 4, 16
 CHOSEN = [1, 0, 1, 1]  # adapter of each sequence
 TARGETS = ("q_b_proj", "o_proj")
@@ -87,7 +86,8 @@ def job(adapters: dict[str, Path], source: str, tp: int, ep: int) -> tuple[dict[
             models[which](torch.tensor([prompt + forced]))[0, len(prompt) - 1 :]
             for which, prompt, forced in zip(CHOSEN, case["prompts"], case["forced"], strict=True)
         ]
-    made = {"checkpoint": adapters[source], "neuron_config": neuron, "cases": [{**case, "adapters": CHOSEN}]}
+    neuron["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
+    made = {"checkpoint": str(adapters[source]), "neuron_config": neuron, "cases": [{**case, "adapters": CHOSEN}]}
     return made, torch.stack(columns, dim=1)
 
 
@@ -100,11 +100,8 @@ def test_each_sequence_has_its_adapter(
     """FP8 experts stay as they are; the adapted projections are never quantized. Decode falls to XLA's form."""
     made, plain = job(adapters, source, tp, ep)
     made["neuron_config"]["decode"] = decode
-    made["neuron_config"]["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
-    (logits,) = launch(made, tmp_path) if way == "CPU mode" else execute(made, tmp_path)["logits"]
-    worst = float((logits - plain).abs().max())
-    print(f"\n{way}, {source}, TP{tp} x EP{ep}: max |difference| to merged weights {worst:.1e}")
-    torch.testing.assert_close(logits, plain, rtol=0, atol=TOLERANCE)
+    (logits,) = WAYS[way](made, tmp_path)["logits"]
+    check(f"{way}, {source}, TP{tp} x EP{ep}", logits, plain)
 
 
 def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:

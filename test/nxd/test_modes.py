@@ -8,12 +8,10 @@ from typing import Any
 import environment
 import pytest
 import torch
-from harness import run_executed
+from harness import TOLERANCE, run_executed
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
-
-TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +23,6 @@ def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_executed([str(worker), str(directory / "source"), str(output)], ranks=2)
     result: dict[str, Any] = torch.load(output)
     return result
-
-
-@pytest.mark.parametrize("name", ["part_of_the_lines", "several_tokens_a_step"])
-def test_logits(modes: dict[str, Any], name: str) -> None:
-    print(f"\n{name}: max |difference| to the plain model {modes[name]:.1e}")
-    assert modes[name] <= TOLERANCE
 
 
 def test_on_device_sampling(modes: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every fault of the tables is seen by the case that it is listed with, and the class as it is by none."""
+"""Every fault of the tables is seen by the job that it is listed with, and the class as it is passes all of them."""
 
 from __future__ import annotations
 
@@ -6,40 +6,87 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_attention_tiles
+import test_decode_layers
+import test_lora
+import test_nki_kernels
 import torch
-from harness import SLOW, run_executed
+from cases import job
+from faults import FAULTS, patch
+from harness import SLOW, WAYS, expected_logits, plain_model, sequences
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
+WORKER = Path(__file__).with_name("cases_worker.py")
 # What experts in tiles and the kernels take.
 TILED = {"moe_intermediate_size": 64, "num_experts_per_tok": 8, "kv_lora_rank": 128}
-# Ranks, model (layers without experts, whose MLP is split too, and with), and the least number of faults.
-TABLES: dict[str, tuple[int, dict[str, Any], int]] = {
-    "class_faults": (2, {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 26),
-    "early_faults": (2, {**TILED, "num_hidden_layers": 1, "first_k_dense_replace": 0}, 9),
-    "early_qkv_a_faults": (2, TILED, 18),
-    "split_faults": (4, {"num_hidden_layers": 2}, 15),
-    "feature_faults": (4, {"num_hidden_layers": 2}, 20),
-}
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+# The model of jobs that are executed: layers without experts, whose MLP is split too, and with.
+SIZES: dict[str, dict[str, Any]] = {
+    "class": ONE_LAYER, "early router": {**TILED, **ONE_LAYER}, "early projections": TILED,
+    "modes": {"num_hidden_layers": 2},
+}  # fmt: skip
+LEAST = {
+    "class": 26, "early router": 9, "early projections": 18, "modes": 37, "attention in tiles": 10, "whole layers": 31,
+}  # fmt: skip
 
 
 def test_each_fault_still_applies() -> None:
-    """A fault replaces a piece of the class's source, which must be there."""
-    run_executed([str(Path(__file__).with_name("faults_worker.py")), *TABLES], ranks=1)
+    """A fault replaces a piece of the source, which must be there."""
+    assert {table: sum(map(len, rows.values())) for table, rows in FAULTS.items()} == LEAST
+    for rows in FAULTS.values():
+        for faults in rows.values():
+            for _, *replaced in faults:
+                patch(*replaced)
+
+
+def kernel_jobs(table: str, directory: Path) -> dict[str, tuple[dict[str, Any], torch.Tensor]]:
+    """Decode on kernels in CPU mode; norms whose epsilons differ."""
+    made, case = {}, sequences(1, 512, steps=3)
+    for name in FAULTS[table]:
+        if table == "attention in tiles":
+            config = tiny_config(**test_attention_tiles.SIZES)
+            options = {**test_nki_kernels.options(name, 1, decode="layers"), "batch_size": 1}
+            more: dict[str, Any] = {"without": test_attention_tiles.WITHOUT}
+        else:
+            layout, _, pairs = name.partition(" in ")
+            config = test_decode_layers.config_of(layout, rms_norm_eps=1e-3)
+            split = test_decode_layers.PAIRS if pairs else {}
+            options, more = test_decode_layers.options(layout, 2, batch=1, **split), {}
+        source = directory / name
+        write_synthetic_checkpoint(source, with_format(config, "bf16"), seed=5)
+        one = {"checkpoint": str(source), "neuron_config": options, "cases": [case], **more}
+        made[name] = one, expected_logits(plain_model(source), case)
+    return made
 
 
 @SLOW
-@pytest.mark.parametrize("name", TABLES)
-def test_each_fault_is_seen(tmp_path: Path, name: str) -> None:
-    ranks, sizes, least = TABLES[name]
-    write_synthetic_checkpoint(tmp_path / "source", with_format(tiny_config(**sizes), "bf16"), seed=4)
-    worker, output = Path(__file__).with_name("faults_worker.py"), tmp_path / "output.pt"
-    run_executed([str(worker), name, str(tmp_path / "source"), str(output)], ranks, timeout=3000)
-    table: dict[str, list[str]] = torch.load(output)
-    for fault, seen in table.items():
-        print(f"\n{fault}: {', '.join(seen) or 'not seen'}")
-    assert {fault: seen for fault, seen in table.items() if seen and fault.startswith("none")} == {}
-    faults = [fault for fault in table if not fault.startswith("none")]
-    assert len(faults) >= least
-    assert [fault for fault in faults if not table[fault]] == []
+@pytest.mark.parametrize("table", FAULTS)
+def test_each_fault_is_seen(tmp_path: Path, table: str) -> None:
+    if table in SIZES:
+        source, way = tmp_path / "source", "executed"
+        write_synthetic_checkpoint(source, with_format(tiny_config(**SIZES[table]), "bf16"), seed=4)
+        adapters = test_lora.write_all(tmp_path / "lora") if table == "modes" else {}
+        jobs = {
+            name: test_lora.job(adapters, "source", 1, 2) if name == "adapters" else job(name, source)
+            for name in FAULTS[table]
+        }
+        groups = [jobs]
+    else:
+        way, groups = "CPU mode", [{name: one} for name, one in kernel_jobs(table, tmp_path).items()]
+    found: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        torch.save({name: expected for name, (_, expected) in group.items()}, tmp_path / "expected.pt")
+        given = {
+            "checkpoint": "", "jobs": {name: one for name, (one, _) in group.items()}, "faults": table,
+            "expected": str(tmp_path / "expected.pt"),
+            "neuron_config": {"tp_degree": max(one["neuron_config"]["tp_degree"] for one, _ in group.values())},
+        }  # fmt: skip
+        found |= WAYS[way](given, tmp_path / str(number), worker=WORKER, timeout=3000)
+    for name, seen in found.items():
+        print(f"\n{name}: {', '.join(seen['failing']) or 'not seen'}")
+    jobs_as_they_are = {name: found.pop(name)["failing"] for group in groups for name in group}
+    assert not any(jobs_as_they_are.values()), jobs_as_they_are
+    assert len(found) == LEAST[table]
+    assert [fault for fault, seen in found.items() if not seen["failing"]] == []

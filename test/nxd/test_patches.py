@@ -18,15 +18,15 @@ import environment
 environment.prepare()
 patches = environment.contrib("patches")
 patches.{patch}.apply = classmethod(lambda cls: None)
-import cpu_worker
-cpu_worker.main()
+import worker
+environment.serve(worker.answer)
 """
 
 
 def run_without(patch: str, job: dict[str, Any], directory: Path) -> None:
     """The CPU worker with one patch switched off."""
     directory.mkdir(exist_ok=True)
-    worker = directory / "worker.py"
+    worker = directory / "unpatched.py"
     lines = f"import sys\nsys.path.insert(0, {json.dumps(str(WORKER.parent))})\n" + WITHOUT.format(patch=patch)
     worker.write_text(lines)
     launch(job, directory, worker=worker)

@@ -27,8 +27,8 @@ def test_difference_beside_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     case = sequences(1, 512)
     job = {"checkpoint": directory, "neuron_config": neuron_config(1, 1, 1), "cases": [case], "port": PORT}
     expected = expected_logits(plain_model(directory), case)
-    (ours,) = launch(job, tmp_path / "ours")
-    (theirs,) = launch(job, tmp_path / "port", worker=WORKER.with_name("port_worker.py"))
+    (ours,) = launch(job, tmp_path / "ours")["logits"]
+    (theirs,) = launch(job, tmp_path / "port", worker=WORKER.with_name("port_worker.py"))["logits"]
     difference = {name: float((out - expected).abs().max()) for name, out in (("ours", ours), ("port", theirs))}
     print(
         f"\nbias std {bias_std}: max |logit difference| ours {difference['ours']:.1e}, published port"

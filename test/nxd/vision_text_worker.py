@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
 import environment
 
@@ -14,9 +12,8 @@ import torch  # noqa: E402
 from steps import run_media  # noqa: E402
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text())
+def answer(job: dict[str, Any]) -> torch.Tensor:
+    """Logits [steps, B, vocab]."""
     config_module, vision = environment.contrib("config"), environment.contrib("vision")
     options = {**job["neuron_config"], "torch_dtype": torch.float32}
     neuron = config_module.KimiK2NeuronConfig(on_cpu=True, **options)
@@ -25,12 +22,8 @@ def main() -> None:
     app = application(job["checkpoint"], config)
     app.to_cpu()
     app.load_vision([vision.VisionBucket(*bucket) for bucket in job["buckets"]])
-    case = torch.load(job["case"])
-    logits = run_media(app, case)
-    if torch.distributed.get_rank() == 0:
-        torch.save(logits, job["output"])
-    torch.distributed.barrier()
+    return run_media(app, torch.load(job["case"]))
 
 
 if __name__ == "__main__":
-    main()
+    environment.serve(answer)

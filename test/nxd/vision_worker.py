@@ -5,10 +5,8 @@ WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 python vision_worker
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
+from typing import Any
 
 os.environ["NXD_CPU_MODE"] = "1"
 
@@ -23,9 +21,8 @@ from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.vision_config import Grid  # noqa: E402
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text())
+def answer(job: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pixels and features of each pack."""
     neuron = job["neuron_config"]
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=neuron["tp_degree"], skip_collective_init=True)
@@ -39,10 +36,8 @@ def main() -> None:
         generator = torch.Generator().manual_seed(len(results))
         pixels = torch.rand(sum(grid.patches for grid in sizes), 3, 14, 14, generator=generator) * 2 - 1
         results.append((pixels, encoder(pixels, sizes)))
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, job["output"])
-    torch.distributed.barrier()
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    environment.serve(answer)
