@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from kimi_k2.bench.backend import Prompts
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[str, str | None, Any], tuple[int, str]]  # path, authorization, fields: status, text
 
 
 class FakeClock:
@@ -67,33 +67,26 @@ def backend(clock: FakeClock) -> FakeBackend:
 
 @contextmanager
 def serving(handler: Handler) -> Iterator[str]:
-    """The URL of a server in a thread that answers every request by `handler`."""
-    loop, ports, started = asyncio.new_event_loop(), list[int](), threading.Event()
+    """The URL of a server in threads that answers every request by `handler`."""
 
-    async def start() -> web.AppRunner:
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", handler)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ports.append(runner.addresses[0][1])
-        started.set()
-        return runner
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, text = handler(self.path, self.headers["Authorization"], json.loads(body or "null"))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
 
-    def run() -> None:
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
+        def do_POST(self) -> None:
+            self.do_GET()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert started.wait(30)
-    try:
-        yield f"http://127.0.0.1:{ports[0]}"
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture

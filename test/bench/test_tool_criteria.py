@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from typer.testing import CliRunner
 
 from kimi_k2.bench.errors import SweepError
@@ -69,17 +68,16 @@ def test_nothing_to_count() -> None:
     assert (found["failures"], found["schema_accuracy"], found["tool_call_f1"]) == (1, 0.0, 1.0)
 
 
-async def server(request: web.Request) -> web.Response:
+def server(path: str, _: str | None, fields: Any) -> tuple[int, str]:
     """Calls the tool that the user names, with the arguments that the user gives."""
-    if request.path == "/v1/models":
-        return web.json_response({"data": [{"id": "served"}]})
-    fields = await request.json()
-    assert (fields["model"], fields["stream"]) == ("served", False)
+    if path == "/v1/models":
+        return 200, json.dumps({"data": [{"id": "served"}]})
+    assert (path, fields["model"], fields["stream"]) == ("/v1/chat/completions", "served", False)
     text = fields["messages"][-1]["content"]
     if text == "fail":
-        return web.Response(status=500, text="broken")
+        return 500, "broken"
     name, _, arguments = text.partition(" ")
-    return web.json_response(answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
+    return 200, json.dumps(answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
 
 
 def requests_file(path: Path, *texts: str) -> Path:
@@ -94,7 +92,8 @@ def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) ->
     first = verify(endpoint, asked, tmp_path / "first")
     assert first == {"requests": 5, "failures": 1, "count_finish_reason_tool_calls": 3,
                      "count_successful_tool_call": 2, "schema_accuracy": pytest.approx(2 / 3)}  # fmt: skip
-    assert [outcome.index for outcome in read_outcomes(tmp_path / "first" / OUTCOMES)] == [1, 2, 3, 4, 5]
+    outcomes = read_outcomes(tmp_path / "first" / OUTCOMES)
+    assert [outcome.index for outcome in outcomes] == [1, 2, 3, 4, 5] and outcomes[3].error == "500: broken"
     endpoint = Endpoint(serve(server))
     again = verify(endpoint, asked, tmp_path / "second", reference=tmp_path / "first" / OUTCOMES)
     assert (again["compared"], again["tool_call_f1"]) == (4, 1.0)

@@ -9,15 +9,18 @@ answers all of whose calls are valid.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from http.client import HTTPException
+from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.request import getproxies
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-import aiohttp
 from jsonschema import SchemaError, ValidationError, validate
 
 from kimi_k2.bench.errors import SweepError
@@ -25,63 +28,47 @@ from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.files import read_text, replace_file
 from kimi_k2.limits import MEDIA_BYTES
 
-FAILED = (aiohttp.ClientError, OSError)  # no answer, or one that breaks off
+FAILED = (OSError, HTTPException)  # no answer, or one that breaks off
 
 
+@dataclass(frozen=True)
 class Endpoint:
     """A server under `url`, which ends in /v1 (it is added if missing).
 
-    Args:
+    Attributes:
         api_key: sent as a bearer token; None for none.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        root = url.rstrip("/")
-        self.url = root if root.endswith("/v1") else f"{root}/v1"
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
+    url: str
+    api_key: str | None = None
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The connections; made in the event loop that first asks for them."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=0),
-                trust_env=bool(getproxies()),  # else each request would look for proxies
-            )
-        return self._session
+    def ask(self, path: str, fields: Mapping[str, Any] | None = None, timeout: float | None = None) -> tuple[int, str]:
+        """Status and text of the answer to a request, which posts `fields` if there are any.
 
-    async def model(self) -> str:
+        Raises:
+            OSError, HTTPException: there is none, after `timeout` seconds too.
+        """
+        body = None if fields is None else json.dumps(fields).encode()
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = Request(f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}", body, headers)
+        try:
+            with urlopen(request, timeout=timeout) as answer:
+                return answer.status, answer.read().decode(errors="replace")
+        except HTTPError as error:
+            return error.code, error.read().decode(errors="replace")
+
+    def model(self) -> str:
         """The name of the first model that the server lists.
 
         Raises:
             SweepError: it does not answer as OpenAI's API does.
         """
         try:
-            limit = aiohttp.ClientTimeout(total=30)
-            async with self.session.get(f"{self.url}/models", timeout=limit) as answer:
-                answer.raise_for_status()
-                name = (await answer.json())["data"][0]["id"]
+            return str(json.loads(self.ask("models", timeout=30)[1])["data"][0]["id"])
         except (*FAILED, ValueError, LookupError, TypeError) as error:
             raise SweepError(f"{self.url}/models: expected OpenAI's list of models: {error!r}") from None
-        return str(name)
-
-    async def chat(self, fields: dict[str, Any]) -> tuple[int, str]:
-        """Status and text of the answer to a chat request that is not streamed.
-
-        Raises:
-            aiohttp.ClientError, OSError: there is none.
-        """
-        async with self.session.post(f"{self.url}/chat/completions", json=fields) as response:
-            return response.status, await response.text(errors="replace")
-
-    async def close(self) -> None:
-        """End all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
 
 TRIGGER = "tool_calls"
@@ -213,12 +200,12 @@ def read_outcomes(path: Path) -> list[Outcome]:
     return outcomes
 
 
-async def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any]) -> Outcome:
+def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any]) -> Outcome:
     """One request, not streamed; what goes wrong is part of the outcome."""
     fields = {**request, "model": model, "stream": False}
     fields.pop("stream_options", None)
     try:
-        status, text = await endpoint.chat(fields)
+        status, text = endpoint.ask("chat/completions", fields)
         if status != 200:
             return Outcome(index, error=f"{status}: {text[:300]}")
         return judge(index, request, json.loads(text))
@@ -226,32 +213,8 @@ async def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any
         return Outcome(index, error=repr(error)[:300])
 
 
-async def _verify(
-    endpoint: Endpoint, requests: list[dict[str, Any]], concurrency: int, on_answer: Callable[[], None]
-) -> list[Outcome]:
-    free = asyncio.Semaphore(concurrency)
-    try:
-        model = await endpoint.model()
-
-        async def one(index: int, request: dict[str, Any]) -> Outcome:
-            async with free:
-                outcome = await ask(endpoint, model, index, request)
-            on_answer()
-            return outcome
-
-        return list(await asyncio.gather(*(one(index, request) for index, request in enumerate(requests, start=1))))
-    finally:
-        await endpoint.close()
-
-
 def verify(
-    endpoint: Endpoint,
-    requests: Path,
-    out: Path,
-    *,
-    reference: Path | None = None,
-    concurrency: int = 8,
-    on_answer: Callable[[], None] = lambda: None,
+    endpoint: Endpoint, requests: Path, out: Path, *, reference: Path | None = None, concurrency: int = 8
 ) -> dict[str, Any]:
     """Ask a server all requests of a JSONL file and write outcomes.jsonl and summary.json into `out`.
 
@@ -259,14 +222,15 @@ def verify(
         reference: outcomes of a trusted server for the same file.
 
     Returns:
-        The summary, see `criteria.summarize`.
+        The summary, see `summarize`.
 
     Raises:
         SweepError: a file cannot be read, or the server does not answer as OpenAI's API does.
     """
     asked = read_lines(requests)
     trusted = None if reference is None else read_outcomes(reference)
-    outcomes = asyncio.run(_verify(endpoint, asked, concurrency, on_answer))
+    with ThreadPoolExecutor(concurrency) as pool:
+        outcomes = list(pool.map(partial(ask, endpoint, endpoint.model()), count(1), asked))
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / OUTCOMES, "".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
     summary = summarize(outcomes, trusted)
