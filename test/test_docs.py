@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -82,6 +83,14 @@ def check_whole(words: list[str], command: Any) -> None:
         assert error.message.endswith((" does not exist.", " is a file.", " is a directory.")), (words, error.message)
 
 
+@cache
+def usage(script: str) -> str:
+    """What a script says of its options, and its source."""
+    command, source = [*python(), str(ROOT / script), "--help"], (ROOT / script).read_text(encoding="utf-8")
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout + source
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
     text = path.read_text(encoding="utf-8")
@@ -114,13 +123,8 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
                 assert importlib.util.find_spec(words[2]) is not None, words
         elif words[0].startswith(("python", "scripts/")):
             script = next(word for word in words if word.startswith("scripts/"))
-            source = (ROOT / script).read_text(encoding="utf-8")
-            usage = subprocess.run(
-                [*python(), str(ROOT / script), "--help"], capture_output=True, text=True, check=True,
-                env={**os.environ, "COLUMNS": "200", "TERM": "dumb"},
-            ).stdout  # fmt: skip
             for word in words:
-                assert not word.startswith("--") or word in usage or word in source, f"{script} has no {word}"
+                assert not word.startswith("--") or word in usage(script), f"{script} has no {word}"
         elif program == "pytest":
             for word in words[1:]:
                 if "/" in word and not word.startswith("-"):

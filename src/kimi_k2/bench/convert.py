@@ -67,7 +67,7 @@ def straightforward(source: Path, work: Path, tp: int, ep: int) -> None:
         subprocess.run(["sync", str(work / rank_file_name(rank))], check=True)
 
 
-def copy(source: Path, work: Path) -> None:
+def copy(source: Path, work: Path, tp: int, ep: int) -> None:
     """`cat` every shard into a file, flushed to the disk as conversion flushes."""
     for shard in CheckpointIndex.open(source).shards:
         with (work / shard).open("wb") as out:
@@ -145,24 +145,21 @@ def run_job(job: str, source: Path, work: Path, tp: int, ep: int) -> dict[str, f
     shards = CheckpointIndex.open(source).shards
     sizes = [(source / shard).stat().st_size for shard in shards]
     start = time.perf_counter()
-    extra: dict[str, float] = {}
-    if job == "copy":
-        copy(source, work)
-    elif job == "slices":
-        slices(source, work, tp, ep)
-    elif job == "straightforward":
-        sizes = sizes[1:2]
-        straightforward(source, work, tp, ep)
+    if job in OTHERS:
+        OTHERS[job](source, work, tp, ep)
     else:
-        experts = "per_channel" if job.startswith("per_channel") else "blockwise"
+        experts = job.removesuffix("_report")
         Presharder(source, work, Layout(tp, ep, experts=experts), report=job.endswith("report")).run()
     seconds, busy = time.perf_counter() - start, time.process_time()
-    peak = peak_resident() or 0
-    if job not in ("copy", "slices", "straightforward"):
-        extra = load_ratio(work)
-    return {"seconds": seconds, "rate": sum(sizes) / seconds / 1e6, "cpu_seconds": busy, "peak_gb": peak / 1e9, **extra}
+    peak, read = peak_resident() or 0, sum(sizes[1:2] if job == "straightforward" else sizes)
+    extra = {} if job in OTHERS else load_ratio(work)
+    return {"seconds": seconds, "rate": read / seconds / 1e6, "cpu_seconds": busy, "peak_gb": peak / 1e9, **extra}
 
 
+# What conversion stands beside.
+OTHERS: dict[str, Callable[[Path, Path, int, int], None]] = {
+    "copy": copy, "slices": slices, "straightforward": straightforward,
+}  # fmt: skip
 JOBS = ("copy", "slices", "blockwise", "per_channel", "straightforward", "per_channel_report", "blockwise_report")
 
 
