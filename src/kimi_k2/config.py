@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,20 @@ class YarnScaling(BaseModel):
     def softmax_multiplier(self) -> float:
         """Factor on the softmax scale: the square of the `mscale_all_dim` magnitude."""
         return self._mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+def first_fault(
+    error: ValidationError, file: str | Path | None, name: Callable[[str], str] = lambda field: field
+) -> ConfigError:
+    """The first thing that pydantic has found; `name` gives a field's name in the file."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
+        message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
+    else:
+        message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
+    return ConfigError(message, field=name(where) if where else None, file=file)
 
 
 _ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
@@ -313,14 +328,7 @@ class KimiK2Config(BaseModel):
         except ConfigError as error:
             raise ConfigError(error.message, field=error.field and read.name(error.field), file=file) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            cause = first.get("ctx", {}).get("error")
-            if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
-                message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
-            else:
-                message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
-            raise ConfigError(message, field=read.name(where) if where else None, file=file) from None
+            raise first_fault(error, file, read.name) from None
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The plain (unwrapped) `config.json` content in transformers 4.x form, quantization included."""

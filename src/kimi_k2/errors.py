@@ -13,36 +13,31 @@ class KimiK2Warning(UserWarning):
     """Something that could not be checked; the command line shows its message alone."""
 
 
-class ConfigError(KimiK2Error, ValueError):
-    """A configuration is missing a field, or a field is mistyped or inconsistent.
+class PlacedError(KimiK2Error):
+    """An error that names its place.
 
     Attributes:
         message: what was expected, without the place.
-        field: dotted name of the offending field, or None when the whole file is at fault.
-        file: path of the configuration file, if it was read from one.
-    """
-
-    def __init__(self, message: str, *, field: str | None = None, file: str | Path | None = None) -> None:
-        self.message = message
-        self.field = field
-        self.file = str(file) if file is not None else None
-        where = ": ".join(part for part in (self.file, f"field '{field}'" if field else None) if part)
-        super().__init__(f"{where}: {message}" if where else message)
-
-
-class CheckpointError(KimiK2Error):
-    """A checkpoint cannot be read or written as its index, headers and config promise.
-
-    Attributes:
         file: path of the file at fault, if one is.
-        tensor: name of the tensor at fault, if one is.
+        field: dotted name of the field at fault in a configuration, or None when the whole file is.
+        tensor: name of the tensor at fault in a checkpoint, if one is.
     """
 
-    def __init__(self, message: str, *, file: str | Path | None = None, tensor: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, file: str | Path | None = None, field: str | None = None, tensor: str | None = None
+    ) -> None:
+        self.message, self.field, self.tensor = message, field, tensor
         self.file = str(file) if file is not None else None
-        self.tensor = tensor
-        where = ": ".join(part for part in (self.file, f"tensor '{tensor}'" if tensor else None) if part)
-        super().__init__(f"{where}: {message}" if where else message)
+        where = (self.file, field and f"field '{field}'", tensor and f"tensor '{tensor}'")
+        super().__init__(": ".join([*(part for part in where if part), message]))
+
+
+class ConfigError(PlacedError, ValueError):
+    """A configuration is missing a field, or a field is mistyped or inconsistent."""
+
+
+class CheckpointError(PlacedError):
+    """A checkpoint cannot be read or written as its index, headers and config promise."""
 
 
 class MissingShardError(CheckpointError):
@@ -81,24 +76,12 @@ class OrphanScaleError(CheckpointError):
     """A quantization scale without its weight, or a quantized weight without its scale."""
 
 
-class TokenizerError(KimiK2Error, ValueError):
-    """A vocabulary file, token id, chat message or tool definition is malformed; `file` goes in front."""
-
-    def __init__(self, message: str, *, file: str | Path | None = None) -> None:
-        super().__init__(f"{file}: {message}" if file is not None else message)
+class TokenizerError(PlacedError, ValueError):
+    """A vocabulary file, token id, chat message or tool definition is malformed."""
 
 
-class MediaError(KimiK2Error, ValueError):
-    """An image or a video is damaged, too large, of a kind that is not read, or does not fit its prompt.
-
-    Attributes:
-        file: path or name of the file at fault, if one is.
-    """
-
-    def __init__(self, message: str, *, file: str | Path | None = None) -> None:
-        self.message = message
-        self.file = str(file) if file is not None else None
-        super().__init__(f"{self.file}: {message}" if self.file else message)
+class MediaError(PlacedError, ValueError):
+    """An image or a video is damaged, too large, of a kind that is not read, or does not fit its prompt."""
 
 
 class KernelError(KimiK2Error, ValueError):

@@ -35,21 +35,19 @@ from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 SMALL = Inputs(random_tokens(512, 12, 0), random_tokens(512, 3, 1), kept_positions=8)
 
 
-@pytest.fixture(scope="module")
-def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("golden")
-    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
-    save_golden(
-        directory, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32", checkpoints["fp8"]
-    )
+def captured(checkpoint: Path, directory: Path) -> Path:
+    config, trace = KimiK2Config.from_pretrained(checkpoint), run("cpu", checkpoint, SMALL, "float32")
+    save_golden(directory, trace, config, "cpu", "float32", checkpoint)
     return directory
 
 
+@pytest.fixture(scope="module")
+def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(checkpoints["fp8"], tmp_path_factory.mktemp("golden"))
+
+
 def test_same_run_same_bytes(checkpoints: dict[str, Path], golden: Path, tmp_path: Path) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
-    save_golden(
-        tmp_path, run("cpu", checkpoints["fp8"], SMALL, "float32"), config, "cpu", "float32", checkpoints["fp8"]
-    )
+    captured(checkpoints["fp8"], tmp_path)
     for name in (TENSORS, DESCRIPTION):
         assert (tmp_path / name).read_bytes() == (golden / name).read_bytes()
     loaded = load_golden(golden)
@@ -100,10 +98,7 @@ def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: st
 
 
 def test_tensors_of_another_run(golden: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["bf16"])
-    save_golden(
-        tmp_path, run("cpu", checkpoints["bf16"], SMALL, "float32"), config, "cpu", "float32", checkpoints["bf16"]
-    )
+    captured(checkpoints["bf16"], tmp_path)
     (tmp_path / DESCRIPTION).write_bytes((golden / DESCRIPTION).read_bytes())
     with pytest.raises(ParityError, match="SHA-256"):
         load_golden(tmp_path)
@@ -129,8 +124,7 @@ def test_unequal_tokens_and_nan(golden: Path, checkpoints: dict[str, Path]) -> N
     other = Inputs([1, *SMALL.prompt[1:]], SMALL.forced, kept_positions=8)
     with pytest.raises(ParityError, match="prompt: other tokens"):
         compare(run_plain(model, other), expected, model.config)
-    broken = Trace(expected.inputs, {key: value.clone() for key, value in expected.values.items()})
-    broken.values["decode/lm_head"][1, 7] = torch.nan
+    broken, _ = changed(golden, "decode/lm_head", lambda values: values[1, 7].fill_(torch.nan))
     with pytest.raises(ParityError, match="logits of the run: NaN at step 2"):
         compare(broken, expected, model.config)
 
@@ -160,10 +154,8 @@ def test_identity_is_of_the_weights(golden: Path, checkpoints: dict[str, Path], 
 
 
 def test_a_nan_inside_is_a_divergence(golden: Path, checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
-    expected = load_golden(golden).trace
-    broken = Trace(expected.inputs, {key: value.clone() for key, value in expected.values.items()})
-    broken.values["prefill/layers.1.mlp.experts"][3, 0] = torch.nan
+    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.experts"
+    broken, expected = changed(golden, point, lambda values: values[3, 0].fill_(torch.nan))
     first = compare(broken, expected, config).first
     assert first is not None
     assert (first.layer, first.module, first.row) == (1, "mlp.experts", 3)

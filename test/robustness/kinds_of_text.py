@@ -26,7 +26,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def of_file(name: str) -> dict[str, Damage]:
-    """Ways in which a JSON file can be none."""
+    """Ways in which a JSON file can be none: all but `missing` are wrong of any."""
     return {
         "missing": remove(name),
         "empty": write(name, ""),

@@ -19,7 +19,7 @@ from damage import (
     sparse,
     write,
 )
-from kinds_of_text import DEEP
+from kinds_of_text import of_file
 
 VOCABULARY, CONFIG = "tiktoken.model", "tokenizer_config.json"
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
@@ -46,13 +46,7 @@ VOCABULARIES: list[tuple[str, Damage]] = [
     ("an empty token", line(VOCABULARY, 300, b"= 300")),
 ]
 CONFIGS: list[tuple[str, Damage]] = [
-    ("empty", write(CONFIG, "")),
-    ("no JSON", write(CONFIG, "{")),
-    ("a list", write(CONFIG, "[]")),
-    ("binary", write(CONFIG, bytes(range(255, 0, -1)))),
-    ("deep", write(CONFIG, DEEP)),
-    ("70 MB of nothing", sparse(CONFIG, 70_000_000)),
-    ("a loop of links", looping_link(CONFIG)),
+    *(one for one in of_file(CONFIG).items() if one[0] != "missing"),
     ("names in a list", member(CONFIG, _NAMES, [1])),
     ("names a number", member(CONFIG, _NAMES, 3)),
     ("an id that is no number", member(CONFIG, f"{_NAMES}/x", {"content": "a"})),
@@ -84,12 +78,7 @@ SOURCES: list[tuple[str, str]] = [
     ("long", "x" * 100_000),
 ]
 GENERATIONS: list[tuple[str, Damage]] = [
-    ("empty", write(GENERATION, "")),
-    ("no JSON", write(GENERATION, "{")),
-    ("a list", write(GENERATION, "[]")),
-    ("binary", write(GENERATION, bytes(range(255, 0, -1)))),
-    ("deep", write(GENERATION, DEEP)),
-    ("300 MB of nothing", sparse(GENERATION, 300_000_000)),
+    *(one for one in of_file(GENERATION).items() if one[0] != "missing"),
     ("eos a string", member(GENERATION, "eos_token_id", "x")),
     ("eos beyond", member(GENERATION, "eos_token_id", 768)),
     ("eos negative", member(GENERATION, "eos_token_id", [-1])),

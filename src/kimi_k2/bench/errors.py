@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kimi_k2.errors import KimiK2Error
+from kimi_k2.errors import KimiK2Error, PlacedError
 
 
-class SweepError(KimiK2Error, ValueError):
-    """A sweep cannot run as asked, or a result file is not one.
-
-    Attributes:
-        file: path of the result file at fault, if one is.
-    """
-
-    def __init__(self, message: str, *, file: str | Path | None = None) -> None:
-        self.file = str(file) if file is not None else None
-        super().__init__(f"{self.file}: {message}" if self.file else message)
+class SweepError(PlacedError, ValueError):
+    """A sweep cannot run as asked, or a result file is not one."""
 
 
 class BackendUnavailableError(SweepError):

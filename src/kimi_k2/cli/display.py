@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, Group
@@ -39,23 +39,20 @@ def printable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-class View(Protocol):
+class View:
     """What `generate` shows its replies in."""
 
     def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """A reply has grown."""
-        ...
 
     def ended(self, row: int, reply: Reply) -> None:
         """A reply is complete."""
-        ...
 
     def close(self, replies: dict[int, Reply]) -> None:
         """All are complete, or an error ended them."""
-        ...
 
 
-class PlainView:
+class PlainView(View):
     """The text as the model wrote it, markup included: of one reply as it comes, of several at the end."""
 
     def __init__(self, count: int) -> None:
@@ -68,9 +65,6 @@ class PlainView:
             typer.echo(reply.text[self._shown :], nl=False)
             self._shown = len(reply.text)
 
-    def ended(self, row: int, reply: Reply) -> None:
-        """Nothing yet: others may come before it."""
-
     def close(self, replies: dict[int, Reply]) -> None:
         """Print several replies in the order of their prompts."""
         if self._single and replies:
@@ -79,7 +73,7 @@ class PlainView:
             typer.echo(f"--- {row}\n{reply.text}")
 
 
-class JsonView:
+class JsonView(View):
     """A JSON line a reply when it ends and, if `deltas`, one for everything that comes before."""
 
     def __init__(self, prompts: list[Prompt], tokenizer: KimiTokenizer, *, deltas: bool) -> None:
@@ -108,15 +102,12 @@ class JsonView:
         top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in found.top]
         return {"token": self._tokenizer.decode([token]), "logprob": found.chosen, "top_logprobs": top}
 
-    def close(self, replies: dict[int, Reply]) -> None:
-        """Nothing is left."""
-
     @staticmethod
     def _line(content: dict[str, Any]) -> None:
         typer.echo(json.dumps(content, ensure_ascii=False))
 
 
-class TerminalView:
+class TerminalView(View):
     """One reply on a terminal: reasoning dimmed, tool calls marked, text as it is made."""
 
     def __init__(self, console: Console) -> None:
@@ -142,9 +133,6 @@ class TerminalView:
         """End the last line."""
         self._console.print()
 
-    def close(self, replies: dict[int, Reply]) -> None:
-        """Nothing is left."""
-
     def _write(self, part: str, text: str, style: str | None = None) -> None:
         if self._part is None:
             text = text.lstrip("\n")
@@ -157,7 +145,7 @@ class TerminalView:
         self._console.print(shown, end="", soft_wrap=True)
 
 
-class PanelsView:
+class PanelsView(View):
     """Several replies on a terminal, each in a panel that grows."""
 
     def __init__(self, console: Console, titles: list[str]) -> None:

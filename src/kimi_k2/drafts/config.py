@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.config import KimiK2Config, YarnScaling
+from kimi_k2.config import KimiK2Config, YarnScaling, first_fault
 from kimi_k2.config_fields import ONLY, WITHOUT_EFFECT, check_limits, refuse_unknown
 from kimi_k2.config_file import normalise_rope
 from kimi_k2.errors import ConfigError, MissingTensorError, TensorDtypeError, TensorShapeError, UnexpectedTensorError
@@ -122,10 +122,7 @@ class DraftConfig(BaseModel):
         except ConfigError as error:
             raise ConfigError(error.message, field=error.field, file=file) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
-            raise ConfigError(message, field=where or None, file=file) from None
+            raise first_fault(error, file) from None
 
     def layers(self, target: KimiK2Config) -> tuple[int, ...]:
         """`aux_layers`; where the file names none those that vLLM takes: 2, the middle, and three before the last."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from kimi_k2.config import KimiK2Config, changed
+from kimi_k2.config import KimiK2Config, changed, first_fault
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_text
 from kimi_k2.limits import JSON_BYTES
@@ -33,7 +33,11 @@ _ALONE = ("save_sharded_checkpoint", "flash_decoding_enabled", "is_continuous_ba
 Target = Literal["q_b_proj", "o_proj"]
 
 
-class LoraServing(BaseModel):
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LoraServing(_Part):
     """NxDI's LoraServingConfig, as far as a plan needs it; its batch is the deployment's.
 
     Attributes:
@@ -42,8 +46,6 @@ class LoraServing(BaseModel):
         target_modules: projections that are adapted.
         lora_ckpt_paths: PEFT directories by the adapters' names.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_loras: PositiveInt = 1
     max_lora_rank: PositiveInt = 16
@@ -87,10 +89,6 @@ CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's 
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
 VISION_ENCODER = "vision_encoder_model"
 InstanceName = Literal["trn2.48xlarge", "h200", "h100"]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class OnDeviceSampling(_Part):
@@ -276,7 +274,7 @@ class Deployment(_Part):
         try:
             return cls.model_validate({"name": path.stem, **_fields_of(path)})
         except ValidationError as error:
-            raise _named(error, path) from None
+            raise first_fault(error, path) from None
 
     @property
     def hardware(self) -> Instance:
@@ -357,11 +355,3 @@ def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
 def preset_names() -> list[str]:
     """Names of the deployments in configs/."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-
-
-def _named(error: ValidationError, path: Path) -> ConfigError:
-    first = error.errors()[0]
-    inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, ConfigError):
-        return ConfigError(inner.message, field=inner.field, file=path)
-    return ConfigError(first["msg"], field=".".join(str(part) for part in first["loc"]), file=path)

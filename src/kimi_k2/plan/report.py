@@ -86,6 +86,9 @@ def print_stored_form(form: dict[str, Any], console: Console) -> None:
 
 
 SCHEMA = "kimi-k2/plan/1"
+_OF_TARGET = ("name", "batch", "context", "prompt", "prefill_sequences", "cache_ranks")
+_OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
+_OF_MEMORY = ("parts", "resident", "fits", "room", "needed", "verdict", "caution")
 
 
 def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
@@ -101,30 +104,14 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     report = {
         "schema": SCHEMA,
         "target": {
-            "name": target.name,
-            "ranks": target.layout.ranks,
-            "moe_tp": target.layout.moe_tp,
-            "moe_ep": target.layout.moe_ep,
-            "experts": target.layout.experts,
-            "batch": target.batch,
-            "context": target.context,
-            "prompt": target.prompt,
-            "prefill_sequences": target.prefill_sequences,
-            "cache_ranks": target.cache_ranks,
+            **{name: getattr(target, name) for name in _OF_TARGET},
+            **{name: getattr(target.layout, name) for name in _OF_LAYOUT},
             "arrangement": target.arrangement.name,
             "framework": "vllm-neuron, torch-native" if target.torch_native else "NxDI" if target.is_neuron else "ours",
         },
         "rank_memory": {
-            "parts": memory.parts,
-            "resident": memory.resident,
-            "total": memory.memory.total,
-            "usable": memory.memory.usable,
-            "source": memory.memory.source,
-            "fits": memory.fits,
-            "room": memory.room,
-            "needed": memory.needed,
-            "verdict": memory.verdict,
-            "caution": memory.caution,
+            **{name: getattr(memory, name) for name in _OF_MEMORY},
+            **asdict(memory.memory),
             "scratch": asdict(memory.scratch) if memory.scratch else None,
             "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),

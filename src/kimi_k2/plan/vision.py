@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any
 
@@ -117,11 +117,9 @@ def vision_report(config: KimiK2Config, room: int) -> dict[str, Any] | None:
         "room_beside_tower": room - tower_bytes(config),
         "images": [
             {
+                **asdict(cost),
                 "grid": list(cost.grid),
                 "pixels": [cost.grid.height * patch, cost.grid.width * patch],
-                "tokens": cost.tokens,
-                "flops": cost.flops,
-                "activations": cost.activations,
             }
             for cost in costs
         ],
