@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -42,8 +42,16 @@ TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-p
 
 @pytest.fixture(scope="module")
 def halves(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("halves")
-    Presharder(wide, out, Layout(2, target="cuda", experts="stored")).run()
+    return converted(wide, tmp_path_factory.mktemp("halves"), 2)
+
+
+@pytest.fixture(scope="module")
+def one(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted(wide, tmp_path_factory.mktemp("one"), 1)
+
+
+def converted(source: Path, out: Path, moe_tp: int, moe_ep: int = 1) -> Path:
+    Presharder(source, out, Layout(moe_tp, moe_ep, target="cuda", experts="stored")).run()
     return out
 
 
@@ -91,8 +99,8 @@ def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path, run_here: Co
 def test_generation_on_gpus_ends(for_gpus: KimiK2Config, tmp_path: Path) -> None:
     """Over NCCL, with decode steps in a graph: what every rank keeps must be gone when they part."""
     write_synthetic_checkpoint(tmp_path / "source", for_gpus)
-    Presharder(tmp_path / "source", tmp_path / "ranks", Layout(2, target="cuda", experts="stored")).run()
-    options = [tmp_path / "source", "--ranks", tmp_path / "ranks", "--dtype", "bfloat16"]
+    ranks = converted(tmp_path / "source", tmp_path / "ranks", 2)
+    options = [tmp_path / "source", "--ranks", ranks, "--dtype", "bfloat16"]
     cells = ["--output-lengths", "2,8", "--batch-sizes", "1,2", "--runs", 1, "--out", tmp_path / "sweep"]
     commands = (
         ["generate", *options, "--backend", "cuda", "-p", "Hello", "--max-new-tokens", 8],
@@ -144,10 +152,7 @@ def test_golden_files_of_ranks(
     wide: Path, halves: Path, tmp_path: Path, run_here: Command, moe_tp: int, moe_ep: int
 ) -> None:
     """Every point, put together from the ranks, is one process's; captured by either, compared with the other."""
-    ranks = halves
-    if moe_ep == 2:
-        ranks = tmp_path / "ranks"
-        Presharder(wide, ranks, Layout(moe_tp, moe_ep, target="cuda", experts="stored")).run()
+    ranks = halves if moe_ep == 1 else converted(wide, tmp_path / "ranks", moe_tp, moe_ep)
     options = ["--prompt-length", 9, "--steps", 2]
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert run_here("parity", "capture", wide, alone, *options).returncode == 0
@@ -176,30 +181,25 @@ def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:
     assert made_layout(halves) == Layout(2, target="cuda", experts="stored")
     content = json.loads((halves / MANIFEST).read_text())
     del content["made_from"]["options"]["moe_ep"]
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    content["sha256"] = sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    rewrite(tmp_path, content)
     with pytest.raises(CorruptHeaderError, match="moe_ep"):
         made_layout(tmp_path)
 
 
-def test_one_rank_needs_no_group(wide: Path, tmp_path: Path) -> None:
-    Presharder(wide, tmp_path, Layout(1, target="cuda", experts="stored")).run()
-    model = KimiK2ForCausalLM.from_pretrained(wide)
-    rank = load_ranks(tmp_path, wide, model.config, torch.float32, "cpu")
+def test_one_rank_needs_no_group(wide: Path, one: Path) -> None:
+    model, rank = KimiK2ForCausalLM.from_pretrained(wide), load(one, wide)
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     steps = list(rank.generator.stream([[3, 1, 4]], params))
     assert [[step.tokens[0] for step in steps]] == generate(model, [[3, 1, 4]], params).token_ids
     assert rank.number == 0
     with pytest.raises(ConfigError, match="expected cpu or cuda"):
-        load_ranks(tmp_path, wide, model.config, torch.float32, "cuda:1")
+        load_ranks(one, wide, model.config, torch.float32, "cuda:1")
 
 
-@pytest.fixture(scope="module")
-def one(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("one")
-    Presharder(wide, out, Layout(1, target="cuda", experts="stored")).run()
-    return out
+def rewrite(directory: Path, content: dict[str, Any]) -> None:
+    """A manifest with other content, and the checksum of that."""
+    content["sha256"] = _own_checksum(content)
+    (directory / MANIFEST).write_text(json.dumps(content))
 
 
 def load(ranks: Path, checkpoint: Path) -> Rank:
@@ -254,8 +254,7 @@ def test_ranks_of_an_older_version(wide: Path, one: Path, tmp_path: Path) -> Non
     content = json.loads((old / MANIFEST).read_text())
     for shard in content["made_from"]["source"]["shards"].values():
         del shard["sample"]
-    content["sha256"] = _own_checksum(content)
-    (old / MANIFEST).write_text(json.dumps(content))
+    rewrite(old, content)
     load(old, wide)
     copy = Path(shutil.copytree(wide, tmp_path / "copy"))
     with pytest.raises(ConfigError, match="an older version wrote it"):
@@ -280,14 +279,12 @@ def test_damaged_values_are_found_and_made_again(wide: Path, one: Path, tmp_path
     content = json.loads((own / MANIFEST).read_text())
     sums = content["checksums"][path.name]
     sums[next(iter(sums))] = "f" * 32
-    content["sha256"] = _own_checksum(content)
-    (own / MANIFEST).write_text(json.dumps(content))
+    rewrite(own, content)
     with pytest.raises(CheckpointError, match="does not come out as the manifest says"):
         Presharder(wide, own, layout, verify_output=True).run()
 
 
 def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:
     Presharder(wide, tmp_path, Layout(1, experts="blockwise")).run()
-    config = KimiK2ForCausalLM.from_pretrained(wide).config
     with pytest.raises(ConfigError, match="target"):
-        load_ranks(tmp_path, wide, config, torch.float32, "cpu")
+        load(tmp_path, wide)

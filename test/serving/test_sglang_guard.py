@@ -6,13 +6,13 @@ import logging
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes import fake_module, model
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.sglang import plugin, support
@@ -63,18 +63,9 @@ class FakeSglang:
         monkeypatch.setattr(support, "AS_TEXT", ())
 
     def module(self, name: str, **names: Any) -> None:
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if not hasattr(sys.modules.get(path), "fake"):
-                made = ModuleType(path)
-                made.fake = True  # type: ignore[attr-defined]
-                made.__path__ = []
-                self._monkeypatch.setitem(sys.modules, path, made)
-                if end > 1:
-                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], made)
+        made = fake_module(self._monkeypatch, name)
         for attribute, value in names.items():
-            setattr(sys.modules[name], attribute, value)
+            setattr(made, attribute, value)
 
 
 @pytest.fixture
@@ -97,12 +88,6 @@ def prompts_in(backend: str) -> dict[str, Any]:
     """What SGLang's settings say where a user has set the backend of prompts' CUDA graphs."""
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend))
     return {"_cuda_graph_config_locked": {("prefill", "backend")}, "cuda_graph_config": graphs}
-
-
-def model(**changed: Any) -> SimpleNamespace:
-    """Hugging Face's configuration of K2."""
-    raw = {**KimiK2Config.load("kimi-k2-instruct-0905").to_hf_dict(), **changed}
-    return SimpleNamespace(to_dict=lambda: raw)
 
 
 def test_all_there(sglang: FakeSglang, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import needs
 import pytest
 import torch
+from again import Again
 
-from kimi_k2.engine.graphs import Recorded
 from kimi_k2.engine.prompt_step import padded_width
 
 needs.engine("vllm")
@@ -63,16 +63,13 @@ def made(monkeypatch: pytest.MonkeyPatch, others: int | None = None, **changed: 
 
 def test_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 4,096 tokens, or what a step has at most; the environment says otherwise."""
-    graphs, held = made(monkeypatch)
-    assert graphs is not None
-    assert (graphs.widest, held) == (4096, HELD)
-    graphs, _ = made(monkeypatch, max_num_batched_tokens=2048)
-    assert graphs is not None
-    assert graphs.widest == 2048
-    monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "512")
-    graphs, _ = made(monkeypatch)
-    assert graphs is not None
-    assert graphs.widest == 512
+    narrow: dict[str, Any] = {"max_num_batched_tokens": 2048}
+    for changed, tokens, widest in (({}, "", 4096), (narrow, "", 2048), ({}, "512", 512)):
+        if tokens:
+            monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", tokens)
+        graphs, held = made(monkeypatch, **changed)
+        assert graphs is not None
+        assert (graphs.widest, held) == (widest, HELD)
     monkeypatch.setenv("KIMI_K2_VLLM_GRAPH_TOKENS", "0")
     assert made(monkeypatch) == (None, 0)
 
@@ -133,15 +130,6 @@ def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module, "add_norm", lambda x, delta, weight, eps: (x, x))
     layer, norm = Layer(), SimpleNamespace(weight=torch.zeros(4), eps=1e-6)
-
-    class Again:
-        """Runs the work anew where a graph would be replayed."""
-
-        def __call__(self, work: Any) -> Any:
-            return Recorded(work, work(), work)
-
-        def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor
 
     wide = padded_width(200)
     graphs = module.PromptGraphs([layer], norm, wide, Again())  # type: ignore[list-item, arg-type]

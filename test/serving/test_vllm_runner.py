@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_plugin_guard import deployment, fake_vllm, hopper, model  # noqa: F401  (hopper is a fixture)
+from fakes import model
+from test_plugin_guard import deployment, fake_vllm, hopper  # noqa: F401  (hopper is a fixture)
 
 from kimi_k2.serving.vllm import plugin, support
 

@@ -28,14 +28,6 @@ CACHE_BYTES = 2**28
 Run = Callable[[Sequence[Sequence[Media]]], list[Tensor]]
 
 
-@dataclass
-class CacheStatistics:
-    """Images that were found, and that were not."""
-
-    hits: int = 0
-    misses: int = 0
-
-
 class VisionEncoder:
     """The tower with its cache.
 
@@ -55,7 +47,6 @@ class VisionEncoder:
         run: Run | None = None,
     ) -> None:
         self.model, self.pack_patches, self.cache_bytes = model, pack_patches, cache_bytes
-        self.statistics = CacheStatistics()
         self._run = run or (lambda packs: [run_pack(model, pack) for pack in packs])
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
@@ -79,12 +70,8 @@ class VisionEncoder:
             if one.digest in self._kept:
                 self._kept.move_to_end(one.digest)
                 found[one.digest] = self._kept[one.digest]
-                self.statistics.hits += 1
-            elif one.digest in new:
-                self.statistics.hits += 1
             else:
-                new[one.digest] = one
-                self.statistics.misses += 1
+                new.setdefault(one.digest, one)
         packs = packed(list(new.values()), self.pack_patches)
         for pack, rows in zip(packs, self._run(packs), strict=True):
             merge = self.config.merge_kernel_size
