@@ -105,8 +105,7 @@ class Read:
             extra = 0, wide - length
             ids, positions = pad(ids, extra).to(self.device), pad(positions, extra, value=-1).to(self.device)
             if held := self.step._captured.get((wide, wide, whole)):
-                assert torch.equal(held.ids, ids)
-                assert torch.equal(held.positions, positions)
+                assert all(map(torch.equal, held.given, (ids, positions)))
             wanted = self.launched.run(ids, positions, last.to(self.device), wide, whole)
             self.compare(found, wanted, f"{length} tokens, {self.told[-1:]}")
         self.compare(self.step.cache.data, self.launched.cache.data, "cache")

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch, PagedCache
-from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder
+from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorded, Recorder
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
@@ -138,12 +137,6 @@ class DecodeStep:
         return self.gather(add_project(x, delta, self.head_weight, norm.weight, norm.eps)[0])
 
 
-class _Captured(NamedTuple):
-    tokens: Tensor
-    positions: Tensor
-    graph: Recorded
-
-
 class VerifyStep:
     """A step of a few tokens a sequence over a decode step's layers and cache; on a GPU a graph for each width.
 
@@ -154,7 +147,7 @@ class VerifyStep:
 
     def __init__(self, step: DecodeStep, aux_layers: tuple[int, ...] = ()) -> None:
         self.step, self.aux_layers = step, aux_layers
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -178,11 +171,8 @@ class VerifyStep:
             if self.step.record is None or not capturable(self.step.model, rows * width):
                 return made[0], made[1] if self.aux_layers else None
             graph = self.step.record(lambda: self.run(tokens, positions))
-            captured = self._captured[width] = _Captured(tokens, positions, graph)
-        captured.tokens.copy_(tokens)
-        captured.positions.copy_(positions)
-        captured.graph.replay()
-        logits, aux = captured.graph.made
+            captured = self._captured[width] = Captured((tokens, positions), graph)
+        logits, aux = captured(tokens, positions)
         return logits, aux if self.aux_layers else None
 
     def run(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

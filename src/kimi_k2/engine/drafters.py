@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine.batch import PagedCache
-from kimi_k2.engine.graphs import Recorded, Recorder
+from kimi_k2.engine.graphs import Captured, Recorder
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.engine.sampler import Proposal
 from kimi_k2.model.cache import LatentCache
@@ -140,11 +140,6 @@ class DraftCache(LatentCache):
         return self.data[:, :length] if self.target.pages is None else gather_pages(self.data, table, length)
 
 
-class _Captured(NamedTuple):
-    given: tuple[Tensor, Tensor, Tensor, Tensor]
-    graph: Recorded
-
-
 class HeadDrafter:
     """Chains of an Eagle3 head: its first pass reads what was accepted, each later one the token drafted before.
 
@@ -162,7 +157,7 @@ class HeadDrafter:
         self.cost = float(sum(weight.nbytes for weight in held))
         self._cache: DraftCache | None = None
         self._record: Recorder | None = None
-        self._captured: dict[tuple[bool, int, int], _Captured] = {}
+        self._captured: dict[tuple[bool, int, int], Captured] = {}
 
     def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter`."""
@@ -241,12 +236,8 @@ class HeadDrafter:
             run()
             if len(self._captured) >= MAX_GRAPHS:
                 self._forget()
-            self._captured[key] = _Captured(given, self._record(run))
-        captured = self._captured[key]
-        for held, new in zip(captured.given, (tokens, states, positions, at), strict=True):
-            held.copy_(new)
-        captured.graph.replay()
-        logits, hidden = captured.graph.made
+            self._captured[key] = Captured(given, self._record(run))
+        logits, hidden = self._captured[key](tokens, states, positions, at)
         return logits.clone(), hidden.clone()  # another pass writes over them
 
     def run(

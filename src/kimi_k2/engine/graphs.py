@@ -31,6 +31,25 @@ class Recorded(NamedTuple):
     reset: Callable[[], Any]
 
 
+class Captured(NamedTuple):
+    """Work that is repeated on other values of what it reads.
+
+    Attributes:
+        given: what it reads.
+        graph: of it.
+    """
+
+    given: tuple[Tensor, ...]
+    graph: Recorded
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """What the work makes of these, which are copied; another call overwrites it."""
+        for held, new in zip(self.given, given, strict=True):
+            held.copy_(new)
+        self.graph.replay()
+        return self.graph.made
+
+
 class Recorder(Protocol):
     """Makes a function's work repeatable."""
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kimi_k2.engine.batch import Batch, Chunk
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.graphs import Recorded, on_all_ranks
+from kimi_k2.engine.graphs import Captured, on_all_ranks
 from kimi_k2.engine.layer_step import through
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import HiddenStates
@@ -40,15 +40,6 @@ def padded_width(tokens: int) -> int:
 # Width of a chunk, slots to attend over, `whole` of `PromptStep.run`.
 Size = tuple[int, int, bool]
 Media = tuple[Tensor, Tensor]
-
-
-class Captured(NamedTuple):
-    """A size's graph and what it reads."""
-
-    ids: Tensor
-    positions: Tensor
-    last: Tensor
-    graph: Recorded
 
 
 class PromptStep:
@@ -98,28 +89,20 @@ class PromptStep:
             return self.run(ids.to(device), positions.to(device), last.to(device), length, whole, media)
         wide, padded = padded_width(width), min(padded_width(length), self.cache.max_length)
         key = wide, padded, whole and (wide, padded) == (width, length)
+        # Padding is routed too, and an expert's sums may follow how many tokens it has: it is the same in each call.
+        ids, positions = pad(ids, (0, wide - width)), pad(positions, (0, wide - width), value=-1)
         if key not in self._captured:
-            padding = 0, wide - width
-            ids, positions = (
-                torch.nn.functional.pad(tensor, padding, value=value) for tensor, value in ((ids, 0), (positions, -1))
-            )
             given = ids.to(device), positions.to(device), last.to(device)
             if key not in self._seen or key in self._refused or not self._capture(key, *given):
                 self._seen.add(key)
                 logits = self.run(*given, *key[1:])
                 self.aux = None if self.aux is None else self.aux[:, :width]
                 return logits
-        found = self._captured[key]
         self._captured.move_to_end(key)
-        found.ids[:, :width].copy_(ids[:, :width])
-        found.ids[:, width:] = 0  # padding is routed too, and an expert's sums may follow how many tokens it has
-        found.positions[:, :width].copy_(positions[:, :width])
-        found.positions[:, width:] = -1
-        found.last.copy_(last)
-        found.graph.replay()
-        if self.aux_layers:
-            self.aux = found.graph.made[1][:, :width]
-        return found.graph.made[0]
+        logits, *aux = self._captured[key](ids, positions, last)
+        if aux:
+            self.aux = aux[0][:, :width]
+        return logits
 
     def _capture(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
         """Whether every rank holds a graph of this size now."""
@@ -137,7 +120,7 @@ class PromptStep:
             self._refused.add(size)
             warnings.warn(f"prompts of {size[0]} tokens are launched one by one, not captured: {reason}", stacklevel=3)
             return False
-        self._captured[size] = Captured(ids, positions, last, made[0])
+        self._captured[size] = Captured((ids, positions, last), made[0])
         return True
 
     def _aux(self) -> tuple[Tensor, ...]:

@@ -92,17 +92,21 @@ class DecodeSteps:
         """Of the batch to which `count` requests are padded."""
         return self.sizes[bisect_left(self.sizes, count)]
 
+    def carries_on(self, scheduled: Any) -> bool:
+        """Whether a step has the batch's requests, `width` new tokens of each, and nothing else to be done."""
+        runner, count, cached = self.runner, self.runner.input_batch.num_reqs, scheduled.scheduled_cached_reqs
+        if not 0 < count <= self.sizes[-1] or len(cached.req_ids) != count or cached.resumed_req_ids:
+            return False
+        if scheduled.total_num_scheduled_tokens != count * self.width:
+            return False
+        busy = runner.execute_model_state is not None or runner.num_prompt_logprobs
+        return not busy and not any(getattr(scheduled, name) for name in self.others)
+
     def rows(self, scheduled: Any) -> list[int] | None:
         """Where in the batch each of the step's requests is; None where vLLM's runner must prepare the step."""
         runner, batch, cached = self.runner, self.runner.input_batch, scheduled.scheduled_cached_reqs
         count, index = batch.num_reqs, batch.req_id_to_index
-        if not 0 < count <= self.sizes[-1] or len(cached.req_ids) != count:
-            return None
-        if scheduled.total_num_scheduled_tokens != count or cached.resumed_req_ids:
-            return None
-        if runner.execute_model_state is not None or runner.num_prompt_logprobs:
-            return None
-        if any(getattr(scheduled, name) for name in self.others):
+        if not self.carries_on(scheduled):
             return None
         # The tokens sampled last are still on the GPU, by the order of their own step.
         if batch.prev_sampled_token_ids is not None and batch.prev_req_id_to_index != index:

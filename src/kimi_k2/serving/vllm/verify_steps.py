@@ -79,15 +79,7 @@ class VerifySteps(DecodeSteps):
         """See `DecodeSteps`."""
         runner, batch, cached = self.runner, self.runner.input_batch, scheduled.scheduled_cached_reqs
         count, index, drafts = batch.num_reqs, batch.req_id_to_index, self.width - 1
-        if not 0 < count <= self.sizes[-1] or len(cached.req_ids) != count or cached.resumed_req_ids:
-            return None
-        if scheduled.total_num_scheduled_tokens != count * self.width:
-            return None
-        if runner.execute_model_state is not None or runner.num_prompt_logprobs:
-            return None
-        if any(getattr(scheduled, name) for name in self.others):
-            return None
-        if getattr(scheduled, "num_spec_tokens_to_schedule", 0) not in (0, drafts):
+        if not self.carries_on(scheduled) or getattr(scheduled, "num_spec_tokens_to_schedule", 0) not in (0, drafts):
             return None
         ahead = bool(runner.use_async_scheduling)
         if ahead:
