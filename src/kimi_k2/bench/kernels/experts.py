@@ -273,10 +273,10 @@ def own_cases(
 
 def fp8_cases(with_peers: bool) -> Iterator[harness.Case]:
     """FP8 at a rank's shapes, under EP with the pairs of T tokens that arrive; no peer is known here."""
-    few, many = (64, 512), (1, 8, 64, 512, 4096)
+    some, more = (64, 512), (1, 8, 64, 512, 4096)
     for name, case, counts in (
-        ("TP8", Case(384, 256, 8), many), ("EP8", Case(48, 2048, 1), many), ("TP4", Case(384, 512, 8), few),
-        ("EP4", Case(96, 2048, 2), few),
+        ("TP8", Case(384, 256, 8), more), ("EP8", Case(48, 2048, 1), more), ("TP4", Case(384, 512, 8), some),
+        ("EP4", Case(96, 2048, 2), some),
     ):  # fmt: skip
         experts, name = case.draw(), f"{name}: {case.experts} x {case.inter}"
         yield from own_cases("FP8 experts", name, experts, case.top_k, (*counts, 8192, 16384, 32768))
