@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
-from kimi_k2.kernels.attention.mla_cuda import CudaLaunch, attend_parts, by_eights, choose_launch, run
+from kimi_k2.kernels.attention.mla_cuda import attend_parts, by_eights, choose_splits, run
 from kimi_k2.kernels.attention.mla_decode import mla_decode, supports
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
@@ -30,7 +30,7 @@ LENGTHS = [
 
 def test_the_operation_uses_this_kernel() -> None:
     q, _, cache, table, seq_lens = paged_case([777, 64], 64, 2048)
-    pinned = run(q, cache, seq_lens, SCALE, table, choose_launch(2, 64, table.shape[1] * PAGE))
+    pinned = run(q, cache, seq_lens, SCALE, table, choose_splits(2, 64, table.shape[1] * PAGE))
     assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table), pinned)
 
 
@@ -56,7 +56,7 @@ def test_queries_of_any_size_over_e4m3(heads: int, size: float) -> None:
     lengths = [700, 64, 3000]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 3072)
     q, cache, rows = q * size, cache.to(torch.float8_e4m3fn), rows.to(torch.float8_e4m3fn)
-    found = run(q, cache, seq_lens, SCALE / size, table, CudaLaunch(5))
+    found = run(q, cache, seq_lens, SCALE / size, table, 5)
     assert relative(found, reference(q, rows.float(), lengths, SCALE / size)) < RELATIVE
 
 
@@ -65,13 +65,12 @@ def test_queries_of_any_size_over_e4m3(heads: int, size: float) -> None:
 def test_every_launch(heads: int, splits: int) -> None:
     lengths = [3000, 64, 0, 257, 1]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 4096)
-    launch = CudaLaunch(splits)
-    first = run(q, cache, seq_lens, SCALE, table, launch)
+    first = run(q, cache, seq_lens, SCALE, table, splits)
     assert first.isfinite().all()
     assert not first[2].any()
     assert relative(first, reference(q, rows, lengths)) < RELATIVE
     for _ in range(3):
-        assert torch.equal(run(q, cache, seq_lens, SCALE, table, launch), first)
+        assert torch.equal(run(q, cache, seq_lens, SCALE, table, splits), first)
 
 
 @pytest.mark.parametrize("splits", [2, 8, 64])
@@ -79,7 +78,7 @@ def test_parts_for_another_launch(splits: int) -> None:
     """Each normalised over its own rows, with the logarithm of its sum; 8 heads."""
     lengths = [3000, 70, 0]
     q, rows, *_, seq_lens = paged_case(lengths, 8, 3072)
-    parts, sums = attend_parts(q, rows, seq_lens, SCALE, CudaLaunch(splits))
+    parts, sums = attend_parts(q, rows, seq_lens, SCALE, splits)
     shares = sums.double().exp2().nan_to_num(0)
     there = (sums > -torch.inf)[..., None]
     joined = torch.where(there, parts.double() * shares[..., None], 0.0).sum(2) / shares.sum(2, keepdim=True).clamp_min(
@@ -97,12 +96,12 @@ def test_e4m3_cache(lengths: list[int], heads: int) -> None:
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
     rows, cache = ((tensor / cache_scale).to(torch.float8_e4m3fn) for tensor in (rows, cache))
     wanted = reference(q, rows.float() * cache_scale, lengths)
-    for launch in (CudaLaunch(3), choose_launch(len(lengths), heads, capacity)):
-        paged = run(q, cache, seq_lens, SCALE, table, launch, cache_scale)
+    for splits in (3, choose_splits(len(lengths), heads, capacity)):
+        paged = run(q, cache, seq_lens, SCALE, table, splits, cache_scale)
         assert paged.isfinite().all()
         assert relative(paged, wanted) < RELATIVE
         for _ in range(3):
-            assert torch.equal(run(q, rows, seq_lens, SCALE, None, launch, cache_scale), paged)
+            assert torch.equal(run(q, rows, seq_lens, SCALE, None, splits, cache_scale), paged)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -113,7 +112,7 @@ def test_e4m3_cache_of_any_length(capacity: int, heads: int) -> None:
     rows = torch.randn(3, capacity, 576, device="cuda").to(torch.float8_e4m3fn)
     lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    out = run(q, rows, seq_lens, SCALE, None, choose_launch(3, heads, capacity))
+    out = run(q, rows, seq_lens, SCALE, None, choose_splits(3, heads, capacity))
     assert relative(out, reference(q, rows.float(), lengths)) < RELATIVE
 
 
@@ -124,7 +123,7 @@ def test_every_e4m3_code(heads: int) -> None:
     rows = values[:, None, None].expand(256, 70, 576).contiguous()
     q = torch.randn(256, heads, 576, device="cuda", dtype=torch.bfloat16) * 1e-3
     lengths = torch.full((256,), 70, dtype=torch.int32, device="cuda")
-    out = run(q, rows, lengths, SCALE, None, CudaLaunch(1), 0.5)
+    out = run(q, rows, lengths, SCALE, None, 1, 0.5)
     wanted = (values.float() * 0.5)[:, None, None].expand_as(out)
     assert torch.equal(out.float().nan_to_num(7e4), wanted.nan_to_num(7e4))
 
@@ -136,7 +135,7 @@ def test_latents_of_any_size(heads: int, size: float) -> None:
     lengths = [2000, 900]
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, 2048)
     small, wide = q / size, cache * size
-    out = run(small, wide, seq_lens, SCALE, table, CudaLaunch(8))
+    out = run(small, wide, seq_lens, SCALE, table, 8)
     assert relative(out, reference(small, rows * size, lengths)) < RELATIVE
 
 
@@ -146,7 +145,7 @@ def test_what_is_asked_for_ahead_is_only_a_hint(heads: int) -> None:
     q, _, cache, table, seq_lens = paged_case([4000, 2000], heads, 4096)
     lengths = [4096, 1], [0, 3000], [64, 65]
     cases = [paged_case(both, heads, 4096, seed) for seed, both in enumerate(lengths)]
-    wanted = [run(one[0], one[2], one[4], SCALE, one[3], CudaLaunch(16)) for one in cases]
+    wanted = [run(one[0], one[2], one[4], SCALE, one[3], 16) for one in cases]
     torch.cuda.synchronize()
     for _ in range(20):
         for case, result in zip(cases, wanted, strict=True):
@@ -154,7 +153,7 @@ def test_what_is_asked_for_ahead_is_only_a_hint(heads: int) -> None:
             q.copy_(case[0])
             table.copy_(case[3])
             seq_lens.copy_(case[4])
-            assert torch.equal(run(q, cache, seq_lens, SCALE, table, CudaLaunch(16)), result)
+            assert torch.equal(run(q, cache, seq_lens, SCALE, table, 16), result)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -163,8 +162,8 @@ def test_paged_and_contiguous(lengths: list[int], heads: int) -> None:
     capacity = -(-max(lengths) // PAGE) * PAGE + 128
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
     assert supports(q, cache, seq_lens, table)
-    pinned, wanted = choose_launch(len(lengths), heads, capacity), reference(q, rows, lengths)
-    for attend in (mla_decode, partial(run, launch=pinned)):
+    pinned, wanted = choose_splits(len(lengths), heads, capacity), reference(q, rows, lengths)
+    for attend in (mla_decode, partial(run, splits=pinned)):
         paged = attend(q, cache, seq_lens, SCALE, table)
         assert paged.isfinite().all()
         assert relative(paged, wanted) < RELATIVE
@@ -181,7 +180,7 @@ def test_contiguous_cache_of_any_length(capacity: int, heads: int) -> None:
     rows = torch.randn(3, capacity, 576, device="cuda", dtype=torch.bfloat16)
     lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    out = run(q, rows, seq_lens, SCALE, None, choose_launch(3, heads, capacity))
+    out = run(q, rows, seq_lens, SCALE, None, choose_splits(3, heads, capacity))
     assert relative(out, reference(q, rows, lengths)) < RELATIVE
 
 
@@ -199,7 +198,7 @@ def test_writes_stay_inside(heads: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
     for splits in (1, 5):
-        run(q, cache, seq_lens, SCALE, table, CudaLaunch(splits))
+        run(q, cache, seq_lens, SCALE, table, splits)
     assert len(held) == 4
     assert all((one[:guard] == 7).all() and (one[-guard:] == 7).all() for one in held)
     assert torch.equal(cache.view(torch.int16), before)
@@ -209,7 +208,7 @@ def test_writes_stay_inside(heads: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_sharp_scores(heads: int) -> None:
     """One row has nearly all the weight, in any part; scores of hundreds do not overflow."""
     q, rows, cache, table, seq_lens = paged_case([8000, 8192], heads, 8192)
-    out = run(q, cache, seq_lens, 20.0, table, choose_launch(2, heads, 8192))
+    out = run(q, cache, seq_lens, 20.0, table, choose_splits(2, heads, 8192))
     assert out.isfinite().all()
     assert relative(out, reference(q, rows, [8000, 8192], 20.0)) < RELATIVE
 
@@ -217,17 +216,17 @@ def test_sharp_scores(heads: int) -> None:
 @pytest.mark.parametrize("heads", [8, 64])
 def test_graph_replay_follows_lengths_and_inputs(heads: int) -> None:
     q, rows, cache, table, seq_lens = paged_case([4096] * 5, heads, 4096)
-    launch = choose_launch(5, heads, 4096)
-    run(q, cache, seq_lens, SCALE, table, launch)
+    splits = choose_splits(5, heads, 4096)
+    run(q, cache, seq_lens, SCALE, table, splits)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(q * 2, cache, seq_lens, SCALE, table, launch)
+        out = run(q * 2, cache, seq_lens, SCALE, table, splits)
     for lengths in ([1, 2, 3, 4, 5], [4096] * 5, [0, 4000, 64, 65, 1]):
         seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         q.normal_()
         graph.replay()
-        assert torch.equal(out, run(q * 2, cache, seq_lens, SCALE, table, launch))
+        assert torch.equal(out, run(q * 2, cache, seq_lens, SCALE, table, splits))
         assert relative(out, reference(q * 2, rows, lengths)) < RELATIVE
 
 
@@ -239,7 +238,7 @@ def test_offsets_beyond_32_bits(heads: int) -> None:
     q = torch.randn(1, heads, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.arange(pages - 4, pages, dtype=torch.int32, device="cuda").view(1, 4)
     lengths = torch.tensor([250], dtype=torch.int32, device="cuda")
-    out = run(q, cache, lengths, SCALE, table, choose_launch(1, heads, 256))
+    out = run(q, cache, lengths, SCALE, table, choose_splits(1, heads, 256))
     assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < RELATIVE
 
 

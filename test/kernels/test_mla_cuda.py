@@ -21,16 +21,17 @@ from kimi_k2.kernels.common import build
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
 def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
-    launch = mla_cuda.choose_launch(batch, heads, capacity, 132)
-    assert 1 <= launch.splits <= max(1, 132 // batch)
-    assert (launch.splits - 1) * PAGE < capacity
-    assert launch.splits == 1 or capacity > mla_cuda.CUT_FROM
+    splits = mla_cuda.choose_splits(batch, heads, capacity, 132)
+    assert 1 <= splits <= max(1, 132 // batch)
+    assert (splits - 1) * PAGE < capacity
+    assert splits == 1 or capacity > mla_cuda.CUT_FROM
 
 
 @pytest.mark.parametrize("splits", [0, 129])
 def test_splits_beyond_the_joins_reach_are_refused(splits: int) -> None:
+    unread = torch.empty(1)
     with pytest.raises(KernelError, match="splits 1 to 128"):
-        mla_cuda.CudaLaunch(splits)
+        mla_cuda.run(unread, unread, unread, 0.1, None, splits)
 
 
 @pytest.mark.parametrize(("heads", "splits", "dtype"), [
@@ -41,7 +42,7 @@ def test_splits_beyond_the_joins_reach_are_refused(splits: int) -> None:
 def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads: int, splits: int, dtype: torch.dtype) -> None:
     q, cache = torch.zeros(1, heads, 576, dtype=torch.bfloat16), torch.zeros(1, 640, 576).to(dtype)
     with pytest.raises(KernelError, match=r"expected a multiple of 8 heads, .*bfloat16, two parts"):
-        mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, mla_cuda.CudaLaunch(splits))
+        mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, splits)
 
 
 @pytest.mark.parametrize(("batch", "heads", "capacity", "wanted"), [

@@ -131,7 +131,7 @@ def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
     query.absorb.function(empty(2, 1536), empty(2, 2112)[:, 1536:], *rest, 1e-6)
     lengths, table, plan = zeros(2, dtype=torch.int32), zeros(2, 1, dtype=torch.int32), zeros(200, 4, dtype=torch.int32)
     given = empty(2, 8, 576), cache, lengths, 0.1
-    mla_cuda.run(*given, table, mla_cuda.CudaLaunch(2))
+    mla_cuda.run(*given, table, 2)
     mla_cuda.run_planned(*given, None, plan)
     mla_cuda.run_planned(empty(2, 8, 576), cache.to(E4M3), lengths, 0.1, table, plan, terms=1)
     push_all_reduce.fill_arguments(x, x, lengths, [1, 2], 4096, 1)

@@ -227,18 +227,18 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
         x = torch.empty(1, 7168, dtype=torch.bfloat16, device="cuda")
         weight = torch.empty(384, 7168, dtype=torch.bfloat16, device="cuda")
         bias = torch.empty(384, device="cuda")
-        chosen = registry.choose("route", x, weight, bias, 8)
+        chosen = registry.TABLE["route"].choose(x, weight, bias, 8)
         assert chosen.name == "router"
-        assert registry.choose("route", x.double(), weight, bias, 8).name == "plain"
-        assert registry.choose("route", x, weight, bias, 8, n_group=2).name == "plain"
-        assert registry.choose("route", x.expand(65, -1), weight, bias, 8) == chosen
+        assert registry.TABLE["route"].choose(x.double(), weight, bias, 8).name == "plain"
+        assert registry.TABLE["route"].choose(x, weight, bias, 8, n_group=2).name == "plain"
+        assert registry.TABLE["route"].choose(x.expand(65, -1), weight, bias, 8) == chosen
         few = weight.narrow(0, 0, 16), bias.narrow(0, 0, 16)
-        assert registry.choose("route", x.expand(65, -1), *few, 8).name == "plain"
+        assert registry.TABLE["route"].choose(x.expand(65, -1), *few, 8).name == "plain"
         registry.pin("route=router")
         with pytest.raises(KernelError, match="pinned"):
-            registry.choose("route", x.double(), weight, bias, 8)
+            registry.TABLE["route"].choose(x.double(), weight, bias, 8)
         registry.pin("route=plain")
-        assert registry.choose("route", x, weight, bias, 8).name == "plain"
+        assert registry.TABLE["route"].choose(x, weight, bias, 8).name == "plain"
 
 
 @pytest.mark.parametrize("name", ["moe_decode", "moe_fp8", "moe_w4a16"])

@@ -79,8 +79,7 @@ def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [..., D] with D even.
-        cos: broadcastable to [..., D / 2].
-        sin: broadcastable to [..., D / 2].
+        cos, sin: broadcastable to [..., D / 2].
 
     Returns:
         [..., D], the layout still interleaved.

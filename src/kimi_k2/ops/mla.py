@@ -145,8 +145,7 @@ def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor, *, in_place:
     Args:
         q: [B, S, H, nope + rope], not rotated; with `in_place` nobody reads it afterwards.
         nope: qk_nope_head_dim.
-        cos: cosines of the positions' angles, [B, S, rope / 2].
-        sin: their sines, of the same shape.
+        cos, sin: of the positions' angles, [B, S, rope / 2].
 
     Returns:
         [B, S, H, nope] and [B, S, H, rope].
@@ -162,8 +161,7 @@ def cache_entries(latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> T
     Args:
         latent: [B, S, rank], normed.
         k_rope: [B, S, rope], not rotated.
-        cos: cosines of the positions' angles, [B, S, rope / 2].
-        sin: their sines, of the same shape.
+        cos, sin: of the positions' angles, [B, S, rope / 2].
 
     Returns:
         [B, S, rank + rope].
@@ -326,8 +324,7 @@ def absorb_and_store(
         q: [B, H * (nope + rope)], not rotated.
         kv_a: [B, C], the latent before its norm, then the key before RoPE.
         kv_norm: [rank].
-        cos: [B, rope / 2] at the token's position.
-        sin: [B, rope / 2] at the token's position.
+        cos, sin: [B, rope / 2] at the token's position.
         slots: int64 [B], slots to write, numbered through all N * P; a negative one writes nothing.
         w_uk: [H, nope, rank].
         cache: [N, P, C], written.

@@ -340,12 +340,6 @@ def pin(text: str | None = None) -> None:
             entry.calls = 0
 
 
-def choose(name: str, *arguments: Any, **keywords: Any) -> Entry:
-    """The entry of the operation `name` for this call, see `Operation.choose`."""
-    load_providers()
-    return TABLE[name].choose(*arguments, **keywords)
-
-
 def explain(invariant: bool = False) -> str:
     """One line an operation: which entries were used, how many calls each, and the order of the table.
 

@@ -61,20 +61,20 @@ def attend_values(
     (batch, heads) = query.shape[:2]
     capacity = mla_cuda.capacity_of(cache, block_table)
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
-    how = mla_cuda.choose_launch(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
-    even = plan is None and how.splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
+    splits = mla_cuda.choose_splits(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
+    even = plan is None and splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
     if not (even or (plan is not None and heads == few)) or not batch or not capacity:
         latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
         result: Tensor = value_rows.value_rows(latent, w_uv)
         return result
     mla_decode.check_arguments(query, cache, seq_lens, block_table)
     if plan is None:
-        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, how, block_table)
+        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, splits, block_table)
     else:
         mla_decode.check_plan(query, plan)
         parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan, block_table)
     given = parts, sums, w_uv, out, plan
-    sizes = batch, heads, how.splits, mla_plan.SOME_PARTS[True] if uniform else 0
+    sizes = batch, heads, splits, mla_plan.SOME_PARTS[True] if uniform else 0
     launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, *sizes)
     return out
 

@@ -158,16 +158,12 @@ ops_mla.attend_values.entry(
 )(partial(attend.attend_values, uniform=True))
 
 
-def _supports_invariant_absorb(
-    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
-    cache: Tensor, eps: float,
-) -> bool:  # fmt: skip
-    """In batch-invariant mode over a BF16 cache."""
-    return batch_invariant() and query_kernel.supports_absorb(q, kv_a, w_uk, cache)
-
-
 ops_mla.absorb_and_store.entry(
-    "absorb", takes=_supports_invariant_absorb, batch_invariant="64 columns of a head together, always"
+    "absorb",
+    takes=lambda q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps: (
+        batch_invariant() and query_kernel.supports_absorb(q, kv_a, w_uk, cache)
+    ),
+    batch_invariant="64 columns of a head together, always",
 )(query_kernel.absorb)
 
 

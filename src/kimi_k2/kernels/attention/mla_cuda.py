@@ -7,7 +7,6 @@ The tensor maps are kernel parameters, encoded on every call: a captured CUDA gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,32 +28,15 @@ CUT_FROM = 128
 READ_AGAIN = 2**14
 
 
-@dataclass(frozen=True)
-class CudaLaunch:
-    """How the CUDA kernel is launched.
-
-    Attributes:
-        splits: parts of the context, at most 128.
-    """
-
-    splits: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.splits <= MAX_SPLITS:
-            raise KernelError(f"{self}: expected splits 1 to {MAX_SPLITS}")
-
-
 _Arguments = structure("attention/csrc/mla.cuh", "Arguments")
 
 
-def choose_launch(batch: int, heads: int, capacity: int, sm_count: int = 132) -> CudaLaunch:
-    """Launch for the shapes: one wave of blocks, none with less than one step of 64 rows of context.
+def choose_splits(batch: int, heads: int, capacity: int, sm_count: int = 132) -> int:
+    """Parts of the context for the shapes: one wave of blocks, none with less than one step of 64 rows.
 
     A context of two steps is not worth a merge.
     """
-    if capacity <= CUT_FROM:
-        return CudaLaunch(1)
-    return CudaLaunch(max(1, min(sm_count // max(1, batch), 64, -(-capacity // PAGE))))
+    return 1 if capacity <= CUT_FROM else max(1, min(sm_count // max(1, batch), 64, -(-capacity // PAGE)))
 
 
 def capacity_of(cache: Tensor, block_table: Tensor | None) -> int:
@@ -139,16 +121,18 @@ def run(
     seq_lens: Tensor,
     softmax_scale: float,
     block_table: Tensor | None,
-    launch: CudaLaunch,
+    splits: int,
     cache_scale: float = 1.0,
     tokens: int = 1,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """`mla_decode` with the launch pinned, arguments unchecked; `tokens` as `folded` says.
+    """`mla_decode` with the parts of the context pinned, other arguments unchecked; `tokens` as `folded` says.
 
     Raises:
-        KernelError: there is no CUDA compiler, or the launch failed.
+        KernelError: splits are not 1 to 128, there is no CUDA compiler, or the launch failed.
     """
+    if not 1 <= splits <= MAX_SPLITS:
+        raise KernelError(f"{splits} parts: expected splits 1 to {MAX_SPLITS}")
     batch, heads = q.shape[:2]
     out = q.new_empty(batch, heads, LATENT)
     if batch == 0:
@@ -157,8 +141,8 @@ def run(
         if lse is not None:
             lse.fill_(-torch.inf)
         return out.zero_()
-    parts = _parts(q, launch.splits) if launch.splits > 1 else None
-    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, launch.splits, out, parts, None, tokens
+    parts = _parts(q, splits) if splits > 1 else None
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, splits, out, parts, None, tokens
     _launch(*given, lse=lse)
     return out
 
@@ -249,14 +233,14 @@ def attend_parts(
     cache: Tensor,
     seq_lens: Tensor,
     softmax_scale: float,
-    launch: CudaLaunch,
+    splits: int,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The parts of the context, for another launch to join, over a BF16 cache.
 
     Args:
         q: bfloat16 [B, H, 576], H a multiple of 8: every 8 heads read the cache for themselves.
-        launch: of B * H / 8 requests of 8 heads; two parts or more.
+        splits: of the context of each of B * H / 8 requests of 8 heads; two or more.
 
     Returns:
         float32 [B * H / 8, 8, splits, 512], each part normalised; float32 [B * H / 8, 8, splits], the base-2 logarithms
@@ -265,10 +249,10 @@ def attend_parts(
     Raises:
         KernelError: other sizes, or the launch failed.
     """
-    if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or launch.splits < 2 or cache.numel() == 0:
-        found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {launch}"
+    if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or not 1 < splits <= MAX_SPLITS or cache.numel() == 0:
+        found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {splits} of a context"
         raise KernelError(f"parts of {found}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
     q = q.view(-1, FEW_HEADS, ROW)
-    parts = _parts(q, launch.splits)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, launch.splits, None, parts)
+    parts = _parts(q, splits)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, splits, None, parts)
     return parts

@@ -173,8 +173,8 @@ def mla_decode(
     if mla_cuda.by_eights(*shape):
         shape = mla_cuda.eights(*shape)
         rows = q.view(*shape[:2], ROW)
-    chosen = mla_cuda.choose_launch(*shape)
-    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, chosen, cache_scale, lse=lse)
+    splits = mla_cuda.choose_splits(*shape)
+    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, splits, cache_scale, lse=lse)
     return out.view(*q.shape[:2], LATENT)
 
 
@@ -220,5 +220,5 @@ def _several(
         out: Tensor = _by_plan(*given, plan, cache_scale, fold.tokens, capacity, rounded)
     else:
         shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
-        out = mla_cuda.run(*given, mla_cuda.choose_launch(*shape), cache_scale, fold.tokens)
+        out = mla_cuda.run(*given, mla_cuda.choose_splits(*shape), cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()

@@ -43,14 +43,11 @@ ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supp
 )
 
 
-def _supports_absorb(
-    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
-    cache: Tensor, eps: float,
-) -> bool:  # fmt: skip
-    return decode.supports(q, w_uk, cache)
-
-
-@ops_mla.absorb_and_store.entry("triton", takes=_supports_absorb, batch_invariant="16 sequences together, always")
+@ops_mla.absorb_and_store.entry(
+    "triton",
+    takes=lambda q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps: decode.supports(q, w_uk, cache),
+    batch_invariant="16 sequences together, always",
+)
 def absorb_and_store(
     q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, w_uk: Tensor,
     cache: Tensor, eps: float,
