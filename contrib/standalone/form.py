@@ -63,7 +63,7 @@ FILES: dict[str, tuple[str, list[str]]] = {
         "Attention, router and experts on NxD's parallel layers.",
         [
             *_of("nxdi", "products", "norm", "attention", "flash_decoding", "router", "experts", "tiles"),
-            *_of("kimi_k2", "model.rope", "model.linear", "ops.embedding", "ops.router", "ops.linear"),
+            *_of("kimi_k2", "model.rope", "model.linear", "ops.embedding", "ops.experts", "ops.linear"),
         ],
     ),
     "modeling_kimi_k2": (

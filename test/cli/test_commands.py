@@ -130,9 +130,9 @@ def test_demo_passes_against_transformers(tmp_path: Path) -> None:
 
 def test_demo_fails_when_the_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    from kimi_k2.ops import router
+    from kimi_k2.ops import experts
 
-    monkeypatch.setattr(router, "NORM_GUARD", 1e-3)
+    monkeypatch.setattr(experts, "NORM_GUARD", 1e-3)
     result = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "4"])
     assert result.exit_code == 1
     assert "FAIL" in result.output

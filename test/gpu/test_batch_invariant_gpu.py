@@ -26,10 +26,9 @@ from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared, swiglu
+from kimi_k2.ops.experts import ExpertWeights, add_norm_route, routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import Weight, add_project, dense_linear, dequantize, float32_linear, project
 from kimi_k2.ops.mla import absorb_and_store, attend_values, attention_plan, mla_naive_attention, query_and_entry
-from kimi_k2.ops.router import add_norm_route
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format

@@ -22,8 +22,8 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
 from kimi_k2.ops.embedding import apply_rotary_interleaved
+from kimi_k2.ops.experts import noaux_tc_gate
 from kimi_k2.ops.linear import Weight
-from kimi_k2.ops.router import noaux_tc_gate
 from kimi_k2.parallel.apply import load_rank
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout

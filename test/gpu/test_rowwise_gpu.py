@@ -17,7 +17,7 @@ from kimi_k2.kernels.rowwise.prefill import (
     write_slots,
 )
 from kimi_k2.ops import mla
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]

@@ -12,7 +12,7 @@ from kimi_k2.bench.kernels.gate import plain_gate, random_logits
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.router import gate as fused_gate
 from kimi_k2.kernels.router import router_gemm
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.ops.router import NORM_GUARD, noaux_tc_gate
+from kimi_k2.ops.experts import NORM_GUARD, noaux_tc_gate
 
 transformers = pytest.importorskip("transformers")
 TOKENS = 10_000

@@ -16,7 +16,7 @@ from torch import Tensor
 from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layers
 from kimi_k2.ops.embedding import apply_rotary_interleaved
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 from nki_emulator.ranks import run_on_ranks
 
 RANKS, HEADS, HIDDEN, EXPERTS, WIDTH, LAYERS = 4, 4, 512, 128, 32, 2

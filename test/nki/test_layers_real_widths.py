@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.nki.kernels.layers import decode_layers
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 
 from .test_layers_kernel import Layer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.nki.kernels.router import noaux_tc_choice, noaux_tc_router
-from kimi_k2.ops.router import noaux_tc_gate, route
+from kimi_k2.ops.experts import noaux_tc_gate, route
 
 HIDDEN, EXPERTS, SCALE = 7168, 384, 2.827
 

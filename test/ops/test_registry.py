@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2 import ops
 from kimi_k2.errors import KernelError
-from kimi_k2.ops import linear, registry, router
-from kimi_k2.ops.experts import ExpertWeights, silu_and_mul
+from kimi_k2.ops import linear, registry
+from kimi_k2.ops.experts import ExpertWeights, noaux_tc_gate, silu_and_mul
 from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -245,7 +245,7 @@ def test_a_pinned_entry_that_does_not_take_the_call_raises(monkeypatch: pytest.M
 def test_every_expert_kernel_takes_what_the_plain_gate_returns(name: str) -> None:
     """The plain gate's results are cuts of wider tensors, and float64 for float64 logits."""
     scores = torch.randn(70, 16, dtype=torch.float64)
-    indices, weights = router.noaux_tc_gate(scores, torch.zeros(16), 4)
+    indices, weights = noaux_tc_gate(scores, torch.zeros(16), 4)
     assert not indices.is_contiguous()
     hidden, inter, count = 1024, 128, 16
 

@@ -14,7 +14,7 @@ from plain_tokens import expected
 from torch import Tensor
 from vllm_engine import OURS, requests, serve
 
-from kimi_k2.ops.router import route
+from kimi_k2.ops.experts import route
 
 needs.engine("vllm")
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.linear import RMSNorm
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.early_router import fold

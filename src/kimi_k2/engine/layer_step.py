@@ -18,7 +18,7 @@ from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE
-from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared, swiglu
+from kimi_k2.ops.experts import add_norm_route, routed_experts, routed_experts_with_shared, swiglu
 from kimi_k2.ops.linear import Weight, add_norm, add_project, project, rms_norm
 from kimi_k2.ops.mla import (
     attend_values,
@@ -32,7 +32,6 @@ from kimi_k2.ops.mla import (
     to_cache,
     value_rows,
 )
-from kimi_k2.ops.router import add_norm_route
 
 
 def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:

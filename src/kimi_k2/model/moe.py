@@ -9,9 +9,8 @@ from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.model.linear import Linear
-from kimi_k2.ops.experts import ExpertWeights, gated, routed_experts
+from kimi_k2.ops.experts import ExpertWeights, GateOptions, gated, route, routed_experts, router_logits
 from kimi_k2.ops.linear import Order, Weight, dequantize
-from kimi_k2.ops.router import GateOptions, route, router_logits
 from kimi_k2.quantization.stored import StoredFormat, format_of
 
 
@@ -32,7 +31,7 @@ class Router(nn.Module):
         bias = torch.empty(config.n_routed_experts, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
         self.top_k = config.num_experts_per_tok
-        # Keyword arguments of `ops.router.noaux_tc_gate`.
+        # Keyword arguments of `ops.experts.noaux_tc_gate`.
         self.options: GateOptions = {
             "n_group": config.n_group,
             "topk_group": config.topk_group,

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.ops.router import NORM_GUARD
+from kimi_k2.ops.experts import NORM_GUARD
 
 from .kernels import RouterKernel
 from .products import dot_float32
 
 
 class KimiK2Router(RouterTopK):
-    """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.ops.router` for the definition.
+    """Selects by sigmoid(logits) + bias, weighs by sigmoid(logits); see `kimi_k2.ops.experts` for the definition.
 
     NxD's own routers cannot: RouterTopK has no bias of this kind, GroupLimitedRouter rounds the scores to the hidden
     dtype before it selects. Everything is float32 here, as in the model's own definition; NxD's routers say float64,

@@ -13,9 +13,9 @@ from kimi_k2.kernels.linear.dense_gemm import dense_gemm
 from kimi_k2.kernels.router import norm_route
 from kimi_k2.kernels.router.gate import MAX_EXPERTS, MAX_TOP_K, fused_gate
 from kimi_k2.kernels.router.router_gemm import MAX_TOKENS, router_decode, router_gemm
-from kimi_k2.ops import router as ops_router
+from kimi_k2.ops import experts as ops_experts
+from kimi_k2.ops.experts import GateOptions
 from kimi_k2.ops.registry import batch_invariant, is_decoding
-from kimi_k2.ops.router import GateOptions
 
 
 def _weighting(options: GateOptions) -> tuple[bool, float]:
@@ -51,7 +51,7 @@ def _supports_route(
     )
 
 
-@ops_router.route.entry(
+@ops_experts.route.entry(
     "router", takes=_supports_route, batch_invariant="64 tokens together in a decode step; prompts by dense_gemm"
 )
 def route(
@@ -94,7 +94,7 @@ def _supports_add_norm_route(
     return norm_route.supports_uniform(x, weight, top_k, n_group=n_group)
 
 
-@ops_router.add_norm_route.entry(
+@ops_experts.add_norm_route.entry(
     "cuda",
     takes=_supports_add_norm_route,
     joins={"add_norm": "fused", "route": "router"},

@@ -8,7 +8,7 @@ from torch.nn.functional import linear, silu
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron.torch_native.kernels import Kernels
-from kimi_k2.ops.router import noaux_tc_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 from kimi_k2.plan import torch_native as cut
 
 

@@ -1,4 +1,4 @@
-"""The noaux_tc router in NKI: `kimi_k2.ops.router.route` for one decode step.
+"""The noaux_tc router in NKI: `kimi_k2.ops.experts.route` for one decode step.
 
 AWS's `router_topk` adds its bias to the logits; here the bias takes part in the choice alone.
 """
