@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from on_hopper import NEEDS_HOPPER
 from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import random_packed
@@ -36,8 +37,7 @@ from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import with_format
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "12"))
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, TOP_K = 7168, 8

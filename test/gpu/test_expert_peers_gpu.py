@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from e4m3 import rounded
+from on_hopper import NEEDS_HOPPER
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -17,8 +18,7 @@ from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.errors import KernelError
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 CASE = Case(48, 256, 8)
 # FP8 of ours rounds tokens and the intermediate to e4m3, of 4 tokens neither; the others compute in BF16.
 LARGEST = {"FP8": 0.05, "INT4": 6e-3, "BF16": 6e-3}

@@ -5,64 +5,42 @@ Needs a Hopper GPU and nvcc.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from on_hopper import NEEDS_HOPPER
 from torch import Tensor
 
-from kimi_k2.bench.kernels.expert_formats import random_fp8, random_routing
+from kimi_k2.bench.kernels.expert_formats import random_fp8, random_int4, random_routing
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.experts.entries import experts_beside_shared
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
-from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.kernels.router.router_gemm import router_decode
 from kimi_k2.ops import experts as operations
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.linear import Weight
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = NEEDS_HOPPER
 EXPERTS, INTER, HIDDEN, TOP_K = 64, 256, 1024, 8
 Call = Callable[[], tuple[Tensor, ...]]
 
 
-@pytest.fixture(scope="module")
-def fp8() -> tuple[Tensor, ...]:
+@functools.cache
+def weights_of(kind: str) -> tuple[Tensor | None, ...]:
+    """`mixed`: INT4 gate_up_proj, BF16 down_proj."""
     torch.manual_seed(0)
-    return random_fp8(EXPERTS, INTER, HIDDEN)
+    if kind == "fp8":
+        return random_fp8(EXPERTS, INTER, HIDDEN)
+    return tuple(random_int4(EXPERTS, INTER, HIDDEN, w2_bf16=kind == "mixed"))
 
 
-@pytest.fixture(scope="module")
-def int4() -> tuple[Tensor, ...]:
-    torch.manual_seed(1)
-    words = [
-        torch.randint(-(2**31), 2**31, (EXPERTS, rows, columns // 8), dtype=torch.int32, device="cuda")
-        for rows, columns in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
-    ]
-    scales = [
-        (torch.rand(EXPERTS, rows, columns // 32, device="cuda") * 0.01).bfloat16()
-        for rows, columns in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
-    ]
-    prepared = prepare_w4a16(words[0], scales[0], words[1], scales[1], in_place=True)
-    return tuple(t for t in prepared if t is not None)
-
-
-@pytest.fixture(scope="module")
-def mixed() -> tuple[Tensor | None, ...]:
-    """INT4 gate_up_proj, BF16 down_proj."""
-    torch.manual_seed(2)
-    shape = EXPERTS, 2 * INTER, HIDDEN
-    words = torch.randint(-(2**31), 2**31, (*shape[:2], HIDDEN // 8), dtype=torch.int32, device="cuda")
-    scales = (torch.rand(*shape[:2], HIDDEN // 32, device="cuda") * 0.01).bfloat16()
-    down = torch.randn(EXPERTS, HIDDEN, INTER, device="cuda").bfloat16()
-    return tuple(prepare_w4a16(words, scales, down, None))
-
-
-def operation(kind: str, tokens: int, weights: tuple[Tensor | None, ...], seed: int) -> Call:
+def operation(kind: str, tokens: int, seed: int) -> Call:
+    weights = () if kind == "router" else weights_of(kind)
     torch.manual_seed(seed)
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     if kind == "router":
@@ -78,11 +56,8 @@ CASES = [("fp8", 64), ("fp8", 512), ("fp8", 4096), ("int4", 64), ("int4", 1024),
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
-def test_streams_at_the_same_shape(
-    request: pytest.FixtureRequest, kind: str, tokens: int, count: int, repeats: int = 50
-) -> None:
-    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
-    calls = [operation(kind, tokens, weights, seed) for seed in range(count)]
+def test_streams_at_the_same_shape(kind: str, tokens: int, count: int, repeats: int = 50) -> None:
+    calls = [operation(kind, tokens, seed) for seed in range(count)]
     wanted = [call() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
@@ -121,12 +96,9 @@ def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: 
 
 
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
-def test_a_kernel_need_not_be_resident_as_a_whole(
-    request: pytest.FixtureRequest, kind: str, tokens: int, repeats: int = 30
-) -> None:
+def test_a_kernel_need_not_be_resident_as_a_whole(kind: str, tokens: int, repeats: int = 30) -> None:
     """A stream of high priority and other work take SMs before all blocks of a launch have one."""
-    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
-    calls = [operation(kind, tokens, weights, seed) for seed in range(2)]
+    calls = [operation(kind, tokens, seed) for seed in range(2)]
     wanted = [call() for call in calls]
     other = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
@@ -146,10 +118,10 @@ def test_a_kernel_need_not_be_resident_as_a_whole(
 
 
 @pytest.mark.parametrize("before", [("int4", 64), ("int4", 1024), ("fp8", 64), ("fp8", 512), ("fp8", 4096)])
-def test_kernels_of_a_stream_share_its_counters(request: pytest.FixtureRequest, before: tuple[str, int]) -> None:
+def test_kernels_of_a_stream_share_its_counters(before: tuple[str, int]) -> None:
     """A fused launch of many tiles and groups counts in words that others have used before it."""
     kind, tokens = before
-    other = operation(kind, tokens, request.getfixturevalue(kind), 6)
+    other = operation(kind, tokens, 6)
     weights = random_fp8(EXPERTS, 2048, HIDDEN)
     x, routing = torch.randn(24, HIDDEN, device="cuda").bfloat16(), random_routing(24, TOP_K, EXPERTS)
     wanted = moe_fp8(x, *weights, *routing, choice=[1, 16, 2, 1, 1])
@@ -162,11 +134,9 @@ def test_kernels_of_a_stream_share_its_counters(request: pytest.FixtureRequest, 
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("fp8", 16), ("fp8", 512), ("int4", 16), ("int4", 512), ("mixed", 16), ("mixed", 128)]
 )
-def test_beside_the_next_launch(
-    request: pytest.FixtureRequest, kind: str, tokens: int, next_launch: Callable[[], None], repeats: int = 60
-) -> None:
+def test_beside_the_next_launch(kind: str, tokens: int, next_launch: Callable[[], None], repeats: int = 60) -> None:
     """What a stage of the ring holds is read before it is filled anew."""
-    call = operation(kind, tokens, request.getfixturevalue(kind), 7)
+    call = operation(kind, tokens, 7)
     flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     wanted = call()
     torch.cuda.synchronize()
@@ -188,16 +158,13 @@ def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
-def test_graphs_of_one_capture_stream_replayed_at_once(
-    request: pytest.FixtureRequest, kind: str, tokens: int, repeats: int = 50
-) -> None:
+def test_graphs_of_one_capture_stream_replayed_at_once(kind: str, tokens: int, repeats: int = 50) -> None:
     """And a third launch by launch beside them, at more tokens: its memory grows while the graphs hold theirs."""
-    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
-    calls = [operation(kind, tokens, weights, seed) for seed in range(2)]
+    calls = [operation(kind, tokens, seed) for seed in range(2)]
     wanted = [call() for call in calls]
     torch.cuda.synchronize()
     graphs = [captured(call) for call in calls]
-    beside = operation(kind, 16 if kind == "router" else tokens + 8, weights, 9)
+    beside = operation(kind, 16 if kind == "router" else tokens + 8, 9)
     also = beside()
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -212,10 +179,9 @@ def test_graphs_of_one_capture_stream_replayed_at_once(
 
 
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
-def test_a_capture_without_a_call_before_it(request: pytest.FixtureRequest, kind: str, tokens: int) -> None:
+def test_a_capture_without_a_call_before_it(kind: str, tokens: int) -> None:
     """The graph clears its own control words; releasing the others does not touch them."""
-    weights = request.getfixturevalue("fp8" if kind == "router" else kind)
-    call = operation(kind, tokens, weights, 3)
+    call = operation(kind, tokens, 3)
     wanted = call()
     torch.cuda.synchronize()
     workspace.release()
@@ -228,16 +194,15 @@ def test_a_capture_without_a_call_before_it(request: pytest.FixtureRequest, kind
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_memory_over_random_lengths(request: pytest.FixtureRequest, kind: str) -> None:
-    weights = request.getfixturevalue(kind)
+def test_memory_over_random_lengths(kind: str) -> None:
     draw = random.Random(4)
     lengths = [draw.randrange(1, 8192) for _ in range(300)]
-    operation(kind, 8192, weights, 0)()
+    operation(kind, 8192, 0)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, reserved = torch.cuda.memory_allocated(), []
     for length in lengths:
-        operation(kind, length, weights, length)()
+        operation(kind, length, length)()
         reserved.append(torch.cuda.memory_reserved())
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before, "nothing is kept for a length"
@@ -245,11 +210,8 @@ def test_memory_over_random_lengths(request: pytest.FixtureRequest, kind: str) -
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [*CASES[:-1], ("fp8", 8), ("fp8", 2100), ("int4", 8), ("int4", 33)])
-def test_nothing_is_read_before_it_is_written(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int
-) -> None:
-    weights = request.getfixturevalue(kind)
-    call = operation(kind, tokens, weights, 5)
+def test_nothing_is_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int) -> None:
+    call = operation(kind, tokens, 5)
     wanted = call()[0]
     lay = workspace.scratch
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
@@ -24,18 +24,6 @@ PACKED_EXPERTS = (256, 384)
 PACKED_TOKENS = 4096
 STRATEGIES = ("auto", "warp", "packed")
 GateArguments = structure("router/csrc/gate.cuh", "GateArgs")
-
-
-def supports(logits: Tensor, e_score_correction_bias: Tensor, top_k: int, *, n_group: int = 1) -> bool:
-    """Whether `fused_gate` takes these arguments: float32 on a Hopper GPU, one group, sizes within the limits."""
-    tensors = (logits, e_score_correction_bias)
-    if n_group != 1 or not all(t.is_cuda and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
-        return False
-    if logits.dim() != 2 or tuple(e_score_correction_bias.shape) != tuple(logits.shape[1:]):
-        return False
-    experts = logits.shape[1]
-    fits = 0 < top_k <= min(MAX_TOP_K, experts) and experts % 4 == 0 and experts <= MAX_EXPERTS
-    return fits and is_hopper(logits.device)
 
 
 def check_gate(
