@@ -10,7 +10,7 @@ import torch
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
 from kimi_k2.kernels.attention.mla_cuda import attend_parts, by_eights, choose_splits, run
 from kimi_k2.kernels.attention.mla_decode import mla_decode, supports
-from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
+from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.rowwise.decode import absorb_and_store
 
@@ -105,18 +105,6 @@ def test_e4m3_cache(lengths: list[int], heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-@pytest.mark.parametrize("capacity", [1, 50, 1000])
-def test_e4m3_cache_of_any_length(capacity: int, heads: int) -> None:
-    torch.manual_seed(capacity)
-    q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
-    rows = torch.randn(3, capacity, 576, device="cuda").to(torch.float8_e4m3fn)
-    lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    out = run(q, rows, seq_lens, SCALE, None, choose_splits(3, heads, capacity))
-    assert relative(out, reference(q, rows.float(), lengths)) < RELATIVE
-
-
-@pytest.mark.parametrize("heads", [8, 64])
 def test_every_e4m3_code(heads: int) -> None:
     """Rows of one code each: the result is its value; NaN of a sequence's own stays NaN."""
     values = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
@@ -173,15 +161,16 @@ def test_paged_and_contiguous(lengths: list[int], heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("capacity", [1, 50, 1000])
-def test_contiguous_cache_of_any_length(capacity: int, heads: int) -> None:
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_contiguous_cache_of_any_length(capacity: int, heads: int, dtype: torch.dtype) -> None:
     """Blocks that run into the next sequence, or past the tensor's end; lengths beyond the capacity."""
     torch.manual_seed(capacity)
     q = torch.randn(3, heads, 576, device="cuda", dtype=torch.bfloat16)
-    rows = torch.randn(3, capacity, 576, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(3, capacity, 576, device="cuda").to(dtype)
     lengths = [capacity, capacity + 1000, max(1, capacity - 7)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     out = run(q, rows, seq_lens, SCALE, None, choose_splits(3, heads, capacity))
-    assert relative(out, reference(q, rows, lengths)) < RELATIVE
+    assert relative(out, reference(q, rows.float(), lengths)) < RELATIVE
 
 
 @pytest.mark.parametrize("heads", [8, 64])

@@ -19,8 +19,9 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.bench.kernels.mla_cases import Inputs, ragged_inputs
 from kimi_k2.bench.kernels.mla_peers import OURS, PLANNED, ROUNDED, Kernel, check, peers
-from kimi_k2.kernels.attention.mla_plan import available, pays
+from kimi_k2.kernels.attention.mla_plan import pays
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
+from kimi_k2.kernels.common.build import find_nvcc
 
 LONGEST = 65536  # of the standard batches
 DRAWN_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
@@ -112,7 +113,7 @@ def ways(batch: Batch, others: Sequence[Kernel]) -> dict[str, list[partial[Tenso
     one for all layers of a step, and queries rounded for a peer are made before.
     """
     inputs = layers(batch)
-    even = not available() or not pays(len(batch.lengths), -(-max(batch.lengths) // PAGE) * PAGE, batch.heads)
+    even = find_nvcc() is None or not pays(len(batch.lengths), -(-max(batch.lengths) // PAGE) * PAGE, batch.heads)
     kernels = {"ours": OURS} if even else {"ours": PLANNED, "ours, even split": OURS}
     if batch.fp8 and not even:
         kernels["ours, e4m3 queries"] = ROUNDED

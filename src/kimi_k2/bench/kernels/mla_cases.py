@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_plan import available, mla_plan
+from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
+from kimi_k2.kernels.common.build import find_nvcc
 
 SCALE = 0.1147
 # Of contexts: one and many, empty ones, around a page, equal, a long one among short ones, drawn; up to 8,192 rows.
@@ -103,7 +104,7 @@ def ragged_inputs(
     for row, numbers in zip(table, torch.randperm(sum(pages)).int().split(pages), strict=True):
         row[: len(numbers)] = numbers
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    plans = seq_lens.is_cuda and available()
+    plans = seq_lens.is_cuda and find_nvcc() is not None
     return Inputs(
         torch.randn(len(lengths), heads, ROW, device=device, dtype=torch.bfloat16),
         torch.randn(sum(pages), PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),

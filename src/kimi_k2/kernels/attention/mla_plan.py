@@ -17,7 +17,6 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MAX_SPLITS, MOST_FEW_HEADS, rows_before_items
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
-from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import expect, launch
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -66,11 +65,6 @@ ROUNDED_COSTS = {
 
 # Parts from which several groups of threads share a merge: with 8 and 16 heads it has few columns.
 SOME_PARTS = {True: 5, False: 9}
-
-
-def available() -> bool:
-    """Whether a plan can be made and followed here: it is CUDA C++."""
-    return find_nvcc() is not None
 
 
 def uncut(batch: int, capacity: int, heads: int, sm_count: int = 132) -> bool:

@@ -1,7 +1,8 @@
-"""Attention over pages against the same over a cache in one piece, and storing into pages."""
+"""MLA's plain functions: pages against a cache in one piece, several sequences against sums in float64, next slots."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_k2.ops import mla, registry
 from kimi_k2.ops.linear import Weight
-from kimi_k2.ops.mla import SLOTS_AT_ONCE, attend_values, gather_pages, mla_decode, query_and_entry, store_slots
+from kimi_k2.ops.mla import (
+    SLOTS_AT_ONCE,
+    Ragged,
+    attend_values,
+    gather_pages,
+    mla_decode,
+    mla_ragged_attention,
+    next_step,
+    query_and_entry,
+    store_slots,
+)
 
 RANK, ROPE, PAGE = 24, 8, 4
 DIM = RANK + ROPE
@@ -145,3 +156,42 @@ def test_batch_invariant_pages_have_the_bits_of_one_piece() -> None:
         assert torch.equal(mla_decode(query, pages, seq_lens, 0.3, RANK, None, table), wanted)
         alone = mla_decode(query[2:3], pages, seq_lens[2:3], 0.3, RANK, None, table[2:3])
         assert torch.equal(alone, wanted[2:3])
+
+
+@pytest.mark.parametrize(("new", "lengths"), [((3, 1, 7), (3, 1, 7)), ((2, 4, 1), (9, 4, 6)), ((2, 0, 3), (2, 5, 8))])
+def test_each_sequence_sees_its_own_slots(new: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(len(new))
+    heads, nope_dim, value_dim, scale = 2, 6, 5, 0.3
+    rows, total = sum(new), sum(lengths)
+    nope, rope = torch.randn(rows, heads, nope_dim).double(), torch.randn(rows, heads, ROPE).double()
+    slots, kv_b = torch.randn(total, RANK + ROPE).double(), torch.randn(heads, nope_dim + value_dim, RANK).double()
+    queries, keys = (Ragged(of, torch.tensor([0, *itertools.accumulate(of)]).int()) for of in (new, lengths))
+    found = mla_ragged_attention(nope, rope, slots, kv_b, queries, keys, scale)
+    row = first = 0
+    for count, length in zip(new, lengths, strict=True):
+        for number in range(count):
+            seen = slots[first : first + length - count + number + 1]
+            for head in range(heads):
+                key = seen[:, :RANK] @ kv_b[head, :nope_dim].T
+                weights = (scale * (key @ nope[row, head] + seen[:, RANK:] @ rope[row, head])).softmax(0)
+                wanted = weights @ (seen[:, :RANK] @ kv_b[head, nope_dim:].T)
+                torch.testing.assert_close(found[row, head], wanted, rtol=1e-10, atol=1e-12)
+            row += 1
+        first += length
+
+
+@pytest.mark.parametrize("lengths", [[1], [63, 64, 65, 0, 127, 128, 0], [5000]])
+def test_each_sequence_has_its_next_slot(lengths: list[int]) -> None:
+    """Pages have been drawn; all that is to be written holds something else."""
+    torch.manual_seed(len(lengths))
+    batch, wide = len(lengths), max(lengths) // 64 + 1
+    seq_lens, positions, slots = torch.tensor(lengths).int(), torch.full((batch,), 77), torch.full((batch,), 77)
+    input_ids = torch.randint(1, 1000, (batch,)).int()
+    table = (torch.randperm(2 * batch * wide)[: batch * wide] + 1).view(batch, wide).int()
+    ids, pages = input_ids.tolist(), table.tolist()
+    next_step(seq_lens, input_ids, positions, slots, table, 64)
+    assert seq_lens.tolist() == [length + 1 if length else 0 for length in lengths]
+    assert positions.tolist() == lengths
+    assert input_ids.tolist() == [one if length else 0 for one, length in zip(ids, lengths, strict=True)]
+    held = [row[length // 64] * 64 + length % 64 for row, length in zip(pages, lengths, strict=True)]
+    assert slots.tolist() == [slot if length else -1 for slot, length in zip(held, lengths, strict=True)]
