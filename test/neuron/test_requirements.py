@@ -43,7 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, release: str, **other: str | None
     python = {pin.name: str(pin.specifier)[2:].replace("*", "6") for pin in made.python} | {
         name.replace("_", "-"): version for name, version in other.items()
     }
-    monkeypatch.setattr(sdk, "_python_version", python.get)
+    monkeypatch.setattr(sdk, "version_of", python.get)
     monkeypatch.setattr(sdk, "_system_version", {**made.system, **python}.get)
     monkeypatch.setattr("shutil.which", lambda name: name)
 

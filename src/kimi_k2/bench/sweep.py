@@ -7,7 +7,6 @@ never contains the prefill. Results are written after each cell; a rerun with th
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -26,6 +25,7 @@ from kimi_k2.bench.errors import RanksLostError, SweepError
 from kimi_k2.bench.results import SCHEMA, load_results, summarize
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.neuron.sdk import version_of
 
 PACKAGES = (
     "kimi-k2", "torch", "triton", "transformers", "torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed",
@@ -40,12 +40,7 @@ def capture(details: dict[str, Any]) -> dict[str, Any]:
     Args:
         details: the backend's own.
     """
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {package: version for package in PACKAGES if (version := version_of(package))}
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

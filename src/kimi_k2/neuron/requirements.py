@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+
+from kimi_k2.neuron.sdk import version_of
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,7 @@ def state(requirement: Requirement) -> State:
         importable = importlib.util.find_spec(requirement.module) is not None
     except ModuleNotFoundError:  # the parent package of a dotted name
         importable = False
-    version = None
-    if importable and requirement.package is not None:
-        try:
-            version = importlib.metadata.version(requirement.package)
-        except importlib.metadata.PackageNotFoundError:
-            version = None
+    version = version_of(requirement.package) if importable and requirement.package is not None else None
     return State(requirement, importable, version)
 
 

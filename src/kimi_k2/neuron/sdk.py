@@ -81,7 +81,7 @@ def states(release: Release) -> list[State]:
     """Every package of a release on this machine."""
     found = []
     for pin in release.python:
-        version = _python_version(pin.name)
+        version = version_of(pin.name)
         fits = version is not None and pin.specifier.contains(Version(version), prereleases=True)
         found.append(State(pin.name, version, str(pin.specifier), fits))
     for name, wanted in release.system.items():
@@ -91,7 +91,8 @@ def states(release: Release) -> list[State]:
     return found
 
 
-def _python_version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Version of an installed Python package; None of others."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -271,9 +271,9 @@ def run(
 
 
 def _plain(
-    model: KimiK2ForCausalLM, inputs: Inputs, greedy: bool, combine: Callable[[str, Tensor], Tensor] | None = None
+    model: KimiK2ForCausalLM, inputs: Inputs, greedy: bool, combine: Combine = lambda point, value: value
 ) -> Trace:
     if greedy:
         sampling = SamplingParams(max_new_tokens=len(inputs.forced))
         inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
-    return run_plain(model, inputs) if combine is None else run_plain(model, inputs, combine)
+    return run_plain(model, inputs, combine)

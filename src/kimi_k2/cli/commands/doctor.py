@@ -76,20 +76,13 @@ def _importable(name: str) -> bool:
         return False
 
 
-def _version(package: str) -> str | None:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _python() -> Iterator[Finding]:
     import importlib.metadata
     import platform
 
-    if _version("kimi-k2") is None:
+    from kimi_k2.neuron.sdk import version_of
+
+    if version_of("kimi-k2") is None:
         yield Finding("kimi-k2", "note", "runs from its source folder: what it requires is not known")
         return
     needed = importlib.metadata.metadata("kimi-k2")["Requires-Python"]
@@ -104,15 +97,17 @@ def _libraries() -> Iterator[Finding]:
 
     from packaging.requirements import Requirement
 
+    from kimi_k2.neuron.sdk import version_of
+
     needed: dict[str, Requirement] = {}
-    texts = importlib.metadata.requires("kimi-k2") if _version("kimi-k2") else None
+    texts = importlib.metadata.requires("kimi-k2") if version_of("kimi-k2") else None
     for text in texts or ():
         requirement = Requirement(text)
         marker = requirement.marker
         if requirement.specifier and (marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)):
             needed.setdefault(requirement.name, requirement)
     for name, requirement in needed.items():
-        version = _version(name)
+        version = version_of(name)
         if version is None:
             optional = requirement.marker is not None
             if name in LIBRARIES or not optional:
@@ -168,7 +163,7 @@ def _neuron() -> Iterator[Finding]:
     yield Finding("Neuron devices", "ok" if cores else "missing", f"{len(cores)}" if cores else "none")
     compiler = shutil.which("neuronx-cc")
     yield Finding("neuronx-cc", "ok" if compiler else "missing", compiler or "not on PATH")
-    version = _version("torch-xla")
+    version = sdk.version_of("torch-xla")
     yield Finding("torch-xla", "ok" if version else "missing", version or "not installed")
     lines: tuple[sdk.Line, ...] = ("neuron", "vllm-neuron")
     shown: set[str] = set()

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import BatchInvariant, Checkpoint, Dtype, Ranks, Seed, number, parse_layers, refuse
+from kimi_k2.cli.options import (
+    BatchInvariant,
+    Checkpoint,
+    Dtype,
+    Ranks,
+    Seed,
+    number,
+    parse_layers,
+    refuse,
+    with_groups,
+)
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
+    from kimi_k2.parity.trace import Inputs, Trace
 
 parity = typer.Typer(
     name="parity",
@@ -19,25 +31,55 @@ parity = typer.Typer(
     no_args_is_help=True,
 )
 
-BackendOption = Annotated[
-    Literal["cpu", "cuda", "neuron", "transformers"], typer.Option("--backend", help="Who runs the model.")
-]
-PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="Deployment, for its experts' format and parallelism (neuron).")
-]
-CompiledOption = Annotated[
-    Path | None, typer.Option(help="What `compile --capture-layers` wrote for it (neuron); else NxD's CPU mode.")
-]
+BackendOption = Annotated[Literal["cpu", "cuda", "neuron", "transformers"], typer.Option(help="Who runs the model.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")]
 
 
+@dataclass(frozen=True)
+class Running:
+    """Who runs the model, and how."""
+
+    backend: BackendOption = "cpu"
+    dtype: DtypeOption = "float32"
+    ranks: Ranks = None
+    batch_invariant: BatchInvariant = False
+    preset: Annotated[
+        str | None, typer.Option(help="Deployment, for its experts' format and parallelism (neuron).")
+    ] = None
+    compiled: Annotated[
+        Path | None, typer.Option(help="What `compile --capture-layers` wrote for it (neuron); else NxD's CPU mode.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.batch_invariant and self.backend not in ("cpu", "cuda"):
+            raise typer.BadParameter(f"--batch-invariant is of the plain model (cpu, cuda), not of {self.backend}")
+
+    def trace(self, checkpoint: Path, inputs: Inputs, *, greedy: bool = False) -> Trace | None:
+        """What `parity.run.run` gives; None on other ranks than the first."""
+        from kimi_k2.parallel.ranks import rank_number
+        from kimi_k2.parity.run import run
+        from kimi_k2.plan.deployment import Deployment
+
+        options = {one.name: getattr(self, one.name) for one in fields(self)}
+        options["preset"] = None if self.preset is None else Deployment.load(self.preset)
+        trace = run(checkpoint=checkpoint, inputs=inputs, greedy=greedy, **options)
+        return trace if self.ranks is None or rank_number() == 0 else None
+
+
+@dataclass(frozen=True)
+class Judged(Running):
+    """The same of what is compared with a golden run."""
+
+    backend: BackendOption = "transformers"
+
+
 @parity.command("capture")
+@with_groups
 def capture(
     context: typer.Context,
     checkpoint: Checkpoint,
     golden: Annotated[Path, typer.Argument(help="Directory to write golden.safetensors and golden.json to.")],
-    backend: BackendOption = "cpu",
-    dtype: DtypeOption = "float32",
+    running: Running,
     prompt: Annotated[str | None, typer.Option(help="Text; random tokens if not given.")] = None,
     prompt_length: Annotated[int, number(1, "Random tokens of the prompt.")] = 64,
     steps: Annotated[int, number(1, "Forced decode tokens.")] = 16,
@@ -45,21 +87,14 @@ def capture(
     layers: Annotated[str | None, typer.Option(help="Layers to keep, e.g. 0,1,30,60; all if not given.")] = None,
     positions: Annotated[int, number(1, "Last positions of the prompt to keep.")] = 16,
     seed: Seed = 0,
-    ranks: Ranks = None,
-    batch_invariant: BatchInvariant = False,
-    preset: PresetOption = None,
-    compiled: CompiledOption = None,
 ) -> None:
     """Run a model and keep its logits and activations."""
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.parallel.ranks import rank_number
     from kimi_k2.parity.golden import check_size, save_golden
     from kimi_k2.parity.logits import random_tokens
-    from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import Inputs
 
-    plain = _plain(backend, batch_invariant)
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     if prompt is None:
@@ -73,18 +108,11 @@ def capture(
         _check_length(len(tokens), steps, config)
     inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config), positions)
     check_size(config, inputs)
-    trace = run(backend, checkpoint, inputs, dtype, greedy=greedy, ranks=ranks, **plain, **_neuron(preset, compiled))
-    if ranks is not None and rank_number() > 0:
+    trace = running.trace(checkpoint, inputs, greedy=greedy)
+    if trace is None:
         return
-    save_golden(golden, trace, config, backend, dtype, checkpoint)
+    save_golden(golden, trace, config, running.backend, running.dtype, checkpoint)
     typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
-
-
-def _plain(backend: str, batch_invariant: bool) -> dict[str, Any]:
-    """Of `parity.run.run`, what only the plain model has."""
-    if batch_invariant and backend not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--batch-invariant is of the plain model (cpu, cuda), not of {backend}")
-    return {"batch_invariant": batch_invariant}
 
 
 def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
@@ -98,23 +126,13 @@ def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
         )
 
 
-def _neuron(preset: str | None, compiled: Path | None) -> dict[str, Any]:
-    from kimi_k2.plan.deployment import Deployment
-
-    return {"preset": None if preset is None else Deployment.load(preset), "compiled": compiled}
-
-
 @parity.command("compare")
+@with_groups
 def compare_command(
     golden: Annotated[Path, typer.Argument(help="Directory that `capture` wrote.")],
     checkpoint: Checkpoint,
-    backend: BackendOption = "transformers",
-    dtype: DtypeOption = "float32",
+    running: Judged,
     out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
-    ranks: Ranks = None,
-    batch_invariant: BatchInvariant = False,
-    preset: PresetOption = None,
-    compiled: CompiledOption = None,
 ) -> None:
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
     from rich.console import Console
@@ -122,13 +140,10 @@ def compare_command(
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.parallel.ranks import rank_number
     from kimi_k2.parity.compare import TOLERANCES, as_json, compare, plot, print_report
     from kimi_k2.parity.golden import check_model, checkpoint_identity, load_golden
-    from kimi_k2.parity.run import run
     from kimi_k2.parity.trace import ParityError
 
-    plain = _plain(backend, batch_invariant)
     console = Console()
     expected = load_golden(golden)
     checkpoint = resolve_checkpoint(checkpoint)
@@ -137,14 +152,13 @@ def compare_command(
         console.print(f"[yellow]configurations differ:[/yellow] {difference}", highlight=False)
     if checkpoint_identity(checkpoint) != expected.checkpoint:
         console.print("[yellow]other weights[/yellow] than in the golden run, or other files of the same ones")
-    names = list(TOLERANCES)
+    names, dtype = list(TOLERANCES), running.dtype
     if {dtype, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
-    coarser = max(dtype, expected.dtype, key=names.index)
-    trace = run(backend, checkpoint, expected.trace.inputs, dtype, ranks=ranks, **plain, **_neuron(preset, compiled))
-    if ranks is not None and rank_number() > 0:
+    trace = running.trace(checkpoint, expected.trace.inputs)
+    if trace is None:
         return
-    result = compare(trace, expected.trace, config, coarser)
+    result = compare(trace, expected.trace, config, max(dtype, expected.dtype, key=names.index))
     print_report(result, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -25,14 +25,8 @@ bench = typer.Typer(
     cls=_SweepByDefault,
     help="Time prefill and decode (`sweep`, the default), or single parts of the package.",
 )
-bench.command()(sweep)
-bench.command()(reader)
-bench.command()(context)
-bench.command()(convert)
-bench.command()(kernels)
-bench.command()(experts)
-bench.command()(drafts)
-bench.command()(serving)
+for _part in (sweep, reader, context, convert, kernels, experts, drafts, serving):
+    bench.command()(_part)
 
 
 COMMAND = Command(
