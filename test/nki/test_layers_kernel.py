@@ -19,6 +19,8 @@ from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.experts import noaux_tc_gate
 from nki_emulator.ranks import run_on_ranks
 
+from .tiles import relative
+
 RANKS, HEADS, HIDDEN, EXPERTS, WIDTH, LAYERS = 4, 4, 512, 128, 32, 2
 Q_RANK, RANK, ROPE, NOPE, VALUE = 256, 128, 64, 128, 128
 SLOTS, SCALE, SCALING, EPS, LATENT_EPS = 512, 0.1447, 2.827, 1e-6, 1e-3
@@ -191,10 +193,6 @@ def model_of(batch: int) -> Model:
 
 
 MORE = [(3, 2, 1), (2, 1, 1), (1, 2, 2), (3, 2, 2)] if os.environ.get("KIMI_K2_NKI_ALL") else []
-
-
-def relative(got: Tensor, wanted: Tensor) -> float:
-    return ((got.reshape(wanted.shape) - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize(("batch", "cores", "shared"), [(1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 1, 4), *MORE])

@@ -8,6 +8,8 @@ from typing import Any
 import nki
 import nki.isa as nisa
 import nki.language as nl
+import numpy as np
+import torch
 
 
 def stored(tile: Any) -> Any:
@@ -32,5 +34,6 @@ def on_tiles(body: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def relative(got: Any, wanted: Any) -> float:
-    """Relative L2 of float64 tensors."""
-    return float((got.reshape(wanted.shape) - wanted).norm() / wanted.norm())
+    """Relative L2 of a kernel's result, or of a tensor, to a float64 tensor of as many values."""
+    found = got if isinstance(got, torch.Tensor) else torch.from_numpy(np.asarray(got, np.float64))
+    return float((found.double().reshape(wanted.shape) - wanted).norm() / wanted.norm())
