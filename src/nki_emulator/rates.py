@@ -46,7 +46,7 @@ class Rates:
 
 
 TRAINIUM2 = Rates()
-_TWO_INPUTS = {"tensor_tensor", "scalar_tensor_tensor", "tensor_tensor_scan", "select_reduce"}
+_TWO_INPUTS = {"tensor_tensor", "scalar_tensor_tensor", "tensor_tensor_scan"}
 _FAST = {"tensor_copy", "tensor_scalar", "tensor_tensor", "memset"}
 _HALF_WIDTH = {"bfloat16", "float16"}
 

@@ -191,10 +191,7 @@ class _Simulation:
         engine = self.trace[number].engine
         if engine == "dma":
             self._offer(number)
-        elif (
-            self.heads.get(engine, 0) < len(self.queues[engine])
-            and self.queues[engine][self.heads.get(engine, 0)] == number
-        ):
+        else:
             self._start(engine)
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from nki_emulator.core import Instruction
-from nki_emulator.cost import Cost, cost_of_trace, counts_of
+from nki_emulator.cost import Cost, cost_of, counts_of
 from nki_emulator.launch import Kernel
 from nki_emulator.rates import Rates
 from nki_emulator.schedule import critical_path, ends_of
@@ -34,9 +34,7 @@ class Stage:
 
     def cost(self, rates: Rates) -> Cost:
         """Of the kernel alone, on the core that takes longer."""
-        launch = self.kernel.last
-        assert launch is not None
-        return max((cost_of_trace(trace, rates) for trace in launch.traces), key=lambda cost: cost.span)
+        return cost_of(self.kernel, rates)
 
 
 @dataclass(frozen=True)

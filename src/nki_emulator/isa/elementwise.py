@@ -257,29 +257,6 @@ def range_select(
     accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
 
 
-@instruction("vector", alike=True)
-def select_reduce(
-    call: Call,
-    dst: NkiTensor,
-    predicate: NkiTensor,
-    on_true: NkiTensor,
-    on_false: Any,
-    reduce_res: NkiTensor | None = None,
-    reduce_cmd: Any = commands.idle,
-    reduce_op: Any = OPERATORS["maximum"],
-    reverse_pred: bool = False,
-) -> None:
-    """on_true where the predicate holds, on_false elsewhere; optionally the maximum."""
-    call.need_dtype("predicate", predicate, ("int8", "uint8", "int16", "uint16"))
-    not_both_in_psum(call, on_true, predicate, "predicate")
-    chosen = rows(call.read("predicate", predicate)) != 0
-    other = vector_operand(call, "on_false", on_false, on_true)
-    result = np.where(chosen ^ reverse_pred, rows(call.read32("on_true", on_true)), other).astype(np.float32)
-    call.write("dst", dst, shaped(result, dst))
-    if reduce_cmd is not commands.idle:
-        accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
-
-
 def accumulate(
     call: Call,
     values: Any,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -173,16 +172,3 @@ def nonzero_with_count(
 def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> None:
     """Not on the way of any kernel here: the layout over partitions is documented for one case only."""
     raise NkiError("nki.isa.topk", "operation", "max8 and nc_find_index8: topk is not emulated (README.md)")
-
-
-@instruction("gpsimd")
-def sequence_bounds(call: Call, dst: NkiTensor, segment_ids: NkiTensor) -> None:
-    """First and one past the last index of the segment of each element; (n, -1) for padding, whose id is 0."""
-    call.need(segment_ids.shape[0] == 1, "segment_ids", "one partition", segment_ids.shape)
-    ids: Any = rows(call.read32("segment_ids", segment_ids))[0]
-    count = len(ids)
-    out = np.empty((2, count), np.float32)
-    for at, value in enumerate(ids):
-        same = np.flatnonzero(ids == value)
-        out[:, at] = (count, -1) if value == 0 else (same[0], same[-1] + 1)
-    call.write("dst", dst, shaped(out, dst))

@@ -13,7 +13,6 @@ from nki_emulator.isa.constants import reduce_cmd as commands
 from nki_emulator.isa.elementwise import accumulate
 from nki_emulator.isa.operands import (
     apply,
-    begun,
     instruction,
     need_integers,
     need_operator,
@@ -87,37 +86,6 @@ def tensor_scalar_reduce(
     result = np.asarray(apply(operator, rows(call.read32("data", data)), scalar), np.float32)
     call.write("dst", dst, shaped(result, dst))
     accumulate(call, result, reduce_op, reduce_cmd, initial, reduce_res, reduce_res_negate)
-
-
-@instruction("vector", alike=True)
-def tensor_scalar_cumulative(
-    call: Call,
-    dst: NkiTensor,
-    src: NkiTensor,
-    op0: Any,
-    op1: Any,
-    imm0: Any,
-    imm1: Any = None,
-    reduce_cmd: Any = commands.reset_reduce,
-) -> None:
-    """Running op1 of src <op0> imm0 along each partition."""
-    for operand, tensor in (("dst", dst), ("src", src)):
-        if tensor.dtype in ("int32", "uint32"):
-            raise call.fail(operand, "a dtype other than int32 and uint32", tensor.dtype, NkiError)
-    first, second = need_operator(call, "op0", op0), need_operator(call, "op1", op1)
-    scaled = apply(first, rows(call.read32("src", src)), vector_operand(call, "imm0", imm0, src))
-    if reduce_cmd is commands.reset_reduce:
-        call.core.accumulator("vector", float(second.start or 0.0))
-    elif reduce_cmd is commands.load_reduce:
-        call.core.accumulator("vector", 0.0)[: len(scaled)] = vector_operand(call, "imm1", imm1, src)
-    register = begun(call, "vector", reduce_cmd)
-    out = np.empty_like(scaled)
-    running = register[: len(scaled), 0]
-    for column in range(scaled.shape[1]):
-        running = apply(second, scaled[:, column], running)
-        out[:, column] = running
-    register[: len(scaled), 0] = running
-    call.write("dst", dst, shaped(out, dst))
 
 
 @instruction("vector", alike=True)
