@@ -99,13 +99,8 @@ def test_a_quoted_marker_in_a_stream_is_text(through_vllm: Any) -> None:
     ids = [token for text, markup in segments for token in tokenizer.encode(text, allow_special=markup)]
     draw = random.Random(0)
     for _ in range(300):
-        decoder, pieces, held = tokenizer.incremental_decoder(), [], ""
-        for token in ids:
-            held += decoder.feed(token)
-            ready = max(len(held) - draw.choice((0, 0, 3, 30)), 0)
-            pieces.append((held[:ready], [token]))
-            held = held[ready:]
-        message, _ = through_vllm.stream([*pieces, (held, [])], through_vllm.request(), through_vllm.Tokenizer())
+        pieces = through_vllm.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
+        message, _ = through_vllm.stream(pieces, through_vllm.request(), through_vllm.Tokenizer())
         assert message.reasoning_content == f"Say {THINK_END}."
         assert as_tuples(message) == [("functions.f:0", "f", quoted)]
         assert message.content == f"No {SECTION_END}"
@@ -119,16 +114,9 @@ def test_a_forced_call_spelled_with_ordinary_tokens(choice: Any, through_vllm: A
     text = section(call("functions.f:0", arguments), call("functions.f:1", "{}"))
     asked = through_vllm.request([tool("f", "text", "b")], tool_choice=choice)
     for _ in range(100):
-        by_token = draw.choice(
-            [tokenizer.encode(text, allow_special=False), tokenizer.encode(text, allow_special=True)]
-        )
-        decoder, pieces, held = tokenizer.incremental_decoder(), [], ""
-        for token in by_token:
-            held += decoder.feed(token)
-            ready = max(len(held) - draw.choice((0, 0, 3, 30)), 0)
-            pieces.append((held[:ready], [token]))
-            held = held[ready:]
-        message, _ = through_vllm.stream([*pieces, (held, [])], asked, through_vllm.Tokenizer(), reasoning=None)
+        ids = tokenizer.encode(text, allow_special=draw.choice([False, True]))
+        pieces = through_vllm.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
+        message, _ = through_vllm.stream(pieces, asked, through_vllm.Tokenizer(), reasoning=None)
         assert message.content == ""
         assert as_tuples(message) == [("functions.f:0", "f", arguments), ("functions.f:1", "f", "{}")]
     assert as_tuples(through_vllm.whole(text, asked, through_vllm.Tokenizer(), reasoning=None)) == as_tuples(message)

@@ -115,16 +115,21 @@ def whole(text: str, asked: Any, tokenizer: Tokenizer, **options: Any) -> Assist
     return AssistantMessage(reasoning or "", content or "", found, "tool_calls" if found else "stop")
 
 
-def tokens_and_text(text: str, draw: random.Random) -> list[tuple[str, list[int]]]:
-    """Pieces as vLLM's detokenizer gives them: some tokens at a time, the text up to 40 characters behind."""
-    ids, decoder = TOKENIZER.encode(text, allow_special=True), TOKENIZER.incremental_decoder()
+def tokens_and_text(
+    ids: Sequence[int],
+    draw: random.Random,
+    steps: Sequence[int] = (1, 1, 1, 2, 5, 40),
+    behind: Sequence[int] = (0, 0, 1, 7, 40),
+) -> list[tuple[str, list[int]]]:
+    """Pieces as vLLM's detokenizer gives them: some tokens at a time, the text some characters behind."""
+    decoder = TOKENIZER.incremental_decoder()
     pieces: list[tuple[str, list[int]]] = []
     held, place = "", 0
     while place < len(ids):
-        step = draw.choice((1, 1, 1, 2, 5, 40))
-        group = ids[place : place + step]
+        step = draw.choice(steps)
+        group = list(ids[place : place + step])
         held += "".join(decoder.feed(token) for token in group)
-        ready = max(len(held) - draw.choice((0, 0, 1, 7, 40)), 0)
+        ready = max(len(held) - draw.choice(behind), 0)
         pieces.append((held[:ready], group))
         held, place = held[ready:], place + step
     return [*pieces, (held + decoder.flush(), [])]
@@ -142,10 +147,11 @@ def check_cuts(
     # vLLM makes content of white space alone null beside calls.
     assert complete.content == first.content or (not first.content.strip() and not complete.content)
     assert (complete.reasoning_content, complete.tool_calls) == (first.reasoning_content, first.tool_calls)
+    ids = TOKENIZER.encode(text, allow_special=True)
     for _ in range(count):
         places = [draw.randrange(len(text) + 1) for _ in range(draw.choice((1, 1, 2, 5, 30)))]
         assert stream([*((piece, []) for piece in cut(text, places)), ("", [])], asked, tokenizer)[0] == first
-        assert stream(tokens_and_text(text, draw), asked, tokenizer)[0] == by_tokens(text, asked, tokenizer, first)
+        assert stream(tokens_and_text(ids, draw), asked, tokenizer)[0] == by_tokens(text, asked, tokenizer, first)
     return first
 
 

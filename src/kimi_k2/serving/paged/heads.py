@@ -12,7 +12,7 @@ from kimi_k2.ops.linear import Weight
 
 
 def kernel_heads(heads: int) -> int | None:
-    """The fewest heads that the kernels take and that so many fit in; None if they are too many."""
+    """The smallest head count >= `heads` that the kernels support; None if there is none."""
     return next((count for count in HEADS if count >= heads), None)
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.kimi_k2")
 VLLM_DOES = "scheduler, cache, sampling, API"
 
 
-class _Ours:
+class _KimiK2:
     """What stands in for the methods of vLLM's class; see `KimiK2ForVllm`."""
 
     stock: type
@@ -251,13 +251,13 @@ class _Ours:
         return self.paged.steps
 
 
-class KimiK2ForVllm(_Ours, DeepseekV3ForCausalLM):  # type: ignore[misc]
+class KimiK2ForVllm(_KimiK2, DeepseekV3ForCausalLM):  # type: ignore[misc]
     """In place of vLLM's class for K2 and K2-Thinking, whose marks it has (`supports_pp` and the like)."""
 
     stock = DeepseekV3ForCausalLM
 
 
-class KimiK25TextForVllm(_Ours, DeepseekV2ForCausalLM):  # type: ignore[misc]
+class KimiK25TextForVllm(_KimiK2, DeepseekV2ForCausalLM):  # type: ignore[misc]
     """In place of the class that vLLM's K2.5 has for its language model."""
 
     stock = DeepseekV2ForCausalLM

@@ -42,10 +42,10 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
 
     def _ours(self) -> Any:
         """Our model in vLLM's; None without."""
-        from kimi_k2.serving.vllm.model import _Ours
+        from kimi_k2.serving.vllm.model import _KimiK2
 
         modules = self.model_runner.get_model().modules()
-        return next((module for module in modules if isinstance(module, _Ours)), None)
+        return next((module for module in modules if isinstance(module, _KimiK2)), None)
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's, which at level 2 keeps no weights: no step runs before they have come again."""
