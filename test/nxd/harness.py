@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import environment
 import pytest
 import torch
 
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Router
 from kimi_k2.plan.deployment import Deployment
@@ -62,6 +66,31 @@ def sequences(batch: int, vocab: int, steps: int = DECODE_STEPS) -> dict[str, li
 
     prompts = [draw(length) for length in LENGTHS[batch]]
     return {"prompts": prompts, "forced": [draw(steps) for _ in prompts]}
+
+
+def draw_cases(lengths: tuple[int, ...], steps: int, seed: int) -> list[dict[str, Any]]:
+    """One sequence a prompt length, with the tokens that decode is fed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, 512, (count,), generator=generator).tolist()
+
+    return [{"prompts": [draw(length)], "forced": [draw(steps)]} for length in lengths]
+
+
+def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative L2 distance of each row."""
+    out: torch.Tensor = ((found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).squeeze()
+    return out
+
+
+def refused_field(options: dict[str, Any], model: KimiK2Config | None = None) -> str | None:
+    """The field that the error of a configuration names: of options, and of a model where there is one."""
+    module = environment.contrib("config")
+    with pytest.raises(ConfigError) as caught:
+        neuron = module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options)
+        module.KimiK2InferenceConfig(neuron, load_config=module.load_kimi_config(model))
+    return caught.value.field
 
 
 def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout: float = 240) -> Any:
@@ -134,6 +163,23 @@ def run_executed(command: list[str], ranks: int, timeout: float = 400) -> None:
     env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def counts_of(worker: Path, *arguments: str | Path | int) -> dict[str, Any]:
+    """What a worker that lowers a graph prints, in a process of its own: CPU mode and lowering exclude each other."""
+    command = [sys.executable, str(worker), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts: dict[str, Any] = json.loads(re.findall(r"(?m)^COUNTS (.*)$", done.stdout)[0])
+    return counts
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a Python command line on as many ranks."""
+    if ranks == 1:
+        return [sys.executable]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "--no-python", sys.executable]
 
 
 def bf16_preset(name: str, directory: Path) -> str:

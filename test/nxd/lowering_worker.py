@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 os.environ["PJRT_DEVICE"] = "CPU"
@@ -25,8 +24,8 @@ from kimi_k2.neuron import contrib  # noqa: E402
 from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
-from kimi_k2.plan.hlo import count, entry_instructions, peak_live_bytes  # noqa: E402
-from kimi_k2.plan.prefetch import fetches  # noqa: E402
+from kimi_k2.plan.hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes  # noqa: E402
+from kimi_k2.plan.kernel_calls import kernel_name  # noqa: E402
 from kimi_k2.plan.scratch import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
@@ -47,6 +46,29 @@ def of_experts(graph: Any) -> list[dict[str, Any]]:
                 continue
             (shape,) = one.shapes
             found.append({"op": one.op, "type": shape.dtype, "shape": list(shape.dims), "users": users[one.name]})
+    return found
+
+
+def fetches(text: str) -> list[dict[str, Any]]:
+    """Bytes that each call of a kernel of ours reads from HBM, in order.
+
+    `ahead`: of parameters, at addresses that are known before the step: such reads (weights, the cache) can be under
+    way while a collective is. `chosen`: of parameters, through a run-time index (the experts that the router chose).
+    `computed`: of what the step computes.
+    """
+    instructions = {one.name: one for one in entry_instructions(text)}
+    found = []
+    for one in instructions.values():
+        if one.op != "custom-call" or (cost := kernel_cost(one, instructions)) is None:
+            continue
+        bytes_read = {"ahead": 0, "chosen": 0, "computed": 0}
+        for operand, size, indexed in zip(one.operands, cost.read, cost.indexed, strict=True):
+            if is_parameter(operand, instructions):
+                bytes_read["ahead"] += size - indexed
+                bytes_read["chosen"] += indexed
+            else:
+                bytes_read["computed"] += size
+        found.append({"kernel": kernel_name(one.attributes) or "", **bytes_read})
     return found
 
 
@@ -75,7 +97,7 @@ def main() -> None:
     calls = Counter(re.findall(r'custom_call_target="kimi_k2\.nki\.(\w+)"', graph.hlo))
     facts = {
         **summary(counts), "router_bytes_read": counts.bytes_read(r"router\."), "kinds": kinds,
-        "kernels": dict(calls), "fetches": [asdict(one) for one in fetches(graph.hlo)],
+        "kernels": dict(calls), "fetches": fetches(graph.hlo),
         "of_experts": of_experts(graph), "planned": summary(planned),
         "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,
     }  # fmt: skip

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import environment
 import pytest
-import torch
 from cases import LINES
+from harness import refused_field
 from test_nki_kernels import ALL, check_kernels, options
 from test_nki_kernels import SIZES as KERNEL_SIZES
 
-from kimi_k2.errors import ConfigError
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -54,10 +52,4 @@ def test_layers_one_by_one(
 
 @pytest.mark.parametrize(("field", "sizes"), [("v_head_dim", {"v_head_dim": 64}), ("q_lora_rank", {"q_lora_rank": 96})])
 def test_sizes_that_tiles_do_not_take_are_refused(field: str, sizes: dict[str, int]) -> None:
-    config_module: Any = environment.contrib("config")
-    given = options("TP2", 2, decode="layers")
-    neuron = config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
-    model = config_module.load_kimi_config(tiny_config(**{**SIZES, **sizes}))
-    with pytest.raises(ConfigError) as caught:
-        config_module.KimiK2InferenceConfig(neuron, load_config=model)
-    assert caught.value.field == field
+    assert refused_field(options("TP2", 2, decode="layers"), tiny_config(**{**SIZES, **sizes})) == field

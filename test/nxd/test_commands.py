@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from harness import torchrun
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.synthetic.draft import write_synthetic_head
@@ -19,18 +20,7 @@ def command(*words: str | Path, ranks: int = 1, stdin: str | None = None) -> str
     """Standard output of a command line, under torchrun if there are several ranks."""
     env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
     env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    start = [sys.executable]
-    if ranks > 1:
-        start += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--no-python",
-            sys.executable,
-        ]
-    line = [*start, "-c", CLI, *(str(word) for word in words)]
+    line = [*torchrun(ranks), "-c", CLI, *(str(word) for word in words)]
     done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

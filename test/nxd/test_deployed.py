@@ -11,29 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import execute, expected_logits, neuron_config, plain_model
+from harness import distances, draw_cases, execute, expected_logits, neuron_config, plain_model
 
 from kimi_k2.parity.reference import load_transformers_model
 
 LENGTH = 4096
 PROMPTS = (24, 1500, 4072)
 STEPS = 16
-
-
-def cases() -> list[dict[str, Any]]:
-    """One sequence a prompt length, with the tokens that decode is fed."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, 512, (count,), generator=generator).tolist()
-
-    return [{"prompts": [draw(length)], "forced": [draw(STEPS)]} for length in PROMPTS]
-
-
-def distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Relative L2 distance at each position."""
-    out: torch.Tensor = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten()
-    return out
+CASES = draw_cases(PROMPTS, STEPS, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +26,7 @@ def bf16(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """One rank, prefill and decode in BF16."""
     options = neuron_config(1, 1, 1, seq_len=LENGTH, torch_dtype="bfloat16")
     options["blockwise_matmul_config"]["block_size"] = 128
-    job = {"checkpoint": long_checkpoint, "neuron_config": options, "cases": cases()}
+    job = {"checkpoint": long_checkpoint, "neuron_config": options, "cases": CASES}
     result: dict[str, Any] = execute(job, tmp_path_factory.mktemp("bf16"))
     return result
 
@@ -66,7 +51,7 @@ def test_float32_where_float32_is_due(bf16: dict[str, Any]) -> None:
 def test_positions_up_to_4095(bf16: dict[str, Any], long_checkpoint: Path) -> None:
     plain = plain_model(long_checkpoint)
     rounded = load_transformers_model(long_checkpoint, torch.bfloat16)
-    for case, logits in zip(cases(), bf16["logits"], strict=True):
+    for case, logits in zip(CASES, bf16["logits"], strict=True):
         expected = expected_logits(plain, case)
         ours = distances(logits, expected)
         theirs = distances(expected_logits(rounded, case), expected)

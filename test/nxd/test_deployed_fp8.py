@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SLOW, execute, expected_logits, neuron_config, plain_model
+from harness import SLOW, distances, draw_cases, execute, expected_logits, neuron_config, plain_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_experts import requantized
@@ -22,16 +22,7 @@ from kimi_k2.synthetic.config import tiny_config, with_format
 
 PROMPTS = (24, 470)
 STEPS = 16
-
-
-def cases() -> list[dict[str, Any]]:
-    """One sequence a prompt length, with the tokens that decode is fed."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, 512, (count,), generator=generator).tolist()
-
-    return [{"prompts": [draw(length)], "forced": [draw(STEPS)]} for length in PROMPTS]
+CASES = draw_cases(PROMPTS, STEPS, seed=1)
 
 
 def transformers_bf16(directory: Path, out: Path) -> Any:
@@ -77,7 +68,7 @@ def test_tensor_and_expert_parallel(tmp_path: Path, tp: int, ep: int, name: str)
     experts = expert_formats()[name].for_layout(config, Layout(tp, ep))
     options = neuron_config(tp, ep, 1, seq_len=512, torch_dtype="bfloat16", **experts.neuron_options())
     options["blockwise_matmul_config"]["block_size"] = 64
-    done = execute({"checkpoint": directory, "neuron_config": options, "cases": cases()}, tmp_path)
+    done = execute({"checkpoint": directory, "neuron_config": options, "cases": CASES}, tmp_path)
 
     assert {key: kind for key, kind in done["loaded"].items() if kind != expected_type(key)} == {}
     assert sum(kind == "torch.float8_e4m3fn" for kind in done["loaded"].values()) == 4
@@ -89,10 +80,10 @@ def test_tensor_and_expert_parallel(tmp_path: Path, tp: int, ep: int, name: str)
     exact = plain_model(directory)
     rounded = transformers_bf16(directory, tmp_path / "dequantized")
     converted = exact if name == "blockwise" else requantized(directory, experts)
-    for case, logits in zip(cases(), done["logits"], strict=True):
+    for case, logits in zip(CASES, done["logits"], strict=True):
         expected, original = expected_logits(converted, case), expected_logits(exact, case)
-        ours = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        theirs = (expected_logits(rounded, case) - original).norm(dim=-1) / original.norm(dim=-1)
+        ours = distances(logits, expected)
+        theirs = distances(expected_logits(rounded, case), original)
         print(
             f"\n{name} TP{tp}xEP{ep}, {len(case['prompts'][0])} tokens and {STEPS} steps: relative L2, median: ours"
             f" {float(ours.median()):.4f}, transformers in BF16 {float(theirs.median()):.4f}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import SLOW, execute, neuron_config
+from harness import SLOW, distances, execute, neuron_config
 
 from kimi_k2.parity.reference import load_transformers_model
 
@@ -33,12 +33,6 @@ def job(checkpoint: Path, **options: Any) -> dict[str, Any]:
     chosen = neuron_config(1, 1, 1, seq_len=LENGTH, torch_dtype="bfloat16", enable_bucketing=True, **options)
     chosen["blockwise_matmul_config"]["block_size"] = 128
     return {"checkpoint": checkpoint, "neuron_config": chosen}
-
-
-def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Relative L2 distance of each row."""
-    out: torch.Tensor = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return out
 
 
 def routed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

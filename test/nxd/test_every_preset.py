@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import SLOW, launch
-from test_lowering import DECODE, PREFILL, collectives_of, lowered
+from test_lowering import DECODE, PREFILL, collectives_of, lowered, same_weights
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.deployment import Deployment, preset_names
@@ -58,9 +58,7 @@ def test_graphs_cost_what_is_planned(preset: str, stored: str, stage: str) -> No
     decode = Deployment.load(preset).neuron_config.decode
     layers = "3" if decode == "layers" else "2"
     counts = lowered(preset, layers, stage, stored)
-    planned = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned = same_weights(counts)
     assert counts["bytes_moved"] == pytest.approx(planned["bytes_moved"], rel=0.01, abs=1e7)
     assert counts["live"] <= counts["planned_live"]
     assert collectives_of(counts) == collectives_of(planned)

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 import environment
 import pytest
 import torch
-from harness import SLOW, bf16_preset, launch, neuron_config, plain_model, run_executed
+from harness import SLOW, bf16_preset, counts_of, launch, neuron_config, plain_model, run_executed
 from test_decode_layers import SIZES
 
 from kimi_k2.checkpoint.writer import write_json
@@ -208,10 +206,7 @@ def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels
     changes: dict[str, Any] = layers | ({"draft_vocab_size": 32000} if form == "llama" else {})
     fields = draft_fields(config, form, **changes)
     write_json(tmp_path / "config.json", fields)
-    command = [sys.executable, str(LOWERING), preset, "4", str(tmp_path), str(DRAFTS), "fused_speculation_model"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("COUNTS "))[7:])
+    counts = counts_of(LOWERING, preset, 4, tmp_path, DRAFTS, "fused_speculation_model")
     draft = DraftConfig.from_dict(fields)
     shapes = head_shapes(draft, config) | {"embed_tokens.weight": (draft.vocab_size, 7168)}
     shapes |= {"lm_head.weight": (draft.draft_vocab_size, 7168)}

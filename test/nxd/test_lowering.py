@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from harness import counts_of
 
 from kimi_k2.config import KimiK2Config
 
@@ -18,12 +16,16 @@ DECODE, PREFILL = "token_generation_model", "context_encoding_model"
 
 
 def lowered(*arguments: str) -> dict[str, Any]:
-    """Counts of one graph, from a process of its own: CPU mode and lowering exclude each other."""
-    done = subprocess.run([sys.executable, str(WORKER), *arguments], capture_output=True, text=True, timeout=240)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("COUNTS ")]
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("COUNTS "))
-    return result
+    """Counts of one graph."""
+    return counts_of(WORKER, *arguments)
+
+
+def same_weights(counts: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a graph, whose weights it holds and reads (the graph's inputs are not planned)."""
+    planned: dict[str, Any] = counts["planned"]
+    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
+        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    return planned
 
 
 def expert_bytes(moe_tp: int) -> int:
@@ -70,9 +72,7 @@ def test_tensor_parallel_decode_reads_8_experts() -> None:
 ])  # fmt: skip
 def test_graphs_cost_what_the_planner_says(preset: str, stage: str) -> None:
     counts = lowered(preset, "2", stage)
-    planned = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what  # the graph's inputs are not planned
+    planned = same_weights(counts)
     # What chooses blocks and experts moves a little too; 1 % of the rows' 4 bytes a value.
     assert counts["bytes_moved"] == pytest.approx(planned["bytes_moved"], rel=0.01, abs=1e7)
     # Scratch is planned as no less than what is alive at once in the graph, and not much more.
@@ -89,8 +89,7 @@ def test_kernels_in_the_graph_cost_what_the_planner_says(preset: str) -> None:
     counts = lowered(preset, "2", DECODE)
     planned, plain = counts["planned"], lowered(preset.removesuffix("-nki"), "2", DECODE)
     print(f"\n{preset}: {counts['weight_bytes_read']:,} bytes read, {counts['bytes_moved']:,} moved")
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    same_weights(counts)
     # Of a token's 8 experts a rank of EP2 reads the 4 that it holds, and has no graph that reads the cache twice.
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.01
     assert counts["bytes_moved"] < 300_000
@@ -120,9 +119,7 @@ def collectives_of(counts: dict[str, Any]) -> list[tuple[str, int, int, int]]:
 def test_early_down_projections_on_kernels_cost_what_the_planner_says(preset: str) -> None:
     """Three layers: the dense one and the second hand on the projections of the layer behind, the third has none."""
     counts = lowered(preset, "3", DECODE)
-    planned, plain = counts["planned"], lowered(preset, "2", DECODE)
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned, plain = same_weights(counts), lowered(preset, "2", DECODE)
     # 4 experts of 64 columns, or 8 of 32, of the one layer that has another behind it, in BF16.
     assert counts["routed_expert_bytes_read"] - 2 * plain["routed_expert_bytes_read"] == 8 * 32 * 2112 * 2
     assert counts["bytes_moved"] < 300_000
@@ -143,9 +140,7 @@ def test_early_down_projections_on_kernels_cost_what_the_planner_says(preset: st
 def test_whole_layers_in_one_kernel_cost_what_the_planner_says(preset: str) -> None:
     """One dense layer and two with experts; of the kernel the DMA and the collectives inside are counted."""
     counts = lowered(preset, "3", DECODE)
-    planned = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned = same_weights(counts)
     assert counts["kernels"] == {"attention_decode": 1, "decode_layers": 1}
     assert counts["bytes_moved"] < 400_000
     assert counts["live"] <= counts["planned_live"]
@@ -164,9 +159,7 @@ def test_whole_layers_in_one_kernel_cost_what_the_planner_says(preset: str) -> N
 def test_whole_layers_over_a_part_of_the_cache_cost_what_the_planner_says() -> None:
     """`mla_decode` reads the dense layer's part; in the layers' kernel an all-to-all brings a rank its head's parts."""
     counts = lowered("trn2-tp64-ep1-nki-layers-128k", "3", DECODE)
-    planned = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned = same_weights(counts)
     assert counts["kernels"] == {"mla_decode": 1, "decode_layers": 1}
     assert counts["bytes_moved"] < 500_000
     assert counts["live"] <= counts["planned_live"]
@@ -182,9 +175,7 @@ def test_prefill_from_attention_tiles_costs_what_the_planner_says(tmp_path: Path
     """BF16 tiles are all that is held of q_b, kv_b and o_proj."""
     path = with_options("trn2-tp32-ep2-nki", tmp_path / "tiles.yaml", decode="layers")
     counts = lowered(path, "2", PREFILL)
-    planned, plain = counts["planned"], lowered("trn2-tp32-ep2-nki", "2", PREFILL)
-    for what in ("weight_bytes_held", "weight_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned, plain = same_weights(counts), lowered("trn2-tp32-ep2-nki", "2", PREFILL)
     assert counts["weight_bytes_held"] == plain["weight_bytes_held"]
     assert counts["flops"] == planned["flops"] == plain["flops"]
     assert collectives_of(counts) == collectives_of(planned)
@@ -196,9 +187,7 @@ def test_early_sums_cost_what_the_planner_says(tmp_path: Path, stage: str) -> No
     """Without kernels, so that GEMMs are in the graph too; prefill computes projections and logits as always."""
     path = with_options("trn2-tp64-ep1", tmp_path / "early.yaml", "bf16_tiles", decode="kernels")
     counts = lowered(path, "3", stage, "without-kernels")
-    planned = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
+    planned = same_weights(counts)
     assert counts["flops"] == pytest.approx(planned["flops"], rel=0.0 if stage == DECODE else 0.03)
     assert collectives_of(counts) == collectives_of(planned)
     gathers = sum(times for kind, _, size, times in collectives_of(counts) if kind == "all-gather" and size == 2112 * 2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-from harness import bf16_preset
+from harness import bf16_preset, torchrun
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
@@ -59,18 +58,7 @@ if os.environ.get("RANK", "0") == "0":  # lines of several ranks would run into 
 
 def outcome(directory: Path, mode: str, *deployed: str, ranks: int = 1) -> str:
     """The worker's verdict, from processes of its own: it takes the process group of its ranks."""
-    start = [sys.executable]
-    if ranks > 1:
-        start += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--no-python",
-            sys.executable,
-        ]
-    command = [*start, "-c", WORKER, str(Path(__file__).parent), str(directory), mode, *deployed]
+    command = [*torchrun(ranks), "-c", WORKER, str(Path(__file__).parent), str(directory), mode, *deployed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))

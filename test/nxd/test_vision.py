@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environment import contrib
-from harness import SLOW, launch, neuron_config
+from harness import SLOW, counts_of, launch, neuron_config
 from plain import decode_step
 
 from kimi_k2.config import KimiK2Config
@@ -176,15 +173,6 @@ def test_what_cannot_be_cut() -> None:
             contrib("vision").KimiK25VisionGraph(config, ranks, torch.float32)
 
 
-def lowered(*arguments: int | str) -> dict[str, Any]:
-    command = [sys.executable, str(LOWERING), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("COUNTS "))
-    result: dict[str, Any] = json.loads(line.removeprefix("COUNTS "))
-    return result
-
-
 @pytest.mark.parametrize(
     ("ranks", "patches", "frames"),
     [
@@ -193,7 +181,7 @@ def lowered(*arguments: int | str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: int, frames: int) -> None:
-    counts = lowered(ranks, patches, frames)
+    counts = counts_of(LOWERING, ranks, patches, frames)
     config = KimiK2Config.from_preset("kimi-k2.5")
     side = {256: 16, 1024: 32, 4096: 64, 16384: 128}[patches // frames]
     planned = image_cost(config, Grid(frames, side, side))
@@ -213,7 +201,7 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
 @SLOW
 def test_prefill_with_media_at_real_shapes() -> None:
     """A row of media for every token, and its index; the products are the text graph's."""
-    found = lowered("trn2-tp64-ep1", 2)
+    found = counts_of(LOWERING, "trn2-tp64-ep1", 2)
     text, media = found["text"], found["media"]
     assert media["bucket"] == text["bucket"]
     batch, length = media["inputs"]["input.0"]
