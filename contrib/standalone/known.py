@@ -31,7 +31,6 @@ KNOWN: dict[str, Known] = {
         values={"self.vision": None, "(PRESET_DIR / f'{directory}.json').is_file()": False},
         dropped=(
             "PRESET_DIR",
-            "_published",
             "KimiK2Config.vision",
             "KimiK2Config.from_preset",
             "KimiK2Config.load",
@@ -72,7 +71,7 @@ KNOWN: dict[str, Known] = {
         },
     ),
     "nxdi.kv_cache": Known(
-        values={"self.neuron_config.kernels": False, "self.dense": None},
+        values={"self.neuron_config.kernels": False},
         dropped=("LatentKVCacheManager.get_cache",),
         reworded={
             "NxDI adds to it.\n\n        Kernels are given the whole cache: a graph would copy a "
@@ -109,7 +108,6 @@ KNOWN: dict[str, Known] = {
             "layout.target": "neuron",
             "neuron": True,
             "self.experts.tiles": False,
-            "self.experts.shared": None,
             "in_tiles": False,
             "tiles": "",
             "self.following": None,
@@ -236,7 +234,6 @@ KNOWN: dict[str, Known] = {
     "nxdi.attention": Known(
         values={
             "neuron.kernels": False,
-            "on_kernel": False,
             "self.kernel": None,
             "kind": "",
             "self.tiles": None,
@@ -367,7 +364,6 @@ KNOWN: dict[str, Known] = {
     "nxdi.mlp": Known(values={"config.neuron_config.kernels": False}, parameters={"following": None}),
     "nxdi.modeling_kimi_k2": Known(
         values={
-            "config.neuron_config.kernels": False,
             "fused": None,
             "reads": False,
             "self.aux_layers": (),
