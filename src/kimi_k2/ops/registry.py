@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -234,7 +234,16 @@ class Mode(NamedTuple):
 
 
 NORMAL = Mode()
-_mode = ContextVar("mode", default=NORMAL)  # of what runs in this thread
+
+
+class _Thread(threading.local):  # Dynamo reads this, but no ContextVar
+    """What runs in a thread."""
+
+    def __init__(self) -> None:
+        self.mode = NORMAL
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -243,21 +252,22 @@ def computing(**changed: bool) -> Iterator[None]:
 
     What is captured in a graph stays as it was.
     """
-    before = _mode.set(_mode.get()._replace(**changed))
+    before = _thread.mode
+    _thread.mode = before._replace(**changed)
     try:
         yield
     finally:
-        _mode.reset(before)
+        _thread.mode = before
 
 
 def batch_invariant() -> bool:
     """`Mode.batch_invariant` of the call under way."""
-    return _mode.get().batch_invariant
+    return _thread.mode.batch_invariant
 
 
 def is_decoding() -> bool:
     """`Mode.decoding` of the call under way."""
-    return _mode.get().decoding
+    return _thread.mode.decoding
 
 
 def _described(arguments: tuple[Any, ...]) -> str:
