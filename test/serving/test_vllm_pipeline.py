@@ -45,7 +45,7 @@ def stage(directory: Path, layers: range, first: bool, last: bool) -> Any:
         paged.load(load_file(file).items())
     paged.loader.check()
     return SimpleNamespace(
-        paged=paged, held=held, embed_input_ids=paged.embed, loras=None, _seen=(),
+        paged=paged, plain=paged.plain, held=held, embed_input_ids=paged.embed, loras=None, _seen=(),
         _graphs_of=lambda *_: None, _record=lambda x: None,
         _pp=SimpleNamespace(is_first_rank=first, is_last_rank=last, world_size=2),
     )  # fmt: skip
