@@ -57,12 +57,18 @@ def static_cast(values: Any, dtype: Any) -> Any:
 
 
 class _Mended(importlib.machinery.SourceFileLoader):
-    """core/mlp/mlp.py of the snapshot of 2026-04-13 does not parse: half of a docstring stands there twice."""
+    """Two files of the snapshot of 2026-04-13 are mended.
+
+    mlp.py does not parse, as half of a docstring stands there twice;
+    cross_partition_copy.py fills any dtype with 0.0, which NKI 0.3 refuses for integers (its migration guide).
+    """
+
+    MODULES = ("nkilib.core.mlp.mlp", "nkilib.core.utils.cross_partition_copy")  # how their names end
 
     def get_data(self, path: str) -> bytes:
         data = super().get_data(path)
-        if not path.endswith("mlp/mlp.py"):
-            return data
+        if path.endswith("cross_partition_copy.py"):
+            return data.replace(b"value=0.0)", b"value=0)")
         head, middle, tail = data.partition(b'    """\n\n        TKG mode supports:')
         return head + b'    """\n' + tail.partition(b'    """\n')[2] if middle else data
 
@@ -75,9 +81,9 @@ class _MendedFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.endswith("nkilib.core.mlp.mlp") or not path:
+        if not fullname.endswith(_Mended.MODULES) or not path:
             return None
-        file = str(Path(next(iter(path))) / "mlp.py")
+        file = str(Path(next(iter(path))) / f"{fullname.rpartition('.')[2]}.py")
         return importlib.machinery.ModuleSpec(fullname, _Mended(fullname, file), origin=file)
 
 
