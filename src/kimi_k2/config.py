@@ -187,8 +187,8 @@ class KimiK2Config(BaseModel):
         )
         require("num_nextn_predict_layers", self.num_nextn_predict_layers == 0, "expected 0 (no MTP layers)")
         if self.vision is not None and self.vision.image_token_id >= self.vocab_size:
-            given = self.vision.image_token_id
-            raise ConfigError(f"expected below {self.vocab_size}, got {given}", field="media_placeholder_token_id")
+            token_id = self.vision.image_token_id
+            raise ConfigError(f"expected below {self.vocab_size}, got {token_id}", field="media_placeholder_token_id")
         for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
             tokens = getattr(self, field)
             tokens = tokens if isinstance(tokens, list) else [tokens]
@@ -308,8 +308,8 @@ class KimiK2Config(BaseModel):
         raw = hf_config.to_dict()
         for part in (raw, raw.get("text_config")):
             for key in ("quantization_config", "compression_config"):
-                if isinstance(part, dict) and isinstance(held := part.get(key), dict):
-                    part[key] = {name: value for name, value in held.items() if name not in _ADDED_BY_VLLM}
+                if isinstance(part, dict) and isinstance(quantization := part.get(key), dict):
+                    part[key] = {name: value for name, value in quantization.items() if name not in _ADDED_BY_VLLM}
         return cls.from_dict(raw)
 
     @classmethod
@@ -351,19 +351,19 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
     """
     if not path.is_file() or not isinstance(raw, dict):
         return raw
-    held = read_json(path, ConfigError)
-    said = held.get("quantization") if isinstance(held, dict) else None
+    modelopt = read_json(path, ConfigError)
+    said = modelopt.get("quantization") if isinstance(modelopt, dict) else None
     if not isinstance(said, dict):
         raise ConfigError("expected an object", field="quantization", file=path)
-    given = {"quant_method": "modelopt", **said}
+    quantization = {"quant_method": "modelopt", **said}
     try:
-        found = parse_quantization(given, field="quantization")
+        stored_format = parse_quantization(quantization, field="quantization")
     except ConfigError as error:
         raise ConfigError(error.message, field=error.field, file=path) from None
     own = raw.get("quantization_config")
-    if own is not None and parse_quantization(own) != found:
+    if own is not None and parse_quantization(own) != stored_format:
         raise ConfigError(f"says something else than {MODELOPT}", field="quantization_config", file=path.parent)
-    return {**raw, "quantization_config": given} if own is None else raw
+    return {**raw, "quantization_config": quantization} if own is None else raw
 
 
 def raw_preset(name: str = "kimi-k2-instruct-0905") -> dict[str, Any]:

@@ -135,14 +135,14 @@ def check_architecture(raw: Mapping[str, Any], place: str = "") -> None:
             raise ConfigError(f"expected one of {known}, got {one!r:.100}", field=f"{prefix}architectures")
 
 
-def check_limits(held: Any, limits: Mapping[str, tuple[float, float]]) -> None:
+def check_limits(config: Any, limits: Mapping[str, tuple[float, float]]) -> None:
     """Refuse an object with an attribute below or above its limits; None is none.
 
     Raises:
         ConfigError: naming the first such attribute.
     """
     for field, (least, most) in limits.items():
-        value = getattr(held, field)
+        value = getattr(config, field)
         if value is not None and not least <= value <= most:
             bound = f"at least {least:g}" if value < least else f"at most {most:g}"
             raise ConfigError(f"expected {bound}, got {value!r:.100}", field=field)

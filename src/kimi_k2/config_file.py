@@ -164,7 +164,7 @@ def normalise_rope(text: Mapping[str, Any], flat: dict[str, Any], place: str) ->
 
 def _quantization(raw: Mapping[str, Any], text: Mapping[str, Any], place: str) -> tuple[StoredFormat | None, bool]:
     """The checkpoint's format and whether it asks for an FP8 cache; K2.5 has the object at both levels."""
-    found: list[tuple[str, StoredFormat, bool]] = []
+    specs: list[tuple[str, StoredFormat, bool]] = []
     outer = raw.get("quantization_config")
     # modelopt writes its own beside the whole model, and leaves the quantization that it read in `text_config`.
     whole = not place or (isinstance(outer, Mapping) and outer.get("quant_method") == "modelopt")
@@ -173,11 +173,11 @@ def _quantization(raw: Mapping[str, Any], text: Mapping[str, Any], place: str) -
             if holder.get(key) is None:
                 continue
             field = where + key
-            found.append((field, parse_quantization(holder[key], field=field), _is_fp8_cache(holder[key], field)))
-    for field, *said in found[1:]:
-        if said != list(found[0][1:]):
-            raise ConfigError(f"says something else than {found[0][0]}; expected one of them, or the same", field=field)
-    return found[0][1:] if found else (None, False)
+            specs.append((field, parse_quantization(holder[key], field=field), _is_fp8_cache(holder[key], field)))
+    for field, *said in specs[1:]:
+        if said != list(specs[0][1:]):
+            raise ConfigError(f"says something else than {specs[0][0]}; expected one of them, or the same", field=field)
+    return specs[0][1:] if specs else (None, False)
 
 
 # The one kv_cache_scheme that is supported; an e4m3 cache holds the values as they are, at scale 1.

@@ -223,8 +223,8 @@ class DirectoryLock:
 
     def _holder(self) -> str:
         try:
-            held = json.loads(os.pread(self._fd, 4096, 0))
-            return f"process {held['process']} on {held['host']} since {held['since']}"
+            owner = json.loads(os.pread(self._fd, 4096, 0))
+            return f"process {owner['process']} on {owner['host']} since {owner['since']}"
         except (ValueError, KeyError, TypeError):
             return "it has not given its name yet"
 

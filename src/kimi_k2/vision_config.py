@@ -137,19 +137,19 @@ class VisionConfig(BaseModel):
     def to_hf_dict(self) -> dict[str, Any]:
         """`vision_config` of a config.json in the published names."""
         theirs = {ours: published for published, ours in _PUBLISHED.items()}
-        held = self.model_dump(exclude={"image_token_id", "video_token_id"})
+        fields = self.model_dump(exclude={"image_token_id", "video_token_id"})
         return {
-            theirs.get(name, name): list(value) if isinstance(value, tuple) else value for name, value in held.items()
+            theirs.get(name, name): list(value) if isinstance(value, tuple) else value for name, value in fields.items()
         }
 
 
 def names_in_file(outer: Mapping[str, Any]) -> dict[str, str]:
     """Dotted names in a config.json of VisionConfig's fields, where they are others."""
-    held = outer.get("vision_config")
-    held = held if isinstance(held, Mapping) else {}
-    found = {ours: f"vision_config.{theirs}" for theirs, ours in _PUBLISHED.items() if theirs in held}
+    vision = outer.get("vision_config")
+    vision = vision if isinstance(vision, Mapping) else {}
+    names = {ours: f"vision_config.{theirs}" for theirs, ours in _PUBLISHED.items() if theirs in vision}
     image = "image_token_id" if "image_token_id" in outer else "media_placeholder_token_id"
-    return {**found, "video_token_id": "video_token_id", "image_token_id": image}
+    return {**names, "video_token_id": "video_token_id", "image_token_id": image}
 
 
 def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any) -> dict[str, Any] | None:
@@ -195,8 +195,8 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
     ):
         if expected is None:
             continue  # the language model's own, which is refused without it
-        if (given := holder.get(field.rpartition(".")[2])) not in (None, expected):
-            raise ConfigError(f"expected {expected!r}, as wide as what it joins, got {given!r}", field=field)
+        if (width := holder.get(field.rpartition(".")[2])) not in (None, expected):
+            raise ConfigError(f"expected {expected!r}, as wide as what it joins, got {width!r}", field=field)
     image, theirs = outer.get("media_placeholder_token_id"), outer.get("image_token_id")
     if image is not None and theirs is not None and not same(image, theirs):
         raise ConfigError(f"is {theirs!r} but media_placeholder_token_id is {image!r}", field="image_token_id")

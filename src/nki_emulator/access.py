@@ -43,14 +43,14 @@ class Call:
         self.instruction = Instruction(operation, engine)
         self.core.instructions.append(self.instruction)
 
-    def fail(self, operand: str, rule: str, found: object = None, kind: type[NkiError] = ShapeError) -> NkiError:
+    def fail(self, operand: str, rule: str, actual: object = None, kind: type[NkiError] = ShapeError) -> NkiError:
         """The error to raise for an operand."""
-        return kind(self.operation, operand, rule, found)
+        return kind(self.operation, operand, rule, actual)
 
-    def need(self, holds: bool, operand: str, rule: str, found: object = None) -> None:
+    def need(self, holds: bool, operand: str, rule: str, actual: object = None) -> None:
         """Raise ShapeError unless the rule holds."""
         if not holds:
-            raise self.fail(operand, rule, found)
+            raise self.fail(operand, rule, actual)
 
     def need_dtype(self, operand: str, tensor: NkiTensor, allowed: tuple[str, ...] | frozenset[str]) -> None:
         """Raise DtypeError unless the operand has one of these dtypes."""

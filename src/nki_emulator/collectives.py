@@ -39,10 +39,10 @@ class ReplicaGroup(NKIObject):
 
     def of(self, rank: int) -> list[int]:
         """The list that a rank is in."""
-        found = [group for group in self.groups if rank in group]
-        if len(found) != 1:
+        own_groups = [group for group in self.groups if rank in group]
+        if len(own_groups) != 1:
             raise NkiError("nki.collectives.ReplicaGroup", "groups", f"rank {rank} in one list", self.groups)
-        return found[0]
+        return own_groups[0]
 
 
 def rank_id(name: str | None = None) -> VirtualRegister:

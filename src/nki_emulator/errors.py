@@ -12,9 +12,9 @@ class NkiError(Exception):
         rule: what the documentation demands.
     """
 
-    def __init__(self, operation: str, operand: str, rule: str, found: object = None) -> None:
+    def __init__(self, operation: str, operand: str, rule: str, actual: object = None) -> None:
         self.operation, self.operand, self.rule = operation, operand, rule
-        super().__init__(f"{operation}: {operand}: {rule}" + ("" if found is None else f"; got {found}"))
+        super().__init__(f"{operation}: {operand}: {rule}" + ("" if actual is None else f"; got {actual}"))
 
 
 class ShapeError(NkiError):

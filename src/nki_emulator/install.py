@@ -68,7 +68,7 @@ def install(*, force: bool = False) -> bool:
 
 def _real_nki() -> bool:
     try:
-        found = importlib.util.find_spec("nki.isa")
+        spec = importlib.util.find_spec("nki.isa")
     except (ImportError, ValueError):
         return False
-    return found is not None and getattr(found.loader, "is_standin", None) is not True
+    return spec is not None and getattr(spec.loader, "is_standin", None) is not True

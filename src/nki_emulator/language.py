@@ -34,12 +34,12 @@ class _Objects(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if is_dataclass(cls):
             takes = inspect.signature(cls.__init__).parameters
-            given = {f.name for f in fields(cls)[: len(args)]} | kwargs.keys()
+            passed = {f.name for f in fields(cls)[: len(args)]} | kwargs.keys()
             for f in fields(cls):
                 if (
                     f.init
                     and f.name in takes
-                    and f.name not in given
+                    and f.name not in passed
                     and f.default is MISSING
                     and f.default_factory is MISSING
                 ):
@@ -117,11 +117,11 @@ def _in_hbm(shape: tuple[int, ...], dtype: str, buffer: Region, name: str) -> Nk
     core.shared_made += 1
     if turn == len(shared):
         shared.append(make())
-    found: NkiTensor = shared[turn]
-    if found.shape != shape or found.dtype != dtype:
-        rule = f"as on the other core: {found.shape} {found.dtype}"
+    allocated: NkiTensor = shared[turn]
+    if allocated.shape != shape or allocated.dtype != dtype:
+        rule = f"as on the other core: {allocated.shape} {allocated.dtype}"
         raise ShapeError(f"nki.language.ndarray({name})", "shape", rule, f"{shape} {dtype}")
-    return found
+    return allocated
 
 
 def zeros(shape: Sequence[int], dtype: Any, buffer: Region = sbuf, name: str = "") -> NkiTensor:
@@ -169,8 +169,8 @@ def shared_constant(constant: Any) -> NkiTensor:
     from nki_emulator.launch import argument
 
     array = np.load(constant) if isinstance(constant, str) else np.asarray(constant)
-    found: NkiTensor = argument(array, shared_hbm)
-    return found
+    hbm_tensor: NkiTensor = argument(array, shared_hbm)
+    return hbm_tensor
 
 
 def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None = None) -> NkiTensor:

@@ -98,8 +98,8 @@ class Launch:
         if not turns.wait(self.ranks.place(self.rank, me), lambda: 1 - me in slot):
             abort_if(turns.failure)
             ended = turns.has_ended(self.ranks.place(self.rank, 1 - me))
-            found = "it has ended" if ended else "it waits for another"
-            raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", found)
+            state = "it has ended" if ended else "it waits for another"
+            raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", state)
         return slot[1 - me], last
 
 

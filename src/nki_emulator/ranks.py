@@ -78,11 +78,11 @@ class RankOfProcess(Ranks):
         Raises:
             DeadlockError: the ranks come to different collectives.
         """
-        found = self._gather(group, ((lane, *key), mine))
-        for other, (theirs, _) in zip(group, found, strict=True):
+        gathered = self._gather(group, ((lane, *key), mine))
+        for other, (theirs, _) in zip(group, gathered, strict=True):
             if theirs != (lane, *key):
                 raise DeadlockError(str(key[0]), "replica_group", f"rank {other} comes to the same", theirs)
-        return [brought for _, brought in found]
+        return [brought for _, brought in gathered]
 
 
 def run_as_rank(
@@ -110,5 +110,5 @@ def run_on_ranks(kernel: Any, arguments: Sequence[Sequence[Any]]) -> list[Any]:
     Returns:
         The results of each rank.
     """
-    found: list[Any] = kernel.run(Ranks(len(arguments), kernel.cores), dict(enumerate(arguments)), {})
-    return found
+    rank_results: list[Any] = kernel.run(Ranks(len(arguments), kernel.cores), dict(enumerate(arguments)), {})
+    return rank_results

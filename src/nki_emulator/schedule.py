@@ -32,20 +32,20 @@ def critical_path(trace: list[Instruction], rates: Rates, last: int, first: int)
     """
     run = _Simulation(trace, rates)
     ends = run.run()
-    found: dict[str, float] = {}
+    by_engine: dict[str, float] = {}
     number: int | None = last
     while number is not None and number != first and ends[number] > ends[first]:
         engine, begun = trace[number].engine, max(run.starts[number], ends[first])
         taken = ends[number] - begun
         if engine == "dma":
             latency = min(taken, rates.dma_latency)
-            found["dma latency"] = found.get("dma latency", 0.0) + latency
+            by_engine["dma latency"] = by_engine.get("dma latency", 0.0) + latency
             taken -= latency
-        found[engine] = found.get(engine, 0.0) + taken
+        by_engine[engine] = by_engine.get(engine, 0.0) + taken
         number, at_start = run.causes.get(number, (None, False))
         while number is not None and at_start:  # triggered with a collective, not by its end
             number, at_start = run.causes.get(number, (None, False))
-    return found
+    return by_engine
 
 
 def ring_of(instruction: Instruction) -> str:

@@ -158,8 +158,8 @@ class NkiTensor:
             (*self.shape[:begin], *sizes, *self.shape[end:]), (*self.strides[:begin], *strides, *self.strides[end:])
         )
 
-    def _fail(self, method: str, rule: str, found: object = None) -> ShapeError:
-        return ShapeError(f"nki.language.NkiTensor.{method}", self.name or "tensor", rule, found)
+    def _fail(self, method: str, rule: str, actual: object = None) -> ShapeError:
+        return ShapeError(f"nki.language.NkiTensor.{method}", self.name or "tensor", rule, actual)
 
     def __getitem__(self, key: Any) -> NkiTensor:
         keys = list(key) if isinstance(key, tuple) else [key]

@@ -66,13 +66,13 @@ class MediaConfig(BaseModel):
         Raises:
             ConfigError: a field is malformed, or asks for another normalisation than mean and deviation 0.5.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
             path = Path(directory) / name
             if is_there(path):
-                found |= _fields(read_json(path, ConfigError), limit, path)
+                fields |= _fields(read_json(path, ConfigError), limit, path)
         try:
-            config = cls.model_validate(found)
+            config = cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             field = str(first["loc"][0])
@@ -84,8 +84,8 @@ class MediaConfig(BaseModel):
 
     def to_published_dict(self) -> dict[str, Any]:
         """`media_proc_cfg` of a published preprocessor_config.json."""
-        held = {theirs: getattr(self, ours) for theirs, ours in _PUBLISHED.items()}
-        return held | _PUBLISHED_ONLY | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        published = {theirs: getattr(self, ours) for theirs, ours in _PUBLISHED.items()}
+        return published | _PUBLISHED_ONLY | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:
@@ -94,17 +94,17 @@ def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:
     published = raw.get("media_proc_cfg", raw)
     if not isinstance(published, Mapping):
         raise ConfigError(f"expected an object, got {type(published).__name__}", field="media_proc_cfg", file=path)
-    found = {ours: published[name] for name, ours in _PUBLISHED.items() if published.get(name) is not None}
+    fields = {ours: published[name] for name, ours in _PUBLISHED.items() if published.get(name) is not None}
     # transformers' names; its two files have the same ones for images and videos.
     for name, ours in (("max_patches", limit), ("merge_size", "merge_size"), ("fps", "sample_fps")):
         if published.get(name) is not None:
-            found[ours] = published[name]
+            fields[ours] = published[name]
     size = published.get("size")
     if isinstance(size, Mapping) and size.get("max_height") is not None:
-        found["max_side"] = size["max_height"]
-    if isinstance(found.get("sample_fps"), int):
-        found["sample_fps"] = float(found["sample_fps"])
+        fields["max_side"] = size["max_height"]
+    if isinstance(fields.get("sample_fps"), int):
+        fields["sample_fps"] = float(fields["sample_fps"])
     for name in ("image_mean", "image_std"):
         if published.get(name, [0.5, 0.5, 0.5]) != [0.5, 0.5, 0.5]:
             raise ConfigError(f"expected [0.5, 0.5, 0.5], got {published[name]!r}", field=name, file=path)
-    return found
+    return fields

@@ -103,7 +103,7 @@ class MediaProcessor:
         kinds = [MEDIA_PAD if kind == "image" else VIDEO_PLACEHOLDER for kind, _, _ in parts]
         if [slot.text for slot in slots] != kinds:
             raise MediaError(f"the chat template has places for {len(slots)} of {len(parts)} images and videos")
-        given = iter(parts)
+        remaining_parts = iter(parts)
         ids: list[int] = []
         media: list[Media] = []
         text = ""  # held back, since a video's first time continues it
@@ -115,7 +115,7 @@ class MediaProcessor:
                 ids += [*self.tokenizer.encode(text), *self.tokenizer.encode(segment.text, allow_special=True)]
                 text = ""
                 continue
-            kind, source, where = next(given)
+            kind, source, where = next(remaining_parts)
             name, content = _content(source, kind, where)
             if kind == "image":
                 image = process_image(content, self.config, name=name)

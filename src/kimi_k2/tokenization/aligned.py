@@ -82,8 +82,8 @@ class AlignedLexer:
 
         Text that was yielded since the last marker is to be put back in front of this text: its ids are given again.
         """
-        held = "".join(str(lexeme) for lexeme in self._cutter.flush())
-        text = "".join(piece for piece, _ in self._pending) + held
+        tail = "".join(str(lexeme) for lexeme in self._cutter.flush())
+        text = "".join(piece for piece, _ in self._pending) + tail
         self._pending.clear()
         tokens = {marker: token for token, marker in self._marker_ids.items()}
         ids: list[int] = []

@@ -30,7 +30,7 @@ class MarkerEraser:
         for delta in deltas:
             if not isinstance(delta, Content):
                 yield delta
-            elif text := "".join(self._passed(found[0]) for found in _PIECES.finditer(delta.text)):
+            elif text := "".join(self._passed(match[0]) for match in _PIECES.finditer(delta.text)):
                 yield Content(text)
 
     def finish(self) -> Iterator[Delta]:

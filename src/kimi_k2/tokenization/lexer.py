@@ -72,8 +72,8 @@ class TextLexer:
 
     def flush(self) -> list[Lexeme]:
         """What was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return [held] if held else []
+        tail, self._held = self._held, ""
+        return [tail] if tail else []
 
 
 class TokenLexer:

@@ -108,9 +108,9 @@ class MessageStream:
         """
         if self._tokens is None:
             raise TokenizerError("feed_token needs a MessageStream made with a tokenizer")
-        held = [*self._eraser.push(self._push(self._text.flush())), *self._eraser.finish()]
+        text_deltas = [*self._eraser.push(self._push(self._text.flush())), *self._eraser.finish()]
         self._is_text = False
-        return merged([*held, *self._push(self._tokens.feed(token))])
+        return merged([*text_deltas, *self._push(self._tokens.feed(token))])
 
     def finish(self, reason: Literal["stop", "length"] | None = None) -> list[Delta]:
         """What was held back, at the end of the message.
@@ -119,11 +119,11 @@ class MessageStream:
             reason: `length` if the token limit ended the message, `stop` if the model did; None if nobody knows: then
                 a message that ends inside a call or inside its reasoning counts as cut off.
         """
-        held = [*self._eraser.push(self._push(self._text.flush()))]
+        text_deltas = [*self._eraser.push(self._push(self._text.flush()))]
         last = [*self._push(self._tokens.flush() if self._tokens else []), *self._through(self._reasoning.finish())]
         cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
         last += self._calls.finish()
-        last = [*held, *(self._eraser.push(last) if self._is_text else last), *self._eraser.finish()]
+        last = [*text_deltas, *(self._eraser.push(last) if self._is_text else last), *self._eraser.finish()]
         self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
         return merged(last)
 

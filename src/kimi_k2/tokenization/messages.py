@@ -130,20 +130,20 @@ class _ToolCallIds:
 
     def rewrite(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
-            given = message["tool_call_id"]
-            if given not in self._renamed:
-                self._renamed[given] = self._orphan(given, message.get("name"))
-            return {**message, "tool_call_id": self._renamed[given]}
+            old_id = message["tool_call_id"]
+            if old_id not in self._renamed:
+                self._renamed[old_id] = self._orphan(old_id, message.get("name"))
+            return {**message, "tool_call_id": self._renamed[old_id]}
         if message["role"] == "assistant" and message.get("tool_calls"):
             return {**message, "tool_calls": [self._rewrite_call(call) for call in message["tool_calls"]]}
         return message
 
-    def _orphan(self, given: str, name: str | None) -> str:
-        index = _TRAINED_ID.fullmatch(given)
+    def _orphan(self, old_id: str, name: str | None) -> str:
+        index = _TRAINED_ID.fullmatch(old_id)
         if index:
             self._count = max(self._count, int(index[1]) + 1)
-            return given
-        return self._next(name) if name else given
+            return old_id
+        return self._next(name) if name else old_id
 
     def _rewrite_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         renamed = self._next(call["function"]["name"])
@@ -220,8 +220,8 @@ def _check_part(part: Any, index: int, where: str) -> None:
 def part_kind(part: Mapping[Any, Any]) -> str | None:
     """`image` or `video` for a part that is one by its `type`, or, without a type, by what it holds."""
     for kind, names in (("image", IMAGE_PARTS), ("video", VIDEO_PARTS)):
-        given = part.get("type")
-        if given in names if given else any(part.get(name) for name in names):
+        part_type = part.get("type")
+        if part_type in names if part_type else any(part.get(name) for name in names):
             return kind
     return None
 

@@ -88,9 +88,9 @@ def choose_style(
     text = config.get("text_config")
     holders = [config, *([text] if isinstance(text, Mapping) else [])]
     for holder in holders:
-        given = holder.get("chat_style")
-        if given in list(ChatStyle):
-            return StyleChoice(ChatStyle(given), "chat_style in config.json")
+        chat_style = holder.get("chat_style")
+        if chat_style in list(ChatStyle):
+            return StyleChoice(ChatStyle(chat_style), "chat_style in config.json")
     is_k25 = any(holder.get("model_type") in ("kimi_k25", "kimi_k2_5") for holder in holders)
     # A name that transformers wrote may be a local path: its last part counts.
     paths = [path for holder in holders if isinstance(path := holder.get("_name_or_path"), str)]

@@ -149,8 +149,8 @@ class ChatTemplate:
         except RecursionError:
             raise TokenizerError("messages or tools: nested too deeply") from None
         # What the caller leaves open is not there, as in transformers.
-        given = {"thinking": thinking, "preserve_thinking": preserve_thinking, "tools_ts_str": typescript}
-        variables |= {name: value for name, value in given.items() if value is not None}
+        options = {"thinking": thinking, "preserve_thinking": preserve_thinking, "tools_ts_str": typescript}
+        variables |= {name: value for name, value in options.items() if value is not None}
         try:
             rendered = render(self._source, variables, own=self._variables, seconds=seconds)
         except TokenizerError as error:
@@ -177,15 +177,15 @@ class ChatTemplate:
 
 def _token_variables(fields: Mapping[str, Any], path: Path) -> dict[str, str]:
     """The special tokens that a checkpoint names for its template; bos and eos as Kimi's tokenizer has them if not."""
-    found = {"bos_token": BOS, "eos_token": EOS}
+    special_tokens = {"bos_token": BOS, "eos_token": EOS}
     for name in TOKEN_VARIABLES:
         value = fields.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
         if text is None:
             if name in fields:
-                found.pop(name, None)
+                special_tokens.pop(name, None)
             continue
         if not isinstance(text, str):
             raise TokenizerError(f"{path}: {name}: expected text, got {type(text).__name__}")
-        found[name] = text
-    return found
+        special_tokens[name] = text
+    return special_tokens

@@ -218,15 +218,15 @@ def _apply_config(path: Path, names: dict[str, int], base: int) -> dict[str, int
         return names
     added = read_object(path, "added_tokens_decoder").get("added_tokens_decoder") or {}
     try:
-        given = {int(key): value["content"] for key, value in added.items()}
+        added_names = {int(key): value["content"] for key, value in added.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise TokenizerError(f"{path}: added_tokens_decoder: expected id -> {{content}}: {error!r}") from None
     by_id = {token: name for name, token in names.items()}
-    for token, name in given.items():
+    for token, name in added_names.items():
         if token not in by_id or not isinstance(name, str) or not name:
             expected = f"expected names of ids {base}..{base + len(by_id) - 1}"
             raise TokenizerError(f"{path}: added_tokens_decoder: {expected}, got {token}: {shown(name)}")
-    by_id.update(given)
+    by_id.update(added_names)
     result = {name: token for token, name in by_id.items()}
     if len(result) != len(by_id):
         raise TokenizerError(f"{path}: added_tokens_decoder: a name occurs twice")

@@ -89,12 +89,12 @@ class ToolNames:
     def from_arguments(self, header: str, arguments: str) -> Resolved | None:
         """The tool whose parameters have most of the arguments' names; None if several have, or none has any."""
         try:
-            given = json.loads(arguments)
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(given, dict):
+        if not isinstance(parsed, dict):
             return None
-        common = {name: len(given.keys() & parameters) for name, parameters in self._parameters.items()}
+        common = {name: len(parsed.keys() & parameters) for name, parameters in self._parameters.items()}
         most = max(common.values(), default=0)
         best = [name for name, count in common.items() if count == most]
         return Resolved(header.strip(), best[0]) if most and len(best) == 1 else None

@@ -89,27 +89,27 @@ class TracedText(str):
 
     def _between(self, pieces: list[str], sep: str | None, *, from_end: bool) -> list[str]:
         """The pieces of this text between separators, which are white space where there is no `sep`."""
-        found: list[str] = []
+        parts: list[str] = []
         if sep is None and from_end:  # a piece ends at the last character before the next that is no white space
             end = len(self)
             for piece in reversed(pieces):
                 end = self.rfind(piece, 0, end)
-                found.append(_part(self, piece, end))
-            return found[::-1]
+                parts.append(_part(self, piece, end))
+            return parts[::-1]
         start = 0
         for piece in pieces:
             start = self.find(piece, start) if sep is None else start
-            found.append(_part(self, piece, start))
+            parts.append(_part(self, piece, start))
             start += len(piece) + len(sep or "")
-        return found
+        return parts
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        found: list[str] = []
+        parts: list[str] = []
         start = 0
         for piece, line in zip(super().splitlines(keepends), super().splitlines(True), strict=True):
-            found.append(_part(self, piece, start))
+            parts.append(_part(self, piece, start))
             start += len(line)
-        return found
+        return parts
 
     def partition(self, sep: str) -> tuple[str, str, str]:
         return self._cut(super().partition(sep))

@@ -59,10 +59,10 @@ def check(kernel: Callable[..., Any], release: str, *, entry: bool = True) -> li
     parts = gather(kernel, entry)
     if not parts:
         raise NkiError("nki_emulator.check", "kernel", "a Python function with its source", kernel)
-    found = {
+    breaches = {
         Finding(part.file, getattr(node, "lineno", part.node.lineno), rule, what)
         for part in parts
         for rule, node, what in findings(part, release)
         if RULES[rule].holds(release)
     }
-    return sorted(found, key=lambda one: (one.file, one.line, one.rule))
+    return sorted(breaches, key=lambda one: (one.file, one.line, one.rule))

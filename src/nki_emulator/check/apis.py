@@ -26,23 +26,23 @@ TENSOR_METHODS = {
 
 @cache
 def _table() -> dict[str, dict[str, list[Any]]]:
-    found: dict[str, dict[str, list[Any]]] = json.loads(Path(__file__).with_name("api.json").read_text())
-    return found
+    table: dict[str, dict[str, list[Any]]] = json.loads(Path(__file__).with_name("api.json").read_text())
+    return table
 
 
 def entry(module: str, name: str, release: str) -> Any:
     """What a name is in a release: parameters, "value" or {"members", "enum"}; None where it has none."""
-    found = None
+    declared = None
     for first, one in _table()[module].get(name, []):
         if RELEASES.index(first) <= RELEASES.index(release):
-            found = one
-    return "value" if found is None and name in _ALSO[module] else found
+            declared = one
+    return "value" if declared is None and name in _ALSO[module] else declared
 
 
 def member_missing(module: str, name: str, member: str, release: str) -> bool:
     """Whether a class of a module lacks a member; False where the release's members are not known."""
-    found = entry(module, name, release)
-    return isinstance(found, dict) and bool(found["members"]) and member not in found["members"]
+    declared = entry(module, name, release)
+    return isinstance(declared, dict) and bool(declared["members"]) and member not in declared["members"]
 
 
 def wrong_parameters(module: str, name: str, call: ast.Call, release: str) -> str:

@@ -97,22 +97,22 @@ def _nodes_of(file: str) -> dict[int | str, ast.AST]:
         tree = ast.parse(Path(file).read_text())
     except (OSError, SyntaxError):
         return {}
-    found: dict[int | str, ast.AST] = {}
+    nodes: dict[int | str, ast.AST] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            found[min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
-    return found | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+            nodes[min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
+    return nodes | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def references(part: Part) -> Iterator[Any]:
     """Functions and classes that a part names."""
     for node in ast.walk(part.node):
         if isinstance(node, ast.Name | ast.Attribute):
-            found = resolve(node, part.names)
-            if isinstance(unwrapped(found), FunctionType | type) and not (
-                isinstance(found, type) and issubclass(found, Enum)
+            referent = resolve(node, part.names)
+            if isinstance(unwrapped(referent), FunctionType | type) and not (
+                isinstance(referent, type) and issubclass(referent, Enum)
             ):
-                yield found
+                yield referent
 
 
 def resolve(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -128,10 +128,10 @@ def resolve(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 def module_of(node: ast.expr, names: Mapping[str, Any]) -> str | None:
     """`language`, `isa` or `collectives` where a node is that module of NKI."""
-    found = resolve(node, names)
-    if isinstance(found, ModuleType):
-        last = found.__name__.rpartition(".")[2]
-        root = found.__name__.partition(".")[0]
+    module = resolve(node, names)
+    if isinstance(module, ModuleType):
+        last = module.__name__.rpartition(".")[2]
+        root = module.__name__.partition(".")[0]
         if root in ("nki", "nki_emulator") and last in ("language", "isa", "collectives"):
             return last
     return None

@@ -108,10 +108,10 @@ class _Function:
         if called == "register_alloc":
             self.registers.add(name.id)
         if called in ("ndarray", "zeros", "ones", "full"):
-            given = {k.arg: k.value for k in value.keywords if k.arg}
+            arguments = {k.arg: k.value for k in value.keywords if k.arg}
             order = ("shape", "dtype", "buffer") if called == "ndarray" else ("shape", "dtype")
-            given |= dict(zip(order, value.args, strict=False))
-            known: dict[str, str] = {key: _last(given[key]) for key in ("dtype", "buffer") if key in given}
+            arguments |= dict(zip(order, value.args, strict=False))
+            known: dict[str, str] = {key: _last(arguments[key]) for key in ("dtype", "buffer") if key in arguments}
             known.setdefault("buffer", "sbuf")
             if name.id in self.tensors and self.tensors[name.id] != known:
                 known = {}
@@ -124,11 +124,11 @@ class _Function:
         return self.tensors.get(node.id, {}) if isinstance(node, ast.Name) else {}
 
     def _signature(self) -> Iterator[Found]:
-        given = self.node.args
-        if given.vararg or given.kwonlyargs or given.posonlyargs:
-            yield "signature", self.node, f"{self.node.name}({ast.unparse(given)})"
+        arguments = self.node.args
+        if arguments.vararg or arguments.kwonlyargs or arguments.posonlyargs:
+            yield "signature", self.node, f"{self.node.name}({ast.unparse(arguments)})"
         if self.is_kernel:
-            for default in given.defaults:
+            for default in arguments.defaults:
                 if isinstance(default, ast.List):
                     yield "list-argument", default, ast.unparse(default)
             for decorator in self.node.decorator_list:
@@ -207,8 +207,8 @@ class _Function:
             yield "deprecated-range", node, node.attr
 
     def _name(self, node: ast.Name) -> Iterator[Found]:
-        found = resolve(node, self.part.names)
-        if str(getattr(found, "__name__", "")).startswith("neuronxcc.nki"):
+        referent = resolve(node, self.part.names)
+        if str(getattr(referent, "__name__", "")).startswith("neuronxcc.nki"):
             yield self._old(), node, node.id
 
     def _old(self) -> str:
@@ -228,8 +228,8 @@ class _Function:
         wrong = wrong_parameters(module, name, node, self.release)
         if wrong:
             yield "api-parameter", node, wrong
-        given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        for parameter, value in given.items():
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        for parameter, value in arguments.items():
             whole = isinstance(value, ast.Constant) and type(value.value) is int
             if whole and (parameter in ENUMERATED):
                 yield "integer-enumeration", node, f"{parameter}={ast.unparse(value)}"
@@ -237,11 +237,11 @@ class _Function:
                 yield "string-buffer", node, f"buffer={ast.unparse(value)}"
         takes = entry(module, name, self.release)
         if isinstance(takes, list):
-            given = {**dict(zip(takes, node.args, strict=False)), **given}
+            arguments = {**dict(zip(takes, node.args, strict=False)), **arguments}
         if module == "isa" and name == "dma_copy":
-            yield from self._dma(node, given)
-        if module == "isa" and name == "memset" and "dst" in given and "value" in given:
-            dtype, value = self._tensor(given["dst"]).get("dtype"), given["value"]
+            yield from self._dma(node, arguments)
+        if module == "isa" and name == "memset" and "dst" in arguments and "value" in arguments:
+            dtype, value = self._tensor(arguments["dst"]).get("dtype"), arguments["value"]
             if dtype in _INTEGERS and isinstance(value, ast.Constant) and isinstance(value.value, float):
                 yield "memset-dtype", node, f"{ast.unparse(value)} into {dtype}"
 
@@ -265,11 +265,11 @@ class _Function:
         if name == "ap" and isinstance(holder, ast.Subscript):
             yield "ap-on-view", node, ast.unparse(holder)
 
-    def _dma(self, node: ast.Call, given: dict[str, ast.expr]) -> Iterator[Found]:
-        source, target = (self._tensor(given[one]) if one in given else {} for one in ("src", "dst"))
+    def _dma(self, node: ast.Call, arguments: dict[str, ast.expr]) -> Iterator[Found]:
+        source, target = (self._tensor(arguments[one]) if one in arguments else {} for one in ("src", "dst"))
         if source.get("buffer") == "psum":
-            yield "dma-psum", node, ast.unparse(given["src"])
-        by_hardware = "dge_mode" in given and _last(given["dge_mode"]) == "hwdge"
+            yield "dma-psum", node, ast.unparse(arguments["src"])
+        by_hardware = "dge_mode" in arguments and _last(arguments["dge_mode"]) == "hwdge"
         dtypes = {one["dtype"] for one in (source, target) if "dtype" in one}
         if by_hardware and len(dtypes) == 2:
             yield "dma-dtype", node, " and ".join(sorted(dtypes))

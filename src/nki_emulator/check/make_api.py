@@ -18,17 +18,17 @@ MODULES = ("language", "isa", "collectives")
 
 def names_of(text: str) -> dict[str, Any]:
     """Public names of a module of stubs: parameters of a function, members of an enumeration, else []."""
-    found: dict[str, Any] = {}
+    declared: dict[str, Any] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+            declared[node.name] = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = {"members": sorted(_members(node)), "enum": _is_enum(node)}
+            declared[node.name] = {"members": sorted(_members(node)), "enum": _is_enum(node)}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
-                    found.setdefault(target.id, "value")
-    return {name: one for name, one in found.items() if not name.startswith("_")}
+                    declared.setdefault(target.id, "value")
+    return {name: one for name, one in declared.items() if not name.startswith("_")}
 
 
 def _members(node: ast.ClassDef) -> set[str]:
@@ -53,11 +53,11 @@ def main(clone: str) -> None:
         for release, tag in TAGS.items():
             path = f"{tag}:nki/api/nki/{module}/__init__.py"
             shown = subprocess.run(["git", "-C", clone, "show", path], check=True, capture_output=True, text=True)
-            found = names_of(shown.stdout)
-            for name in sorted({*found, *names}):
+            declared = names_of(shown.stdout)
+            for name in sorted({*declared, *names}):
                 history = names.setdefault(name, [])
-                if not history or history[-1][1] != found.get(name):
-                    history.append([release, found.get(name)])
+                if not history or history[-1][1] != declared.get(name):
+                    history.append([release, declared.get(name)])
     lines = [
         f' "{module}": {{\n'
         + ",\n".join(f"  {json.dumps(n)}: {json.dumps(h)}" for n, h in sorted(names.items()))

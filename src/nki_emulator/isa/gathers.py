@@ -161,10 +161,10 @@ def nonzero_with_count(
     call.need(dst.free_size == src.free_size + 1, "dst", f"{src.free_size + 1} elements a partition", dst.shape)
     for partition in range(0, src.shape[0], _CORE):
         one = src[partition : partition + 1]
-        found = np.flatnonzero(rows(call.read("src", one))[0]) + index_offset
+        indices = np.flatnonzero(rows(call.read("src", one))[0]) + index_offset
         out = np.full((1, dst.free_size), padding_val, np.int32)
-        out[0, : len(found)] = found
-        out[0, -1] = len(found)
+        out[0, : len(indices)] = indices
+        out[0, -1] = len(indices)
         target = dst[partition : partition + 1]
         call.write("dst", target, shaped(out, target))
 

@@ -58,13 +58,13 @@ def instruction(
         @wraps(function)
         def run(*arguments: Any, name: str | None = None, **named: Any) -> None:
             arguments = arguments[: len(names)] if len(arguments) == len(names) + 1 else arguments
-            given = dict(zip(names, arguments, strict=False)) | named
-            call = Call(operation, engine_of(given))
+            bound = dict(zip(names, arguments, strict=False)) | named
+            call = Call(operation, engine_of(bound))
             for operand in checked:
-                if operand in given:
-                    check(call, operand, given[operand])
+                if operand in bound:
+                    check(call, operand, bound[operand])
             if same:
-                same_sizes(call, **{operand: given[operand] for operand in same if operand in given})
+                same_sizes(call, **{operand: bound[operand] for operand in same if operand in bound})
             function(call, *arguments, **named)
 
         INSTRUCTIONS[operation] = run
