@@ -58,9 +58,9 @@ class Layers:
 
     def _bounds(self, trace: list[Instruction]) -> list[int]:
         """The collectives of the layer before the last, and the last one of the layer before it."""
-        found = [number for number, one in enumerate(trace) if one.engine == "collective"]
+        positions = [number for number, one in enumerate(trace) if one.engine == "collective"]
         count = len(self.collectives)
-        return found[-2 * count - 1 : -count]
+        return positions[-2 * count - 1 : -count]
 
     def stages(self, rates: Rates) -> list[float]:
         """Seconds from one collective's end to the next one's, on the core that takes longer over the layer."""

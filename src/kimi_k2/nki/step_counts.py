@@ -127,10 +127,10 @@ def counts() -> dict[str, Any]:
             for preset in PRESETS:
                 shape = expert_shape(preset, form)
                 if name == "folded_kernels":
-                    found = kernel_counts(kernel_stages(slots, shape, form))
+                    counted = kernel_counts(kernel_stages(slots, shape, form))
                 else:
-                    found = layer_counts(whole_layers(slots, group, shape, form))
-                presets[preset].setdefault(name, {})[str(slots)] = found
+                    counted = layer_counts(whole_layers(slots, group, shape, form))
+                presets[preset].setdefault(name, {})[str(slots)] = counted
     return {"schema": SCHEMA, "modelled": True, "presets": presets}
 
 
@@ -183,8 +183,8 @@ def layer_counts(layers: Layers) -> dict[str, Any]:
 
 def stored() -> dict[str, Any]:
     """What the file holds."""
-    found: dict[str, Any] = json.loads(FILE.read_text())
-    return found
+    document: dict[str, Any] = json.loads(FILE.read_text())
+    return document
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ class ExpertShape:
         """Expert n in the n-th of a token's `chosen`, and others elsewhere: int32 [T, 8]."""
         index = np.empty((len(self.chosen), TOP_K), dtype=np.int32)
         for token, chosen in enumerate(self.chosen):
-            held, other = iter(range(self.count)), iter(range(self.count, EXPERTS))
-            index[token] = [next(held if slot in chosen else other) for slot in range(TOP_K)]
+            local, other = iter(range(self.count)), iter(range(self.count, EXPERTS))
+            index[token] = [next(local if slot in chosen else other) for slot in range(TOP_K)]
         return index
 
     def hidden(self) -> Any:

@@ -301,8 +301,8 @@ def mla_ragged_attention(
     out = []
     for nope, rope, cache in parts:
         positions = torch.arange(len(cache) - len(nope), len(cache), device=cache.device).unsqueeze(0)
-        given = nope.unsqueeze(0), rope.unsqueeze(0), cache.unsqueeze(0), kv_b, positions, softmax_scale
-        out.append(mla_naive_attention(*given, whole=True).squeeze(0))
+        sequence = nope.unsqueeze(0), rope.unsqueeze(0), cache.unsqueeze(0), kv_b, positions, softmax_scale
+        out.append(mla_naive_attention(*sequence, whole=True).squeeze(0))
     return torch.cat(out)
 
 

@@ -73,9 +73,9 @@ def attend_values(
     else:
         mla_decode.check_plan(query, plan)
         parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan, block_table)
-    given = parts, sums, w_uv, out, plan
+    operands = parts, sums, w_uv, out, plan
     sizes = batch, heads, splits, mla_plan.SOME_PARTS[True] if uniform else 0
-    launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *given, *sizes)
+    launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *operands, *sizes)
     return out
 
 

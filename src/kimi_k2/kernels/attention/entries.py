@@ -119,8 +119,8 @@ def decode_attention(
             plan = mla_plan.mla_plan_by_length(seq_lens, mla_cuda.capacity_of(cache, block_table), query.shape[1])
         mla_decode.check_plan(query, plan)
         return mla_cuda.run_planned(query, cache, seq_lens, softmax_scale, block_table, plan, uniform=True)
-    given = query, cache, seq_lens, softmax_scale, block_table
-    out: Tensor = mla_decode.mla_decode(*given, plan=plan, rounded=rounded, lse=lse)
+    arguments = query, cache, seq_lens, softmax_scale, block_table
+    out: Tensor = mla_decode.mla_decode(*arguments, plan=plan, rounded=rounded, lse=lse)
     return out
 
 

@@ -36,8 +36,8 @@ def flash_attention() -> Callable[..., Any] | None:
                 torch.ops.load_library(str(library))
             except OSError:  # built for another PyTorch
                 continue
-            found: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001
-            return found
+            forward: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001
+            return forward
     return None
 
 
@@ -118,8 +118,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Ten
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         return Ragged((length,) * batch, starts)
 
-    given = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), evenly(queries), evenly(slots)
-    out: Tensor = attend_ragged(*given, softmax_scale).unflatten(0, (batch, queries))
+    sequences = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), evenly(queries), evenly(slots)
+    out: Tensor = attend_ragged(*sequences, softmax_scale).unflatten(0, (batch, queries))
     return out
 
 
@@ -131,14 +131,14 @@ def attend_ragged(
     if forward is None:
         raise KernelError("FlashAttention 3 is not installed")
     # vLLM builds the form for sequences one after the other alone.
-    given = {
+    keywords = {
         "q": q, "k": keys, "v": values, "cu_seqlens_q": queries.starts, "cu_seqlens_k": slots.starts,
         "max_seqlen_q": max(queries.lengths), "max_seqlen_k": max(slots.lengths), "softmax_scale": softmax_scale,
         "is_causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
         "is_rotary_interleaved": True, "num_splits": 1, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
-    arguments = {argument.name: given.get(argument.name) for argument in forward._schema.arguments}  # type: ignore[attr-defined]  # noqa: SLF001
-    if missing := sorted(set(given) - set(arguments)):
+    arguments = {argument.name: keywords.get(argument.name) for argument in forward._schema.arguments}  # type: ignore[attr-defined]  # noqa: SLF001
+    if missing := sorted(set(keywords) - set(arguments)):
         raise KernelError(f"FlashAttention 3 has no arguments {', '.join(missing)}, expected vLLM 0.24's")
     out: Tensor = forward(**arguments)[0]
     return out

@@ -142,8 +142,8 @@ def run(
             lse.fill_(-torch.inf)
         return out.zero_()
     parts = _parts(q, splits) if splits > 1 else None
-    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, splits, out, parts, None, tokens
-    _launch(*given, lse=lse)
+    arguments = q, cache, seq_lens, softmax_scale, block_table, cache_scale, splits, out, parts, None, tokens
+    _launch(*arguments, lse=lse)
     return out
 
 
@@ -176,9 +176,9 @@ def run_planned(
     if terms and not softmax_scale * cache_scale > 0:
         raise KernelError(f"softmax_scale {softmax_scale}, cache_scale {cache_scale}: expected positive ones")
     out = q.new_empty(*q.shape[:2], LATENT)
-    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale
+    arguments = q, cache, seq_lens, softmax_scale, block_table, cache_scale
     parts = None if whole else _planned_parts(q, plan, terms)
-    _launch(*given, 0, out, parts, plan, tokens, uniform, whole, lse, terms=terms)
+    _launch(*arguments, 0, out, parts, plan, tokens, uniform, whole, lse, terms=terms)
     return out
 
 
@@ -250,8 +250,8 @@ def attend_parts(
         KernelError: other sizes, or the launch failed.
     """
     if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or not 1 < splits <= MAX_SPLITS or cache.numel() == 0:
-        found = f"{q.shape[1]} heads, a cache of {cache.dtype}, {splits} of a context"
-        raise KernelError(f"parts of {found}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
+        actual = f"{q.shape[1]} heads, a cache of {cache.dtype}, {splits} of a context"
+        raise KernelError(f"parts of {actual}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
     q = q.view(-1, FEW_HEADS, ROW)
     parts = _parts(q, splits)
     _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, splits, None, parts)

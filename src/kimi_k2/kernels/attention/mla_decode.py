@@ -36,14 +36,14 @@ def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Ten
     """KernelError naming the argument that the kernel does not take, and what was expected."""
     for name, tensor, dtypes in (("q", q, CACHE_DTYPES[:1]), ("cache", cache, CACHE_DTYPES)):
         if tensor.dim() != 3 or tensor.dtype not in dtypes or tensor.shape[-1] != ROW:
-            found, wanted = f"{tensor.dtype} {tuple(tensor.shape)}", " or ".join(map(str, dtypes))
-            raise KernelError(f"{name} is {found}, expected {wanted} of 3 dimensions, the last {ROW}")
+            actual, wanted = f"{tensor.dtype} {tuple(tensor.shape)}", " or ".join(map(str, dtypes))
+            raise KernelError(f"{name} is {actual}, expected {wanted} of 3 dimensions, the last {ROW}")
     if q.shape[1] not in HEADS:
         raise KernelError(f"{q.shape[1]} heads: expected one of {HEADS}")
     batch = q.shape[0]
     if tuple(seq_lens.shape) != (batch,) or seq_lens.dtype != torch.int32:
-        found = f"{seq_lens.dtype} {tuple(seq_lens.shape)}"
-        raise KernelError(f"seq_lens is {found}, expected torch.int32 {(batch,)}")
+        actual = f"{seq_lens.dtype} {tuple(seq_lens.shape)}"
+        raise KernelError(f"seq_lens is {actual}, expected torch.int32 {(batch,)}")
     if block_table is None:
         # A block of rows read whole must not run into the next sequence.
         if cache.shape[0] != batch:
@@ -52,12 +52,12 @@ def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Ten
         if cache.shape[1] != PAGE:
             raise KernelError(f"cache has pages of {cache.shape[1]} rows, expected {PAGE}")
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
-            found = f"{block_table.dtype} {tuple(block_table.shape)}"
-            raise KernelError(f"block_table is {found}, expected torch.int32 ({batch}, pages)")
+            actual = f"{block_table.dtype} {tuple(block_table.shape)}"
+            raise KernelError(f"block_table is {actual}, expected torch.int32 ({batch}, pages)")
     if cache.shape[0] * cache.shape[1] >= 2**31:
         raise KernelError(f"cache has {cache.shape[0] * cache.shape[1]} rows, expected fewer than 2**31")
-    for name, given in (("q", q), ("cache", cache), ("seq_lens", seq_lens), ("block_table", block_table)):
-        if given is not None and (not given.is_contiguous() or given.device != q.device):
+    for name, operand in (("q", q), ("cache", cache), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if operand is not None and (not operand.is_contiguous() or operand.device != q.device):
             raise KernelError(f"{name} must be contiguous and on {q.device}")
 
 
@@ -117,8 +117,8 @@ def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
 def check_lse(q: Tensor, lse: Tensor) -> None:
     """KernelError unless it takes the logarithms of these queries' sums, one query a sequence."""
     if q.dim() != 3 or lse.shape != q.shape[:2] or lse.dtype != torch.float32:
-        found = f"{lse.dtype} {tuple(lse.shape)}"
-        raise KernelError(f"lse is {found}, expected torch.float32 [B, H] of q [B, H, {ROW}], here {tuple(q.shape)}")
+        actual = f"{lse.dtype} {tuple(lse.shape)}"
+        raise KernelError(f"lse is {actual}, expected torch.float32 [B, H] of q [B, H, {ROW}], here {tuple(q.shape)}")
     if lse.device != q.device or not lse.is_contiguous():
         raise KernelError(f"lse must be contiguous and on {q.device}")
 
@@ -167,8 +167,8 @@ def mla_decode(
     shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity:
         check_plan(q, plan)
-        given = q, cache, seq_lens, softmax_scale, block_table
-        return _by_plan(*given, plan, cache_scale, 1, capacity, rounded, lse)
+        arguments = q, cache, seq_lens, softmax_scale, block_table
+        return _by_plan(*arguments, plan, cache_scale, 1, capacity, rounded, lse)
     rows = q
     if mla_cuda.by_eights(*shape):
         shape = mla_cuda.eights(*shape)
@@ -195,10 +195,10 @@ def _by_plan(
     cache_scale: float, tokens: int, capacity: int, rounded: bool, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
-    given = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
+    arguments = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
     # Short contexts, which no plan cuts, are converted as fast. The largest score is found before it is multiplied.
     fp8 = cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole))
-    return mla_cuda.run_planned(*given, whole=whole, lse=lse, terms=(1 if rounded else 2) if fp8 else 0)
+    return mla_cuda.run_planned(*arguments, whole=whole, lse=lse, terms=(1 if rounded else 2) if fp8 else 0)
 
 
 def _several(
@@ -214,11 +214,11 @@ def _several(
     rows = q.view(batch * fold.requests, fold.rows, ROW)
     lengths = request_lengths(seq_lens, tokens, heads)
     capacity = mla_cuda.capacity_of(cache, block_table)
-    given = rows, cache, lengths, softmax_scale, block_table
+    arguments = rows, cache, lengths, softmax_scale, block_table
     if plan is not None and capacity:
         check_plan(rows, plan)
-        out: Tensor = _by_plan(*given, plan, cache_scale, fold.tokens, capacity, rounded)
+        out: Tensor = _by_plan(*arguments, plan, cache_scale, fold.tokens, capacity, rounded)
     else:
         shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
-        out = mla_cuda.run(*given, mla_cuda.choose_splits(*shape), cache_scale, fold.tokens)
+        out = mla_cuda.run(*arguments, mla_cuda.choose_splits(*shape), cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()

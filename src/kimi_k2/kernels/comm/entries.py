@@ -16,8 +16,8 @@ def mailboxes(ranks: Ranks, device: torch.device) -> Mailboxes | None:
     """Those of the ranks, which all ask for them at their first sum; None if one of them cannot have them."""
     if PUSH not in ranks.kept:
         ranks.kept[PUSH] = make_mailboxes(ranks.process_group, device)
-    found: Mailboxes | None = ranks.kept[PUSH]
-    return found
+    boxes: Mailboxes | None = ranks.kept[PUSH]
+    return boxes
 
 
 def _supports_push(x: Tensor, ranks: Ranks) -> bool:

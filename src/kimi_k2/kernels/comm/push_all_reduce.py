@@ -161,9 +161,9 @@ def make_mailboxes(group: dist.ProcessGroup, device: torch.device) -> Mailboxes 
     if not all_ranks(memory is not None, group, device) or memory is None:
         return None
     with contextlib.suppress(*UNREACHABLE):
-        found = symmetric.rendezvous(memory, group).buffer_ptrs
+        pointers = symmetric.rendezvous(memory, group).buffer_ptrs
         memory.zero_()
-        addresses = [int(address) for address in found]
+        addresses = [int(address) for address in pointers]
     # Also the barrier: nobody pushes into what its owner has yet to clear.
     if not all_ranks(addresses is not None, group, device) or addresses is None:
         return None

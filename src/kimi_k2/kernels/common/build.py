@@ -37,8 +37,8 @@ def cache_directory() -> Path:
 @functools.cache
 def find_nvcc() -> str | None:
     """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda, else the extra `cuda`'s; None if none."""
-    if found := shutil.which("nvcc"):
-        return found
+    if compiler := shutil.which("nvcc"):
+        return compiler
     packages = importlib.util.find_spec("nvidia")  # a namespace of NVIDIA's wheels
     roots = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
     roots += [Path(one) / "cu13" for one in (packages.submodule_search_locations or () if packages else ())]
@@ -59,14 +59,14 @@ def included(name: str, by: Path) -> Path:
 
 def sources_of(library: str) -> set[Path]:
     """The library's file and every one of ours that it includes, directly or not."""
-    found: set[Path] = set()
+    sources: set[Path] = set()
     waiting = [source_of(library)]
     while waiting:
         path = waiting.pop()
-        if path not in found:
-            found.add(path)
+        if path not in sources:
+            sources.add(path)
             waiting += [included(name, path) for name in INCLUDE.findall(path.read_text(encoding="utf-8"))]
-    return found
+    return sources
 
 
 def source_hash(library: str) -> str:

@@ -47,11 +47,11 @@ def _made(name: str, parent: type[Structure], fields: tuple[tuple[str, Any], ...
 
 
 def _read(text: str, name: str) -> type[Structure]:
-    found = list(re.finditer(_STRUCT.format(name), text, re.MULTILINE | re.DOTALL))
-    if not found:
+    matches = list(re.finditer(_STRUCT.format(name), text, re.MULTILINE | re.DOTALL))
+    if not matches:
         raise KernelError(f"there is no structure {name} of plain fields")
-    base, body = found[-1].groups()
-    before, fields = text[: found[-1].start()], []
+    base, body = matches[-1].groups()
+    before, fields = text[: matches[-1].start()], []
     for statement in filter(None, map(str.strip, body.split(";"))):
         if (declared := _FIELD.fullmatch(statement)) is None:
             raise KernelError(f"{name}: {statement!r} is no declaration of plain fields")

@@ -117,18 +117,18 @@ def marked(words: int, device: torch.device) -> Tensor:
 def _words(count: int, value: int, device: torch.device) -> Tensor:
     key = _place(device)
     with _lock:
-        found = _kept.setdefault(key, {})
+        by_value = _kept.setdefault(key, {})
         _kept.move_to_end(key)
-        if value not in found or found[value].numel() < count:
+        if value not in by_value or by_value[value].numel() < count:
             if key[2]:  # of captures on a stream only the last may still be under way
                 for other in [other for other in _kept if other[:2] == key[:2] and other[2] not in (0, key[2])]:
                     del _kept[other]
             # In a capture this becomes a node of the graph. The smaller ones go back to the allocator, which hands them
             # out on this stream only: after the launches that use them.
-            found[value] = torch.full((count,), value, dtype=torch.int32, device=device)
+            by_value[value] = torch.full((count,), value, dtype=torch.int32, device=device)
         while len(_kept) > MAX_STREAMS:
             _kept.popitem(last=False)
-        return found[value]
+        return by_value[value]
 
 
 def _place(device: torch.device) -> tuple[int, int, int]:
@@ -174,8 +174,8 @@ def left_dirty() -> list[str]:
     Waits for the GPU. Words of captures are left out: the next replay clears them.
     """
     with _lock:
-        kept = [(key, value, words) for key, held in _kept.items() if not key[2] for value, words in held.items()]
-    found = []
+        kept = [(key, value, words) for key, tensors in _kept.items() if not key[2] for value, words in tensors.items()]
+    dirty = []
     for (index, stream, _), value, words in kept:
         if words.is_cuda:
             torch.cuda.synchronize(words.device)
@@ -184,5 +184,5 @@ def left_dirty() -> list[str]:
             wrong[LAUNCHES] = False
         if places := wrong.nonzero().flatten().tolist():
             some = ", ".join(f"{place}: {int(words[place])}" for place in places[:8])
-            found.append(f"device {index}, stream {stream:#x}: {len(places)} words are not {value}: {some}")
-    return found
+            dirty.append(f"device {index}, stream {stream:#x}: {len(places)} words are not {value}: {some}")
+    return dirty

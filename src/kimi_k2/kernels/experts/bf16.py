@@ -156,19 +156,19 @@ def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, pa
     # Without a second pass the first one takes all.
     many, most = (passes[1].launch.rows, passes[1].least - 1) if len(passes) > 1 else (0, 2**30)
     sizes = {"ROWS": passes[0].launch.rows, "MANY_ROWS": many}
-    given = chosen if expert_map is None else expert_map
+    lookup = chosen if expert_map is None else expert_map
     starts, cursors = torch.empty(2, experts, dtype=torch.int32, device=device)
     if pairs <= MAX_FEW:
         counts = cursors
         padded = max(16, 1 << (pairs - 1).bit_length())
         _kernels().sort_few[(experts + 1,)](
-            chosen, given, local, order, starts, counts, blocks[0], blocks[-1], most, pairs, known, experts,
+            chosen, lookup, local, order, starts, counts, blocks[0], blocks[-1], most, pairs, known, experts,
             MAPPED=mapped, PAIRS=padded, **sizes, num_warps=4 if padded > 256 else 1,
         )  # fmt: skip
         return Order(local, order, starts, counts, blocks)
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     grid = (-(-pairs // CHUNK),)
-    _kernels().count_pairs[grid](chosen, given, local, counts, pairs, known, experts, MAPPED=mapped, CHUNK=CHUNK)
+    _kernels().count_pairs[grid](chosen, lookup, local, counts, pairs, known, experts, MAPPED=mapped, CHUNK=CHUNK)
     bins = 1 << experts.bit_length()
     _kernels().place_experts[(experts + 1,)](
         counts, starts, cursors, blocks[0], blocks[-1], most, pairs, experts, BINS=bins, **sizes
@@ -232,10 +232,10 @@ def moe_bf16(
     """
     experts, hidden, inter = _check(x, gate_up_proj, down_proj, topk_indices, topk_weights, expert_map)
     top_k, out = topk_indices.shape[1], torch.empty_like(x)
-    held = top_k if expert_map is None else top_k * experts / expert_map.shape[0]
+    local_top_k = top_k if expert_map is None else top_k * experts / expert_map.shape[0]
     for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
         part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
-        passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, held, experts)
+        passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, local_top_k, experts)
         run(*part, gate_up_proj, down_proj, expert_map, passes)
     return out
 
@@ -262,16 +262,16 @@ def run(
 
     def multiply(one: Pass, blocks: Tensor) -> None:
         how = fit(one.launch, x.device)
-        given = order.pairs, order.starts, order.counts, blocks, one.least
+        sorted_pairs = order.pairs, order.starts, order.counts, blocks, one.least
         sizes = {"HIDDEN": hidden, "INTER": inter, "ROWS": how.rows}
         options = {"num_warps": how.warps, "num_stages": how.stages}
         width, step = divisor(inter, how.width), divisor(hidden, how.step)
         kernels.gate_up[(inter // width, len(blocks))](
-            x, gate_up_proj, *given, middle, top_k, experts, **sizes, WIDTH=width, STEP=step, **options
+            x, gate_up_proj, *sorted_pairs, middle, top_k, experts, **sizes, WIDTH=width, STEP=step, **options
         )
         width, step = divisor(hidden, 2 * how.width), divisor(inter, how.step)  # one sum instead of two
         kernels.down[(hidden // width, len(blocks))](
-            middle, down_proj, *given, topk_weights, parts, experts, **sizes, WIDTH=width, STEP=step, **options
+            middle, down_proj, *sorted_pairs, topk_weights, parts, experts, **sizes, WIDTH=width, STEP=step, **options
         )
 
     calls = [partial(multiply, one, blocks) for one, blocks in zip(passes, order.blocks, strict=True)]

@@ -175,6 +175,6 @@ def combine(  # type: ignore[no-untyped-def]
     for slot in range(top_k):
         pair = token * top_k + slot
         # A mask of the loaded shape: Triton 3.9's interpreter takes no scalar one.
-        held = tl.load(local + pair + tl.zeros_like(column)) < experts
-        total += tl.load(parts + pair * HIDDEN + column, inside & held, 0.0).to(tl.float32)
+        is_local = tl.load(local + pair + tl.zeros_like(column)) < experts
+        total += tl.load(parts + pair * HIDDEN + column, inside & is_local, 0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), inside)

@@ -199,19 +199,19 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
 def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_w4a16` over the experts that this rank holds."""
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    held = _four_bit_experts(experts)
-    count, hidden, inter = held[0].shape[0], x.shape[1], held[0].shape[1] // 2
-    dtype, block = moe_w4a16.TUNING_DTYPES[held[3] is None], f"1x{W4A16_GROUP}"
+    weights = _four_bit_experts(experts)
+    count, hidden, inter = weights[0].shape[0], x.shape[1], weights[0].shape[1] // 2
+    dtype, block = moe_w4a16.TUNING_DTYPES[weights[3] is None], f"1x{W4A16_GROUP}"
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
     out: Tensor
     if choice is not None and _few_int4(x, experts, topk_indices):
-        out = w4a16_few.moe_w4a16_few(x.contiguous(), *held, *routing, choice[2], experts.expert_map)
+        out = w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, choice[2], experts.expert_map)
         return out
-    given = x.contiguous(), *held, *routing, experts.expert_map
+    arguments = x.contiguous(), *weights, *routing, experts.expert_map
     inner = 1
     if choice is not None and x.shape[0] >= invariant.INNER_TOKENS:
         choice[2], inner = 1, choice[2]
-    out = moe_w4a16.moe_w4a16(*given, choice, choice is not None, inner, **_scales_of_all(experts))
+    out = moe_w4a16.moe_w4a16(*arguments, choice, choice is not None, inner, **_scales_of_all(experts))
     return out
 
 
@@ -302,8 +302,8 @@ def few_experts(
         fixed_parts(x.shape[0], 2 * inter, hidden, x.device),
         fixed_parts(x.shape[0], hidden, inter, x.device),
     ]
-    given = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared
-    out: Tensor = moe_decode.moe_decode(*given, parts)
+    arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared
+    out: Tensor = moe_decode.moe_decode(*arguments, parts)
     return out
 
 
@@ -341,8 +341,8 @@ def few_int4_experts(
     inter = experts.gate_up.tensors["weight_packed"].shape[1] // 2
     splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], inter, int4=True)
     shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
-    held = _four_bit_experts(experts)
-    out: Tensor = w4a16_few.moe_w4a16_few(x.contiguous(), *held, *routing, splits, experts.expert_map, *shared)
+    weights = _four_bit_experts(experts)
+    out: Tensor = w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, splits, experts.expert_map, *shared)
     return out
 
 

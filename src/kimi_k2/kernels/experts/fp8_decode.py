@@ -74,8 +74,8 @@ def check_with_shared(
         for index, (tensor, size) in enumerate(zip(shared, wanted, strict=True)):
             dtype = torch.float32 if index % 2 else torch.float8_e4m3fn
             if tensor is None or tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
-                found = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise KernelError(f"shared expert's tensor {index} is {found}, expected contiguous {dtype} {size}")
+                actual = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise KernelError(f"shared expert's tensor {index} is {actual}, expected contiguous {dtype} {size}")
     return shape
 
 
@@ -150,8 +150,8 @@ def moe_decode(
     hopper(x.device.index, "moe_decode")
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
-    given = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
-    arguments = fill(Arguments, shape, topk_indices, expert_map, *given)
+    tensors = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)
+    arguments = fill(Arguments, shape, topk_indices, expert_map, *tensors)
     if parts is None:
         launch("experts/fp8_decode", "kimi_experts_decode", "moe_decode", x.device, arguments)
     else:

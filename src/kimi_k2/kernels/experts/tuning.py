@@ -130,13 +130,13 @@ def nearest_file(name: str) -> Path | None:
         return int(experts), int(inter), tuple(rest), device
 
     experts, inter, rest, device = parts(name)
-    found = []
+    candidates = []
     for path in DIRECTORY.glob("*.json"):
         if NAME.fullmatch(path.name) and parts(path.name)[2] == rest:
             other = parts(path.name)
             doublings = abs(math.log2(other[0] / experts)) + abs(math.log2(other[1] / inter))
-            found.append((doublings, other[3] != device, path.name, path))
-    best = min(found, default=None)
+            candidates.append((doublings, other[3] != device, path.name, path))
+    best = min(candidates, default=None)
     return best[3] if best and best[0] <= MAX_DOUBLINGS else None
 
 

@@ -169,16 +169,16 @@ def check_choice(choice: ExpertChoice) -> None:
         raise KernelError(f"splits1 is {choice.splits1}, expected 1 with max_tokens {choice.max_tokens} above 32")
 
 
-def takes_decode(tokens: int, top_k: int, held: float, hidden: int, inter: int, w2_bf16: bool) -> bool:
+def takes_decode(tokens: int, top_k: int, local_top_k: float, hidden: int, inter: int, w2_bf16: bool) -> bool:
     """Whether csrc/w4a16_decode.cu takes them: few tokens, an item for each pair and a few rows.
 
     Args:
-        held: of a token's experts, those that this rank holds of an even routing.
+        local_top_k: of a token's experts, those that this rank holds of an even routing.
     """
     fits = top_k <= 16 and hidden in DECODE_HIDDEN and top_k * inter * 2 <= moe_decode.SHARED_BYTES
     most = DECODE_TOKENS[w2_bf16]
     if not w2_bf16:
-        most = max(1, min(most, DECODE_ROWS // inter, most if held >= FEW_EXPERTS else int(held)))
+        most = max(1, min(most, DECODE_ROWS // inter, most if local_top_k >= FEW_EXPERTS else int(local_top_k)))
     return fits and tokens <= most
 
 
@@ -237,16 +237,16 @@ def moe_w4a16(
         return out
     name, sm_count = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
-    held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
+    packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     share = 1.0 if expert_map is None else experts / expert_map.shape[0]
     if choice is None and takes_decode(tokens, top_k, top_k * share, hidden, inter, w2_bf16):
         intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
-        given = x, topk_indices, topk_weights, expert_map, *held, intermediate, out, gate_up_proj_all, down_proj_all
-        arguments = fill(DecodeArguments, shape, topk_indices, expert_map, *given)
+        tensors = x, topk_indices, topk_weights, expert_map, *packed, intermediate, out, gate_up_proj_all, down_proj_all
+        arguments = fill(DecodeArguments, shape, topk_indices, expert_map, *tensors)
         arguments.format, arguments.divides = FORMATS.index(kind), divides
         launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
         return out
-    weights = dict(zip(("w13", "s13", "w2", "s2"), held, strict=True))
+    weights = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True))
     weights |= {"all13": gate_up_proj_all, "all2": down_proj_all}
     dtype = TUNING_DTYPES[w2_bf16]
 

@@ -116,8 +116,8 @@ def moe_w4a16_few(
     Raises:
         KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
     """
-    held = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
-    shape = check_arguments(x, *held, topk_indices, topk_weights, expert_map)
+    packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
+    shape = check_arguments(x, *packed, topk_indices, topk_weights, expert_map)
     tokens, top_k, _, _, inter = shape
     _check_sizes(x, gate_up_proj_packed, gate_up_proj_scale, topk_indices, splits)
     _check_shared(x, shared_gate_up, shared_down)
@@ -132,9 +132,9 @@ def moe_w4a16_few(
     shared_intermediate = None
     if shared_down is not None:
         shared_intermediate = torch.empty(tokens, shared_down.shape[1], dtype=torch.bfloat16, device=x.device)
-    given = x, topk_indices, topk_weights, expert_map, *held, intermediate, out
+    tensors = x, topk_indices, topk_weights, expert_map, *packed, intermediate, out
     shared = shared_gate_up, shared_down, shared_intermediate
-    arguments = fill(Arguments, shape, topk_indices, expert_map, *given, *shared)
+    arguments = fill(Arguments, shape, topk_indices, expert_map, *tensors, *shared)
     arguments.splits, arguments.ring = splits, RING_ALONE if tokens == 1 and shared_down is None else RING
     if shared_down is not None:
         arguments.shared_inter, arguments.shared_ring = shared_down.shape[1], SHARED_RING[tokens]

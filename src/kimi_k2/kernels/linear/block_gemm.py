@@ -113,8 +113,8 @@ def quantize_groups(
     out, scale = _quantized(x, norm_weight, swiglu, terms)
     if x.shape[0]:
         sizes = (*out.shape[1:], x.stride(0), scale.shape[1], terms, int(swiglu), 0)
-        given = x, None, norm_weight, None, out, scale
-        launch("linear/quantize", "kimi_quantize", "quantize_groups", x.device, *given, *sizes, float(eps))
+        operands = x, None, norm_weight, None, out, scale
+        launch("linear/quantize", "kimi_quantize", "quantize_groups", x.device, *operands, *sizes, float(eps))
     return out, scale
 
 
@@ -153,9 +153,9 @@ def add_quantize(
     """
     total, out, scale = _added(x, delta, norm_weight, terms)
     if x.shape[0]:
-        given = x, delta, norm_weight, total, out, scale
+        operands = x, delta, norm_weight, total, out, scale
         sizes = (*x.shape, x.shape[1], scale.shape[1], terms, 0, int(apart))
-        launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *given, *sizes, float(eps))
+        launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *operands, *sizes, float(eps))
     return total, out, scale
 
 

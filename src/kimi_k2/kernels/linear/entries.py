@@ -82,8 +82,8 @@ def _supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = No
 def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """`fused_linear` with or without the norm."""
     stored = weight.tensors["weight"], weight.tensors.get("weight_scale_inv")
-    given = x if block_gemm.takes_rows(x) else x.contiguous()
-    out: Tensor = fused_linear.fused_linear(given, *stored, norm_weight, eps)
+    rows = x if block_gemm.takes_rows(x) else x.contiguous()
+    out: Tensor = fused_linear.fused_linear(rows, *stored, norm_weight, eps)
     return out
 
 

@@ -92,9 +92,9 @@ def choose_tile(terms: int, tokens: int, rows: int, columns: int, sms: int, whol
 
 def _measured(terms: int, tokens: int, rows: int, columns: int, sms: int) -> tuple[Tile | None] | None:
     """What `MEASURED` says, if it says anything."""
-    found = MEASURED.get((terms, rows, columns), {}) if sms == block_gemm.MEASURED_SMS else {}
-    at = block_gemm.bucket(tokens, found)
-    return (found[at],) if at else None
+    tiles = MEASURED.get((terms, rows, columns), {}) if sms == block_gemm.MEASURED_SMS else {}
+    at = block_gemm.bucket(tokens, tiles)
+    return (tiles[at],) if at else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,8 +133,8 @@ def wide_gemm(
         _, sms = hopper(x.device.index, "wide_gemm")
         chosen = Tile(*tile) if tile is not None else choose_tile(terms, tokens, rows, columns, sms)
         sizes = terms, tokens, rows, columns, scale.shape[1], *chosen, sms
-        given = x, scale, weight, weight_scale_inv, out
-        launch("linear/wide_gemm", "kimi_wide_gemm", "wide_gemm", x.device, *given, *sizes)
+        operands = x, scale, weight, weight_scale_inv, out
+        launch("linear/wide_gemm", "kimi_wide_gemm", "wide_gemm", x.device, *operands, *sizes)
     return out
 
 

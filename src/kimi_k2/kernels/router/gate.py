@@ -37,8 +37,8 @@ def check_gate(
     if index_dtype not in (torch.int32, torch.int64):
         raise KernelError(f"index_dtype {index_dtype}: expected torch.int32 or torch.int64")
     if bias.dtype != torch.float32 or tuple(bias.shape) != (experts,):
-        found = f"{bias.dtype} {tuple(bias.shape)}"
-        raise KernelError(f"e_score_correction_bias is {found}, expected torch.float32 {(experts,)}")
+        actual = f"{bias.dtype} {tuple(bias.shape)}"
+        raise KernelError(f"e_score_correction_bias is {actual}, expected torch.float32 {(experts,)}")
     if not bias.is_contiguous() or bias.device != device:
         raise KernelError(f"e_score_correction_bias must be contiguous and on {device}")
     if num_valid is not None and (
@@ -57,8 +57,8 @@ def _check_arguments(
     warps: int,
 ) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        found = f"{logits.dtype} {tuple(logits.shape)}"
-        raise KernelError(f"logits is {found}, expected contiguous torch.float32 of 2 dimensions")
+        actual = f"{logits.dtype} {tuple(logits.shape)}"
+        raise KernelError(f"logits is {actual}, expected contiguous torch.float32 of 2 dimensions")
     check_gate(e_score_correction_bias, logits.shape[1], top_k, num_valid, index_dtype, logits.device)
     if strategy not in STRATEGIES:
         raise KernelError(f"strategy {strategy!r}: expected one of {STRATEGIES}")

@@ -115,8 +115,8 @@ def route_norm(x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float) -> tup
     """
     made = _check_norm(x, delta, norm_weight)
     if x.shape[0]:
-        given = x, delta, norm_weight, *made, *x.shape, float(eps)
-        launch("router/gate", "kimi_route_norm", "route_norm", x.device, *given)
+        operands = x, delta, norm_weight, *made, *x.shape, float(eps)
+        launch("router/gate", "kimi_route_norm", "route_norm", x.device, *operands)
     return made
 
 

@@ -56,8 +56,8 @@ def check_product(x: Tensor, weight: Tensor) -> None:
     """KernelError unless x [T, H] and weight [E, H] are bfloat16 of sizes that the kernel takes."""
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise KernelError(f"{name} is {found}, expected contiguous torch.bfloat16 of 2 dimensions")
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise KernelError(f"{name} is {actual}, expected contiguous torch.bfloat16 of 2 dimensions")
     if x.shape[1] != weight.shape[1] or x.device != weight.device:
         raise KernelError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree in columns and device")
     if x.shape[1] % 256 or weight.shape[0] % 32:

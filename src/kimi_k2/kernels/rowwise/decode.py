@@ -156,8 +156,8 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     check_add(x, delta, weight)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     if x.shape[0] and is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
-        given = x, delta, weight, total, normed, None
-        launch("rowwise/add_norm", "kimi_add_norm", "add_norm", x.device, *given, *x.shape, x.shape[1], float(eps))
+        tensors = x, delta, weight, total, normed, None
+        launch("rowwise/add_norm", "kimi_add_norm", "add_norm", x.device, *tensors, *x.shape, x.shape[1], float(eps))
     elif x.shape[0]:
         width = 1 << (x.shape[1] - 1).bit_length()
         _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
@@ -217,8 +217,8 @@ def norm_apart(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     made = _check_norm_apart(x, weight)
     if x.shape[0]:
-        given = x, None, weight, None, *made
-        launch("rowwise/add_norm", "kimi_add_norm", "norm_apart", x.device, *given, *x.shape, x.stride(0), float(eps))
+        tensors = x, None, weight, None, *made
+        launch("rowwise/add_norm", "kimi_add_norm", "norm_apart", x.device, *tensors, *x.shape, x.stride(0), float(eps))
     return made
 
 

@@ -53,6 +53,6 @@ def absorb_and_store(
     cache: Tensor, eps: float,
 ) -> Tensor:  # fmt: skip
     """`decode.absorb_and_store`."""
-    given = q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps
-    out: Tensor = decode.absorb_and_store(*given, invariant=batch_invariant())
+    arguments = q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps
+    out: Tensor = decode.absorb_and_store(*arguments, invariant=batch_invariant())
     return out

@@ -18,9 +18,9 @@ def supports(
     seq_lens: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, page: int
 ) -> bool:
     """On a Hopper GPU, contiguous, in the dtypes that the kernel takes."""
-    given = seq_lens, input_ids, positions, slots, block_table
-    dtypes = tuple(tensor.dtype for tensor in given)
-    right = dtypes == DTYPES and all(tensor.is_contiguous() and len(tensor) == len(seq_lens) for tensor in given)
+    tensors = seq_lens, input_ids, positions, slots, block_table
+    dtypes = tuple(tensor.dtype for tensor in tensors)
+    right = dtypes == DTYPES and all(tensor.is_contiguous() and len(tensor) == len(seq_lens) for tensor in tensors)
     return right and is_hopper(seq_lens.device) and find_nvcc() is not None
 
 
@@ -30,10 +30,10 @@ def next_step(
 ) -> None:
     """See `ops.mla.next_step`."""
     batch, wide = len(seq_lens), block_table.shape[1]
-    given = seq_lens, input_ids, positions, slots, block_table
-    for name, tensor, dtype in zip(NAMES, given, DTYPES, strict=True):
+    tensors = seq_lens, input_ids, positions, slots, block_table
+    for name, tensor, dtype in zip(NAMES, tensors, DTYPES, strict=True):
         expect(name, tensor, seq_lens.device, (batch, wide) if tensor is block_table else (batch,), dtype)
-    launch("rowwise/next_step", "kimi_next_step", "next_step", seq_lens.device, *given, batch, wide, page)
+    launch("rowwise/next_step", "kimi_next_step", "next_step", seq_lens.device, *tensors, batch, wide, page)
 
 
 next_step.fake(lambda seq_lens: None)

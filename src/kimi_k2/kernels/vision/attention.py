@@ -24,10 +24,10 @@ TORCH_VARLEN = "torch.nn.attention.varlen"
 def imported(module: str, name: str) -> Callable[..., Any] | None:
     """A function of an optional module, None where it is not installed or does not load."""
     try:
-        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+        function: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     except (ImportError, OSError, RuntimeError):
         return None
-    return found
+    return function
 
 
 def _half(q: Tensor) -> bool:

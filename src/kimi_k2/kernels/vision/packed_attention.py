@@ -232,9 +232,9 @@ def packed_attention(
     if tokens:
         sums = torch.empty(slots, SUMS, dtype=torch.float32, device=packed.device)
         sizes = starts.shape[0] - 1, joins.shape[0], packed.shape[1], packed.shape[3]
-        given = packed, parts, starts, joins, sums, out
+        operands = packed, parts, starts, joins, sums, out
         launch(
-            "vision/attention", "kimi_vision_attention", "packed_attention", packed.device, *given, *sizes,
+            "vision/attention", "kimi_vision_attention", "packed_attention", packed.device, *operands, *sizes,
             float(softmax_scale),
         )  # fmt: skip
     return out

@@ -49,7 +49,7 @@ class OwnTokens(nl.NKIObject):  # type: ignore[misc]
 
     Args:
         tokens, blocks: of the call.
-        held: the rank holds all experts.
+        holds_all: the rank holds all experts.
         double: columns of gate and up side by side.
         parts: that a value is multiplied as.
 
@@ -59,10 +59,10 @@ class OwnTokens(nl.NKIObject):  # type: ignore[misc]
         first, count: its blocks.
     """
 
-    def __init__(self, tokens: int, blocks: int, held: bool, double: int, parts: int) -> None:
+    def __init__(self, tokens: int, blocks: int, holds_all: bool, double: int, parts: int) -> None:
         pairs = 8 // max(1, PARTITIONS // double)
         fits = 4 * pairs * blocks * parts <= BANK_BYTES
-        self.divided = nl.num_programs() == 2 and tokens % 2 == 0 and blocks % 2 == 0 and held and fits
+        self.divided = nl.num_programs() == 2 and tokens % 2 == 0 and blocks % 2 == 0 and holds_all and fits
         self.begin, self.tokens = 0, tokens
         self.first, self.count = share_of(blocks)
         if self.divided:
@@ -73,9 +73,9 @@ class OwnTokens(nl.NKIObject):  # type: ignore[misc]
         """From this core's half of the blocks of all tokens, float32 [128, n / 2, T]: its tokens' [128, n, T / 2]."""
         half, tokens = values.shape[1], self.tokens
         other = tokens - self.begin
-        given = nl.ndarray((PARTITIONS, half, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=given, src=values[:, :, other : other + tokens])
-        taken = from_other_core(given, 1)
+        sent = nl.ndarray((PARTITIONS, half, tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=sent, src=values[:, :, other : other + tokens])
+        taken = from_other_core(sent, 1)
         whole = nl.ndarray((PARTITIONS, self.count, tokens), dtype=nl.float32, buffer=nl.sbuf)
         mine, theirs = nl.program_id() * half, (1 - nl.program_id()) * half
         nisa.tensor_copy(dst=whole[:, mine : mine + half, :], src=values[:, :, self.begin : self.begin + tokens])

@@ -136,10 +136,10 @@ class ExpandedAttention(nl.NKIObject):  # type: ignore[misc]
         early.begin()
         values = nl.ndarray((BLOCK, 1, 1), dtype=dtype, buffer=nl.sbuf)
         if mine:
-            held = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=held, src=new_value, engine=nisa.engine.scalar)
+            sbuf_value = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=sbuf_value, src=new_value, engine=nisa.engine.scalar)
             nisa.scalar_tensor_tensor(
-                dst=values[:, 0, :], data=held, op0=nl.multiply, operand0=power, op1=nl.add, operand1=sums
+                dst=values[:, 0, :], data=sbuf_value, op0=nl.multiply, operand0=power, op1=nl.add, operand1=sums
             )
         else:
             nisa.tensor_copy(dst=values[:, 0, :], src=sums)

@@ -72,8 +72,8 @@ def selective_experts(
     """
     tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
     out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    held = gate_up_tiles.shape[0] == num_experts
-    own = OwnTokens(tokens, blocks, held, gate_up_tiles.shape[3], parts_of(hidden, gate_up_tiles))
+    holds_all = gate_up_tiles.shape[0] == num_experts
+    own = OwnTokens(tokens, blocks, holds_all, gate_up_tiles.shape[3], parts_of(hidden, gate_up_tiles))
     first, count = own.first, own.count
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
@@ -310,16 +310,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             dst=behind, data=index, op0=nl.less, operand0=first, op1=nl.multiply, operand1=1.0 * self.num_experts
         )
         nisa.scalar_tensor_tensor(dst=places, data=index, op0=nl.subtract, operand0=first, op1=nl.add, operand1=behind)
-        held = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=held, data=places, op0=nl.less, operand0=1.0 * self.local)
-        return places, held
+        is_local = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=is_local, data=places, op0=nl.less, operand0=1.0 * self.local)
+        return places, is_local
 
-    def kept(self, weights: Any, held: Any) -> Any:
-        """Weights float32 [T, slots] in SBUF, 0 where another rank holds the expert; `held` is of `numbers`."""
-        if held == None:
+    def kept(self, weights: Any, is_local: Any) -> Any:
+        """Weights float32 [T, slots] in SBUF, 0 where another rank holds the expert; `is_local` is of `numbers`."""
+        if is_local == None:
             return weights
         kept = nl.ndarray(weights.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=kept, data1=weights, data2=held, op=nl.multiply)
+        nisa.tensor_tensor(dst=kept, data1=weights, data2=is_local, op=nl.multiply)
         return kept
 
     def _scales(self, place: list[Any], weights: Any) -> tuple[Any, Any]:
@@ -380,10 +380,10 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         up = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
         for row in range(self.stack):
             pair, source, target = row // per, (row % per) * 2 * width + self.begin, row * rows
-            given = both[source : source + rows, pair : pair + 1]
-            nisa.activation(dst=gate[target : target + rows], op=nl.silu, data=given)
-            given = both[source + width : source + width + rows, pair : pair + 1]
-            nisa.tensor_copy(dst=up[target : target + rows], src=given, engine=nisa.engine.gpsimd)
+            projected = both[source : source + rows, pair : pair + 1]
+            nisa.activation(dst=gate[target : target + rows], op=nl.silu, data=projected)
+            projected = both[source + width : source + width + rows, pair : pair + 1]
+            nisa.tensor_copy(dst=up[target : target + rows], src=projected, engine=nisa.engine.gpsimd)
         nisa.tensor_tensor(dst=gate, data1=gate, data2=up, op=nl.multiply)
         return gate
 

@@ -25,12 +25,12 @@ from kimi_k2.nki.kernels.residual import NextProjections, OwnColumns, Sum, resid
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 
 
-def layer_of(given: Mapping[str, Any]) -> tuple[Any, ...]:
+def layer_of(tensors: Mapping[str, Any]) -> tuple[Any, ...]:
     """A layer's argument from its tensors by name; None where there is none."""
-    unknown = sorted(set(given) - set(FIELDS))
+    unknown = sorted(set(tensors) - set(FIELDS))
     if unknown:
         raise ValueError(f"layers: expected fields of Layer, got {unknown[0]!r}")
-    return tuple(given.get(field) for field in FIELDS)
+    return tuple(tensors.get(field) for field in FIELDS)
 
 
 class Experts(nl.NKIObject):  # type: ignore[misc]
@@ -73,12 +73,12 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         scale = norm_scalar(hidden, step.ones, step.eps)
         index, scores = self.router.choose(logits, scale)
         begin, end = self.slot, self.slot + self.routed.slots
-        places, held = self.routed.numbers(index[:, begin:end], step.first_expert)
+        places, is_local = self.routed.numbers(index[:, begin:end], step.first_expert)
         own = None
         if self.next != None:
             own = OwnColumns(hidden, step.exact, step.ranks)
         columns = scaled(hidden, self.gain, scale, step.dtype)
-        kept = self.routed.kept(self.router.weights(scores, index)[:, begin:end], held)
+        kept = self.routed.kept(self.router.weights(scores, index)[:, begin:end], is_local)
 
         # While the chosen experts are on their way.
         begin, end = self.first, self.first + self.count
