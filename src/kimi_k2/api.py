@@ -317,13 +317,13 @@ class KimiK2:
         if backend == "neuron":
             if neuron is None:
                 raise ConfigError("expected which NxDI model", field="neuron")
-            given = {
+            plain_options = {
                 "ranks": ranks,
                 "keep_quantized": keep_quantized,
                 "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
                 "batch_invariant": batch_invariant or None,
             }
-            for field_name, value in given.items():
+            for field_name, value in plain_options.items():
                 if value is not None:
                     raise ConfigError("of the plain model, not of the backend neuron", field=field_name)
         elif neuron is not None:

@@ -207,23 +207,23 @@ def _checked(config: DraftConfig) -> DraftConfig:
 
 def _layers(raw: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Of the file's top or of `eagle_config`, as vLLM looks for them."""
-    given, field = raw.get(_LAYERS), _LAYERS
-    if not given:
-        given, field = eagle.get(_LAYERS), f"eagle_config.{_LAYERS}"
+    layers, field = raw.get(_LAYERS), _LAYERS
+    if not layers:
+        layers, field = eagle.get(_LAYERS), f"eagle_config.{_LAYERS}"
     count = raw.get("num_aux_hidden_states")
-    if not given:
+    if not layers:
         if count not in (None, 3):
             raise ConfigError(f"expected the {count} layers", field=field)
         return None
-    if not isinstance(given, list) or any(not isinstance(one, int) or isinstance(one, bool) for one in given):
-        raise ConfigError(f"expected a list of layers, got {given!r:.100}", field=field)
-    if sorted(set(given)) != given:
-        raise ConfigError(f"expected layers in ascending order, got {given!r:.100}", field=field)
-    if count not in (None, len(given)):
+    if not isinstance(layers, list) or any(not isinstance(one, int) or isinstance(one, bool) for one in layers):
+        raise ConfigError(f"expected a list of layers, got {layers!r:.100}", field=field)
+    if sorted(set(layers)) != layers:
+        raise ConfigError(f"expected layers in ascending order, got {layers!r:.100}", field=field)
+    if count not in (None, len(layers)):
         raise ConfigError(
-            f"expected {len(given)}, as many as layers, got {count!r:.100}", field="num_aux_hidden_states"
+            f"expected {len(layers)}, as many as layers, got {count!r:.100}", field="num_aux_hidden_states"
         )
-    return tuple(given)
+    return tuple(layers)
 
 
 D2T, T2D = "d2t", "t2d"
@@ -290,12 +290,12 @@ def optional_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_tensors(reader: CheckpointReader, held: Mapping[str, str], config: DraftConfig, target: KimiK2Config) -> None:
+def check_tensors(reader: CheckpointReader, keys: Mapping[str, str], config: DraftConfig, target: KimiK2Config) -> None:
     """Refuse files that are no such head.
 
     Args:
         reader: of the files.
-        held: by `module_name` the name in the files.
+        keys: by `module_name` the name in the files.
         config: of the head.
         target: of the model that it drafts for.
 
@@ -304,18 +304,18 @@ def check_tensors(reader: CheckpointReader, held: Mapping[str, str], config: Dra
     """
     needed = head_shapes(config, target)
     for name, shape in needed.items():
-        if name not in held:
+        if name not in keys:
             raise MissingTensorError(f"expected {list(shape)}", file=reader.directory, tensor=name)
     known = optional_shapes(config) | needed
-    for name, stored in held.items():
-        found = reader.tensors[stored]
-        where = reader.directory / found.shard
+    for name, stored in keys.items():
+        entry = reader.tensors[stored]
+        where = reader.directory / entry.shard
         if name not in known:
             raise UnexpectedTensorError("config.json implies no such tensor", file=where, tensor=stored)
-        if found.shape != known[name]:
+        if entry.shape != known[name]:
             raise TensorShapeError(
-                f"expected shape {list(known[name])}, got {list(found.shape)}", file=where, tensor=stored
+                f"expected shape {list(known[name])}, got {list(entry.shape)}", file=where, tensor=stored
             )
-        if found.dtype not in _DTYPES.get(name, _FLOATING):
+        if entry.dtype not in _DTYPES.get(name, _FLOATING):
             expected = " or ".join(str(one).removeprefix("torch.") for one in _DTYPES.get(name, _FLOATING))
-            raise TensorDtypeError(f"expected {expected}, got {found.dtype}", file=where, tensor=stored)
+            raise TensorDtypeError(f"expected {expected}, got {entry.dtype}", file=where, tensor=stored)

@@ -69,9 +69,9 @@ class LlamaAttention(nn.Module):
         both, value = self.qkv_proj(x).view(batch, new, -1, self.width).tensor_split((-self.groups,), dim=2)
         q, key = rotate_halves(both, *rotation).tensor_split((self.heads,), dim=2)
         entries = torch.cat((key, value), dim=2).flatten(2)
-        held = cache.update(0, entries, positions, length).to(x.dtype)
-        keys, values = held.view(batch, held.shape[1], 2, self.groups, self.width).transpose(1, 3).unbind(2)
-        seen = torch.arange(held.shape[1], device=x.device) <= positions.clamp(min=0)[:, None, :, None]
+        cached = cache.update(0, entries, positions, length).to(x.dtype)
+        keys, values = cached.view(batch, cached.shape[1], 2, self.groups, self.width).transpose(1, 3).unbind(2)
+        seen = torch.arange(cached.shape[1], device=x.device) <= positions.clamp(min=0)[:, None, :, None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=self.groups != self.heads
         )
@@ -182,25 +182,25 @@ class Eagle3Head(nn.Module):
             warn_of_other_member(directory, Path(target_directory))
         whole = len(target.lm_head.weight) == target.config.vocab_size
         device = target.lm_head.weight.device
-        held, tokens = read_head(directory, config, target.config)
+        weights, tokens = read_head(directory, config, target.config)
         for stacked, parts in STACKED.items():
             names = [f"{LAYER}{part}.weight" for part in parts]
-            if names[0] in held:
-                held[f"{LAYER}{stacked}.weight"] = torch.cat([held.pop(name) for name in names])
+            if names[0] in weights:
+                weights[f"{LAYER}{stacked}.weight"] = torch.cat([weights.pop(name) for name in names])
         with torch.device("meta"):
             head = cls(config, target, target.dtype)
             plain = config.attention_config(target.config)
-            if "embed_tokens.weight" in held:
+            if "embed_tokens.weight" in weights:
                 shape = config.vocab_size, config.hidden_size
                 head.embed_tokens = Embedding(torch.empty(shape, dtype=target.dtype))
-            if "lm_head.weight" not in held and not whole:
+            if "lm_head.weight" not in weights and not whole:
                 raise ConfigError("expected an lm_head of the head's own: ranks have a part of the target's each")
-            if "lm_head.weight" in held:
+            if "lm_head.weight" in weights:
                 rows = config.draft_vocab_size, config.hidden_size
                 head.lm_head = Linear(plain, "lm_head", *rows, dtype=target.dtype)
-        for name in [name for name in head.state_dict() if name in held]:
+        for name in [name for name in head.state_dict() if name in weights]:
             module, _, leaf = name.rpartition(".")
-            tensor = held.pop(name).to(device, target.dtype)
+            tensor = weights.pop(name).to(device, target.dtype)
             setattr(head.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
         head.tokens = None if tokens is None else tokens.to(device)
         return head.eval()
@@ -271,26 +271,26 @@ def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tup
         CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
     """
     with CheckpointReader(directory) as reader:
-        held = {module_name(name): name for name in reader.names()}
-        check_tensors(reader, held, config, target)
-        tokens = _target_tokens(reader, held, config, directory) if D2T in held else None
+        keys = {module_name(name): name for name in reader.names()}
+        check_tensors(reader, keys, config, target)
+        tokens = _target_tokens(reader, keys, config, directory) if D2T in keys else None
         # Copies: a reader's tensors lie in its open files.
-        return {name: reader.get(one).clone() for name, one in held.items() if name not in (D2T, T2D)}, tokens
+        return {name: reader.get(one).clone() for name, one in keys.items() if name not in (D2T, T2D)}, tokens
 
 
-def _target_tokens(reader: CheckpointReader, held: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:
+def _target_tokens(reader: CheckpointReader, keys: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:
     """Of `d2t`, which holds each row's distance to its token, held against the tokens that `t2d` marks."""
-    tokens = reader.get(held[D2T]) + torch.arange(config.draft_vocab_size)
+    tokens = reader.get(keys[D2T]) + torch.arange(config.draft_vocab_size)
     if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size or len(tokens.unique()) < len(tokens):
         raise TensorShapeError(
             f"expected distances that lead to {config.draft_vocab_size} of {config.vocab_size} tokens",
             file=directory,
-            tensor=held[D2T],
+            tensor=keys[D2T],
         )
-    if T2D in held:
-        marked = reader.get(held[T2D]).nonzero().flatten()
+    if T2D in keys:
+        marked = reader.get(keys[T2D]).nonzero().flatten()
         if not torch.equal(marked, tokens.sort().values):
-            raise TensorShapeError("marks other tokens than d2t leads to", file=directory, tensor=held[T2D])
+            raise TensorShapeError("marks other tokens than d2t leads to", file=directory, tensor=keys[T2D])
     return tokens
 
 
@@ -301,11 +301,11 @@ _README_BYTES = 2**20
 
 def member(name: str) -> str | None:
     """`k2`, `k2-thinking`, `k2.5` ... of a name such as `moonshotai/Kimi-K2.5`; None if it names none."""
-    found = _MEMBER.search(name.lower())
-    if found is None:
+    match = _MEMBER.search(name.lower())
+    if match is None:
         return None
-    if found["number"]:
-        return f"k2.{found['number']}"
+    if match["number"]:
+        return f"k2.{match['number']}"
     return "k2-thinking" if "thinking" in name.lower() else "k2"
 
 
@@ -328,18 +328,18 @@ def _base_models(head: Path) -> list[str]:
         return []
     parts = read_text(path, _README_BYTES, ConfigError).split("---", 2)
     try:
-        held: Any = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        card: Any = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     except yaml.YAMLError:
         return []
-    given = held.get("base_model") if isinstance(held, dict) else None
-    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
+    models = card.get("base_model") if isinstance(card, dict) else None
+    return [one for one in (models if isinstance(models, list) else [models]) if isinstance(one, str)]
 
 
 def _names(directory: Path) -> list[str]:
     """Of config.json, of the directory, and of the repository where it lies in a Hugging Face cache."""
     config = directory / "config.json"
-    held = read_json(config, ConfigError) if config.is_file() else {}
-    given = held.get("_name_or_path") if isinstance(held, dict) else None
-    names = [given.rstrip("/").rpartition("/")[2]] if isinstance(given, str) else []
+    raw = read_json(config, ConfigError) if config.is_file() else {}
+    name_or_path = raw.get("_name_or_path") if isinstance(raw, dict) else None
+    names = [name_or_path.rstrip("/").rpartition("/")[2]] if isinstance(name_or_path, str) else []
     parts = directory.resolve().parts
     return [*names, parts[-1], *(parts[-3:-2] if "snapshots" in parts[-2:-1] else ())]

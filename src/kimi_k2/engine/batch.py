@@ -279,9 +279,9 @@ class Batch:
                 if not any(new[some]):
                     continue
                 first, last = decodes + some.start, decodes + some.stop
-                begin, held = query_starts[first : last + 1], (seq_lens[first:last], block_table[first:last])
+                begin, cached = query_starts[first : last + 1], (seq_lens[first:last], block_table[first:last])
                 queries, whole = Ragged(new[some], begin - begin[0]), tuple(lengths[some])
-                keys = None if new[some] == whole else _slots_of(queries, whole, *held, page, spread)
+                keys = None if new[some] == whole else _slots_of(queries, whole, *cached, page, spread)
                 chunks.append(RaggedChunk(slice(starts[first], starts[last]), queries, *(keys or (queries, None))))
         else:
             for number, (count, length) in enumerate(zip(new, lengths, strict=True), decodes):

@@ -123,12 +123,12 @@ class DecodeStep:
     ) -> Batch:
         """Rows of one new token each; `seq_lens`, `slots` and `table` as `Batch` has them."""
         count, cache = len(positions), self.cache
-        given = seq_lens, cache.data[0], len(self.layers[0].w_uk), table
+        plan_inputs = seq_lens, cache.data[0], len(self.layers[0].w_uk), table
         rotary, plan = partial(self.model.model.rotary, positions, dtype), None
-        if attention_plan.choose(*given).name == PLAIN:
+        if attention_plan.choose(*plan_inputs).name == PLAIN:
             rotation = rotary()
         else:  # One block makes the plan: the rest of the GPU goes on beside it.
-            plan, rotation = beside(partial(attention_plan, *given), rotary, positions.device)
+            plan, rotation = beside(partial(attention_plan, *plan_inputs), rotary, positions.device)
         return Batch(count, count, seq_lens, slots, table, rotation=rotation, plan=plan)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:

@@ -19,18 +19,18 @@ def check_device(device: str) -> torch.device:
         KernelError: kernels are pinned for a CPU.
     """
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index not in (None, 0)):
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda") or (parsed.type == "cpu" and parsed.index not in (None, 0)):
         raise DeviceError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if found.type == "cpu":
+    if parsed.type == "cpu":
         check_pins_on_cpu()
     else:
         if not torch.cuda.is_available():
             raise DeviceError(f"device {device!r}: no CUDA device is available to torch")
-        if found.index is not None:
-            if found.index >= torch.cuda.device_count():
+        if parsed.index is not None:
+            if parsed.index >= torch.cuda.device_count():
                 raise DeviceError(f"device {device!r}: this machine has {torch.cuda.device_count()} GPUs")
-            torch.cuda.set_device(found)
-    return found
+            torch.cuda.set_device(parsed)
+    return parsed

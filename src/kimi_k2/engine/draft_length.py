@@ -53,10 +53,10 @@ class DraftStats:
 
     def add(self, drafted: int, accepted: int, tokens: int) -> None:
         """One sequence's verification; `tokens` may be fewer where the sequence ended."""
-        for held, count in ((self.drafted, drafted), (self.accepted, accepted)):
-            held += [0] * (drafted - len(held))
+        for by_place, count in ((self.drafted, drafted), (self.accepted, accepted)):
+            by_place += [0] * (drafted - len(by_place))
             for place in range(count):
-                held[place] += 1
+                by_place[place] += 1
         self.steps += 1
         self.tokens += tokens
 
@@ -103,16 +103,16 @@ class DraftLength:
         """Tokens to draft for so many running sequences."""
         if self.cost is None:
             return self.most
-        best, found, tokens, chance = 1 / self.cost(sequences), 0, 1.0, 1.0
+        best, best_length, tokens, chance = 1 / self.cost(sequences), 0, 1.0, 1.0
         for place in range(self.most):
             chance *= self._kept[place] / self._made[place]
             tokens += chance
             gain = tokens / (self.cost(sequences * (place + 2)) + self.draft_cost * (place + 1))
             if gain > best:
-                best, found = gain, place + 1
-        if found:
+                best, best_length = gain, place + 1
+        if best_length:
             self._paused, self._wait = 0, PAUSE
-            return found
+            return best_length
         self._paused += 1
         if self._paused < self._wait:
             return 0

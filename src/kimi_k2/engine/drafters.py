@@ -31,12 +31,12 @@ def lookup(tokens: Sequence[int], count: int) -> list[int]:
         tokens: prompt and reply so far.
         count: tokens wanted.
     """
-    held = list(tokens)
-    for width in range(min(MOST, len(held) - 1), LEAST - 1, -1):
-        ending = held[-width:]
-        for start in range(len(held) - width - 1, -1, -1):
-            if held[start + width - 1] == ending[-1] and held[start : start + width] == ending:
-                return held[start + width : start + width + count]
+    history = list(tokens)
+    for width in range(min(MOST, len(history) - 1), LEAST - 1, -1):
+        ending = history[-width:]
+        for start in range(len(history) - width - 1, -1, -1):
+            if history[start + width - 1] == ending[-1] and history[start : start + width] == ending:
+                return history[start + width : start + width + count]
     return []
 
 
@@ -113,13 +113,13 @@ class NgramDrafter:
 
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
         """See `Drafter`."""
-        for held, tokens in zip(self._held, last.tokens, strict=True):
-            held += tokens
-        found = [lookup(held, count) if count else [] for held, count in zip(self._held, wanted, strict=True)]
-        made = torch.zeros(len(found), max(map(len, found)), dtype=torch.int64)
-        for row, drafted in zip(made, found, strict=True):
+        for history, tokens in zip(self._held, last.tokens, strict=True):
+            history += tokens
+        drafts = [lookup(history, count) if count else [] for history, count in zip(self._held, wanted, strict=True)]
+        made = torch.zeros(len(drafts), max(map(len, drafts)), dtype=torch.int64)
+        for row, drafted in zip(made, drafts, strict=True):
             row[: len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
-        return Proposal(made.to(self._device), tuple(map(len, found)))
+        return Proposal(made.to(self._device), tuple(map(len, drafts)))
 
     def close(self) -> None:
         """See `Drafter`."""
@@ -153,8 +153,8 @@ class HeadDrafter:
 
     def __init__(self, head: Eagle3Head, recorder: Callable[[], Recorder] | None = None) -> None:
         self.head, self.aux_layers, self.recorder = head, head.aux_layers, recorder
-        held = (weight for name, weight in head.named_parameters() if "embed_tokens" not in name)
-        self.cost = float(sum(weight.nbytes for weight in held))
+        weights = (weight for name, weight in head.named_parameters() if "embed_tokens" not in name)
+        self.cost = float(sum(weight.nbytes for weight in weights))
         self._cache: DraftCache | None = None
         self._record: Recorder | None = None
         self._captured: dict[tuple[bool, int, int], Captured] = {}
@@ -196,8 +196,8 @@ class HeadDrafter:
         zero = torch.zeros_like(ends, device=device)
         for place in range(most):
             if place:
-                given = drafted[-1].unsqueeze(1), hidden.unsqueeze(1), places[:, place : place + 1], zero
-                logits, hidden = self._pass(False, furthest, *given)
+                inputs = drafted[-1].unsqueeze(1), hidden.unsqueeze(1), places[:, place : place + 1], zero
+                logits, hidden = self._pass(False, furthest, *inputs)
             rows, probabilities = choose(logits, place)
             drafted.append(self.head.to_target(rows))
             drawn.append(probabilities)
@@ -231,12 +231,12 @@ class HeadDrafter:
         length = min(padded_width(furthest), self._cache.max_length)
         key = first, tokens.shape[1], length
         if key not in self._captured:
-            given = tokens.clone(), states.clone(), positions.clone(), at.clone()
-            run = partial(self.run, first, length, *given)
+            inputs = tokens.clone(), states.clone(), positions.clone(), at.clone()
+            run = partial(self.run, first, length, *inputs)
             run()
             if len(self._captured) >= MAX_GRAPHS:
                 self._forget()
-            self._captured[key] = Captured(given, self._record(run))
+            self._captured[key] = Captured(inputs, self._record(run))
         logits, hidden = self._captured[key](tokens, states, positions, at)
         return logits.clone(), hidden.clone()  # another pass writes over them
 

@@ -316,16 +316,16 @@ class Generator:
 
     def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
         """The steps; behind each the cache holds all tokens but the newest."""
-        held = list(prompt)
+        cached = list(prompt)
         for step in steps:
-            self._kept = cache, list(held)
-            held += [token for token in step.tokens if token is not None]
+            self._kept = cache, list(cached)
+            cached += [token for token in step.tokens if token is not None]
             yield step
 
 
-def stream(model: KimiK2ForCausalLM, *given: Any, **named: Any) -> Iterator[Step]:
+def stream(model: KimiK2ForCausalLM, *args: Any, **named: Any) -> Iterator[Step]:
     """`Generator.stream` of a model that nothing is kept for."""
-    return Generator(model).stream(*given, **named)
+    return Generator(model).stream(*args, **named)
 
 
 def token_steps(

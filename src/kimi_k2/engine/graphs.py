@@ -42,10 +42,10 @@ class Captured(NamedTuple):
     given: tuple[Tensor, ...]
     graph: Recorded
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What the work makes of these, which are copied; another call overwrites it."""
-        for held, new in zip(self.given, given, strict=True):
-            held.copy_(new)
+        for buffer, new in zip(self.given, inputs, strict=True):
+            buffer.copy_(new)
         self.graph.replay()
         return self.graph.made
 

@@ -40,24 +40,24 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
     Where a scale's block would straddle the two, or they are stored differently, it is a dequantized copy in `dtype`.
     """
     one, other = first.stored(), second.stored()
-    held = one.quantization
-    if held != other.quantization or not _ends_with_a_block(one, first.rows):
+    quantization = one.quantization
+    if quantization != other.quantization or not _ends_with_a_block(one, first.rows):
         return Weight({"weight": torch.cat((first.dequantized(dtype), second.dequantized(dtype)))})
     both: dict[str, Tensor] = {}
     for suffix, top in one.tensors.items():
         both[suffix] = _join(top, other.tensors[suffix])
     first.hold({suffix: tensor[: len(one.tensors[suffix])] for suffix, tensor in both.items()})
     second.hold({suffix: tensor[len(one.tensors[suffix]) :] for suffix, tensor in both.items()})
-    return Weight(both, held)
+    return Weight(both, quantization)
 
 
 def _ends_with_a_block(weight: Weight, rows: int) -> bool:
     """Whether other rows can follow: each tensor has an entry a row, or one for each whole block of rows."""
-    held = weight.quantization
-    if held is None:
+    quantization = weight.quantization
+    if quantization is None:
         return True
     counts = [len(tensor) if tensor.dim() else 0 for tensor in weight.tensors.values()]
-    return rows % held.block[0] == 0 and set(counts) <= {rows, rows // held.block[0]}
+    return rows % quantization.block[0] == 0 and set(counts) <= {rows, rows // quantization.block[0]}
 
 
 def _join(top: Tensor, bottom: Tensor) -> Tensor:
@@ -135,9 +135,9 @@ class LayerStep:
         CUDA graphs that hold this step may be replayed then.
         """
         fresh = LayerStep(self.layer, self.reduce)
-        for held, made in zip(self._computed(), fresh._computed(), strict=True):
-            if held.data_ptr() != made.data_ptr():
-                held[: len(made)].copy_(made)  # behind them may be heads of zeros
+        for current, made in zip(self._computed(), fresh._computed(), strict=True):
+            if current.data_ptr() != made.data_ptr():
+                current[: len(made)].copy_(made)  # behind them may be heads of zeros
         self.experts = fresh.experts
 
     def _computed(self) -> list[Tensor]:
@@ -269,8 +269,8 @@ class LayerStep:
             else:
                 slots = cache[chunk.places]
             queries = q.squeeze(1).split(parts, dim=-1)
-            given = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
-            return mla_ragged_attention(*given).flatten(1)
+            inputs = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
+            return mla_ragged_attention(*inputs).flatten(1)
         sequences, new = chunk.positions.shape
         if chunk.whole and new == chunk.length:  # the cache is what has just been stored
             slots = to_cache(entries, cache.dtype).unflatten(0, (sequences, new))

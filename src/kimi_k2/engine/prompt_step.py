@@ -92,10 +92,10 @@ class PromptStep:
         # Padding is routed too, and an expert's sums may follow how many tokens it has: it is the same in each call.
         ids, positions = pad(ids, (0, wide - width)), pad(positions, (0, wide - width), value=-1)
         if key not in self._captured:
-            given = ids.to(device), positions.to(device), last.to(device)
-            if key not in self._seen or key in self._refused or not self._capture(key, *given):
+            inputs = ids.to(device), positions.to(device), last.to(device)
+            if key not in self._seen or key in self._refused or not self._capture(key, *inputs):
                 self._seen.add(key)
-                logits = self.run(*given, *key[1:])
+                logits = self.run(*inputs, *key[1:])
                 self.aux = None if self.aux is None else self.aux[:, :width]
                 return logits
         self._captured.move_to_end(key)

@@ -87,19 +87,19 @@ class Reply:
             return []
         self._held[-1].text = text
         self._held.append(_Piece())
-        held = "".join(piece.text for piece in self._held)
-        found = [place for stop in self._stop if (place := held.find(stop)) >= 0]
-        if found:
-            deltas = self._pass_on(min(found))
+        pending = "".join(piece.text for piece in self._held)
+        stops = [place for stop in self._stop if (place := pending.find(stop)) >= 0]
+        if stops:
+            deltas = self._pass_on(min(stops))
             self._held = [_Piece()]
             return deltas + self._close("stop")
-        return self._pass_on(self._ready(held), whole_pieces=True)
+        return self._pass_on(self._ready(pending), whole_pieces=True)
 
-    def _ready(self, held: str) -> int:
+    def _ready(self, text: str) -> int:
         """How much of the held text begins no stop string, whatever follows."""
         longest = max(map(len, self._stop), default=1) - 1
-        starts = range(max(0, len(held) - longest), len(held))
-        return next((start for start in starts if any(stop.startswith(held[start:]) for stop in self._stop)), len(held))
+        starts = range(max(0, len(text) - longest), len(text))
+        return next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), len(text))
 
     def _pass_on(self, length: int, *, whole_pieces: bool = False) -> list[Delta]:
         """The deltas of the held text's first `length` characters; a piece that is cut counts as plain text."""

@@ -130,9 +130,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
     """Of logits [B, vocab_size] and chosen tokens int64 [B], with so many of the likeliest."""
-    found = logits.float().log_softmax(dim=-1)
-    chosen = found.gather(1, tokens[:, None])[:, 0].tolist()
-    values, ids = found.topk(count, dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(count, dim=-1)
     rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
     return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in rows)
 
@@ -183,12 +183,12 @@ class Sampler:
         """
         if not self.params.penalizes:
             return logits
-        first, held = self._penalized(logits[:, 0]), self._counts.clone()
-        made, one = [first], torch.ones_like(held[:, :1])
+        first, counts = self._penalized(logits[:, 0]), self._counts.clone()
+        made, one = [first], torch.ones_like(counts[:, :1])
         for place in range(drafted.shape[1]):
             self._counts.scatter_add_(1, drafted[:, place, None], one)
             made.append(self._penalized(logits[:, place + 1]))
-        self._counts = held
+        self._counts = counts
         return torch.stack(made, dim=1)
 
     def count(self, taken: Sequence[Sequence[int]]) -> None:

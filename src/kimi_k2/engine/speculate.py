@@ -141,9 +141,9 @@ class _Sequences:
         """A token a sequence, from the last step's where they lie."""
         began, running = time.perf_counter(), self.running
         if self._next is None:
-            given = list(zip(self._new, self._starts, running, strict=True))
-            tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in given]).to(self._device)
-            at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in given]).to(self._device)
+            sequences = list(zip(self._new, self._starts, running, strict=True))
+            tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in sequences]).to(self._device)
+            at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in sequences]).to(self._device)
             self._next = tokens, at
         self._hold()
         tokens, at = self._next
@@ -182,11 +182,11 @@ class _Sequences:
         newest = torch.tensor([[own[-1] if own else 0] for own in kept]).to(self._device)
         logits, self._aux = self._verifies(torch.cat((newest, proposal.tokens.to(self._device)), dim=1), at)
         taken = verify(sampler, logits, proposal, running)
-        for row, (found, count) in enumerate(zip(taken, proposal.counts, strict=True)):
+        for row, (verified, count) in enumerate(zip(taken, proposal.counts, strict=True)):
             if running[row]:
-                length.observe(count, len(found) - 1)
-                taken[row] = up_to_end(found, sampler.params)
-                self._stats.add(count, len(found) - 1, len(taken[row]))
+                length.observe(count, len(verified) - 1)
+                taken[row] = up_to_end(verified, sampler.params)
+                self._stats.add(count, len(verified) - 1, len(taken[row]))
                 self._took(row, taken[row])
         _warn(self._drafter, self._stats)
         sampler.count(taken)

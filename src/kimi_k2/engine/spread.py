@@ -81,18 +81,18 @@ class Spread:
         """
         device, turn, count = table.device, self.run * self.ranks, sum(keys.lengths)
         old = torch.tensor(keys.lengths, device="cpu") - torch.tensor(new.lengths, device="cpu")
-        given = int(self.held(old, 0).sum())  # the first rank has as many as any
+        rank_slots = int(self.held(old, 0).sum())  # the first rank has as many as any
         before = keys.starts.diff() - new.starts.diff()
-        held = self.held(before, 0)
-        firsts = torch.cat((held.new_zeros(1), held.cumsum(0)))
+        rank_lengths = self.held(before, 0)
+        firsts = torch.cat((rank_lengths.new_zeros(1), rank_lengths.cumsum(0)))
         numbers = torch.arange(len(table), device=device)
         sequence = numbers.repeat_interleave(keys.starts.diff(), output_size=count)
         at = torch.arange(count, device=device) - keys.starts[sequence]
-        theirs = at // self.run % self.ranks * given + firsts[sequence] + at // turn * self.run + at % self.run
-        fresh = self.ranks * given + new.starts[sequence] + at - before[sequence]
+        theirs = at // self.run % self.ranks * rank_slots + firsts[sequence] + at // turn * self.run + at % self.run
+        fresh = self.ranks * rank_slots + new.starts[sequence] + at - before[sequence]
         order = torch.where(at < before[sequence], theirs, fresh)
-        sequence = numbers.repeat_interleave(held, output_size=given)
-        place = torch.arange(given, device=device) - firsts[sequence]
+        sequence = numbers.repeat_interleave(rank_lengths, output_size=rank_slots)
+        place = torch.arange(rank_slots, device=device) - firsts[sequence]
         return Gathered((table[sequence, place // page].long(), place % page), order)
 
     def slots(self, cache: Tensor, entries: Tensor, gathered: Gathered) -> Tensor:

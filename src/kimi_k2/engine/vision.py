@@ -64,21 +64,21 @@ class VisionEncoder:
         """
         for one in media:
             self.config.check_grid(one.grid)
-        found: dict[str, Tensor] = {}
+        embeddings: dict[str, Tensor] = {}
         new: dict[str, Media] = {}
         for one in media:
             if one.digest in self._kept:
                 self._kept.move_to_end(one.digest)
-                found[one.digest] = self._kept[one.digest]
+                embeddings[one.digest] = self._kept[one.digest]
             else:
                 new.setdefault(one.digest, one)
         packs = packed(list(new.values()), self.pack_patches)
         for pack, rows in zip(packs, self._run(packs), strict=True):
             merge = self.config.merge_kernel_size
             for one, own in zip(pack, rows.split([one.grid.tokens(merge) for one in pack]), strict=True):
-                found[one.digest] = own
+                embeddings[one.digest] = own
                 self._keep(one.digest, own)
-        return [found[one.digest] for one in media]
+        return [embeddings[one.digest] for one in media]
 
     def rows(self, prompts: Sequence[Sequence[int]], media: Sequence[Sequence[Media]]) -> MediaRows | None:
         """Of a batch's token ids and images and video chunks, all encoded in one call; None if it has no media token.

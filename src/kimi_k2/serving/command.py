@@ -70,16 +70,16 @@ def gpu_lengths(
     """
     heads = config.num_attention_heads
     divisors = [one for one in range(min(gpus, heads), 0, -1) if heads % one == 0]
-    ranks, found = next((one, room) for one in divisors if (room := _tokens(config, one, memory, experts)) is not None)
+    ranks, tokens = next((one, room) for one in divisors if (room := _tokens(config, one, memory, experts)) is not None)
     wanted = asked or STEP
-    if found < wanted:
+    if tokens < wanted:
         wider = (one for one in range(ranks + 1, heads + 1) if heads % one == 0)
         enough = next((one for one in wider if (_tokens(config, one, memory, experts) or 0) >= wanted), None)
         hint = f"{enough} such GPUs would hold them" if enough else "no number of such GPUs holds them"
         raise DoesNotFitError(
             f"{ranks} GPUs of {memory / 1e9:.0f} GB: weights and {wanted:,} tokens of cache do not fit; {hint}"
         )
-    return ranks, asked or min(config.max_position_embeddings, found // STEP * STEP)
+    return ranks, asked or min(config.max_position_embeddings, tokens // STEP * STEP)
 
 
 def _tokens(config: KimiK2Config, ranks: int, memory: int, experts: str) -> int | None:

@@ -57,10 +57,10 @@ class LowRank:
 
     def put(self, slot: int, a: Tensor | None, b: Tensor | None) -> None:
         """Have a slot hold A [..., r or less, K] and B [..., N, r or less]; None for nothing."""
-        for held, given in ((self.a[slot], a), (self.b[slot], None if b is None else b.mT)):
-            held.zero_()
-            if given is not None:
-                held[..., : given.shape[-2], :].copy_(given)
+        for buffer, factor in ((self.a[slot], a), (self.b[slot], None if b is None else b.mT)):
+            buffer.zero_()
+            if factor is not None:
+                buffer[..., : factor.shape[-2], :].copy_(factor)
 
 
 @dataclass
@@ -117,16 +117,16 @@ class AdaptedStep(LayerStep):
         dense = "mlp.shared_experts." if isinstance(layer.mlp, MoE) else "mlp."
         self.added: dict[str, list[tuple[LowRank, slice]]] = {}
         for joined, names in JOINED.items():
-            start, found = 0, []
+            start, additions = 0, []
             for name in names:
                 whole = name if name.startswith("self_attn.") else dense + name
                 module = layer.get_submodule(whole) if self.dense is not None or whole == name else None
                 if not isinstance(module, Linear):
                     continue
                 if whole in added:
-                    found.append((added[whole], slice(start, start + module.rows)))
+                    additions.append((added[whole], slice(start, start + module.rows)))
                 start += module.rows
-            self.added[joined] = found
+            self.added[joined] = additions
 
     def _project(self, x: Tensor, weight: Weight, name: str) -> Tensor:
         out = project(x, weight)

@@ -32,12 +32,14 @@ def pad_heads(step: LayerStep, heads: int) -> None:
 
 def _padded(linear: Linear, dim: int, own: int, heads: int) -> Weight:
     """Of a weight with the heads along `dim`; every tensor of it has as many entries there for each head."""
-    held = linear.stored()
+    weight = linear.stored()
     tensors = {
-        suffix: _with_zeros(tensor, dim, tensor.shape[dim] * heads // own) for suffix, tensor in held.tensors.items()
+        suffix: _with_zeros(tensor, dim, tensor.shape[dim] * heads // own) for suffix, tensor in weight.tensors.items()
     }
-    linear.hold({suffix: tensor.narrow(dim, 0, held.tensors[suffix].shape[dim]) for suffix, tensor in tensors.items()})
-    return Weight(tensors, held.quantization)
+    linear.hold(
+        {suffix: tensor.narrow(dim, 0, weight.tensors[suffix].shape[dim]) for suffix, tensor in tensors.items()}
+    )
+    return Weight(tensors, weight.quantization)
 
 
 def _with_zeros(tensor: Tensor, dim: int, size: int) -> Tensor:

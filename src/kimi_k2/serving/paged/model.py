@@ -179,7 +179,7 @@ class PagedModel:
         self, x: Tensor, delta: Tensor | None, batch: Batch | None, states: HiddenStates | None = None
     ) -> tuple[Tensor, Tensor]:
         """The layers here, of a residual and what is yet to be added to it; see `layer_step.through`."""
-        caches = (None if batch is None else held.cache for held in self.held)
+        caches = (None if batch is None else layer.cache for layer in self.held)
         return through(self.steps, x, batch, caches, states, delta)
 
     def norm(self, x: Tensor, delta: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ class RankLoader:
 
     def _local(self, name: str) -> Tensor:
         module, _, suffix = name.rpartition(".")
-        found: Tensor = getattr(self.model.get_submodule(module), suffix)
-        return found
+        tensor: Tensor = getattr(self.model.get_submodule(module), suffix)
+        return tensor
 
     def _copy(self, name: str, target: Tensor, part: Tensor, planned: str) -> None:
         if target.shape != part.shape:
@@ -123,8 +123,8 @@ class RankLoader:
                 return
             raise CheckpointError("no such tensor in this model", tensor=name)
         planned, expert = self.planned[stacked], int(match["expert"])
-        held = self._rows_of(planned).get(expert)
-        if held is None:
+        expert_rows = self._rows_of(planned).get(expert)
+        if expert_rows is None:
             return
         if dequantized:
             came = self._parts.setdefault(module, {})
@@ -139,7 +139,7 @@ class RankLoader:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts
             tensor = tensor.narrow(dim, self.rank % parts * width, width)
-        for row in held:
+        for row in expert_rows:
             rows = self._local(stacked)[row]
             half = rows.shape[0] // 2
             rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]

@@ -30,14 +30,14 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
     def detect_and_parse(self, text: str, tools: Sequence[Any]) -> Any:
         """Parse a whole reply: its calls, each in one item, and its content."""
         stream = _stream(tools)
-        found = _result([*stream.feed(text), *stream.finish()])
+        parsed = _result([*stream.feed(text), *stream.finish()])
         calls: dict[int, Any] = {}
-        for item in found.calls:
+        for item in parsed.calls:
             if item.tool_index in calls:
                 calls[item.tool_index].parameters += item.parameters
             else:
                 calls[item.tool_index] = item
-        return StreamingParseResult(normal_text=found.normal_text, calls=list(calls.values()))
+        return StreamingParseResult(normal_text=parsed.normal_text, calls=list(calls.values()))
 
     def parse_streaming_increment(self, new_text: str, tools: Sequence[Any]) -> Any:
         """What this text adds."""

@@ -13,8 +13,8 @@ from kimi_k2.tokenization.special_tokens import THINK, THINK_END
 class KimiK2StreamReasoningDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has no types for mypy here
     """One reply's reasoning; what SGLang asks of the format itself is its own detector's."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self._stream = ReasoningStream(prefilled=self._in_reasoning)
         self._held = ""  # reasoning, where SGLang wants it whole
 

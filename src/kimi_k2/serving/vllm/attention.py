@@ -100,8 +100,8 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
             return made
         if self._held is None:  # at an address that CUDA graphs know
             self._held = seq_lens.new_zeros(self._captured), block_table.new_zeros(self._captured, block_table.shape[1])
-        for held, one in zip(self._held, made, strict=True):
-            held[:rows].copy_(one)
+        for buffer, one in zip(self._held, made, strict=True):
+            buffer[:rows].copy_(one)
         return self._held[0][:rows], self._held[1][:rows]
 
 
@@ -191,23 +191,23 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     @property
     def cache(self) -> Tensor:
         """[pages, slots a page, cache_dim]; a view, whatever the version of vLLM makes of it."""
-        held = self.kv_cache[0] if isinstance(self.kv_cache, (list, tuple)) else self.kv_cache
-        tensor: Tensor = held
+        kv_cache = self.kv_cache[0] if isinstance(self.kv_cache, (list, tuple)) else self.kv_cache
+        tensor: Tensor = kv_cache
         return tensor.squeeze(1) if tensor.dim() == 4 else tensor
 
     def batch(self) -> Batch | None:
         """What this step computes; None while vLLM measures memory."""
-        found = get_forward_context().attn_metadata
-        found = found[0] if isinstance(found, list) else found
-        return found.get(self.name) if isinstance(found, dict) else None
+        metadata = get_forward_context().attn_metadata
+        metadata = metadata[0] if isinstance(metadata, list) else metadata
+        return metadata.get(self.name) if isinstance(metadata, dict) else None
 
 
-def move_caches(batch: Batch, held: Mapping[int, LatentAttention]) -> None:
+def move_caches(batch: Batch, layers: Mapping[int, LatentAttention]) -> None:
     """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind.
 
     Args:
         batch: of the step.
-        held: by the layer's number.
+        layers: by the layer's number.
     """
     if not has_kv_transfer_group():
         return
@@ -216,7 +216,7 @@ def move_caches(batch: Batch, held: Mapping[int, LatentAttention]) -> None:
         return
 
     def save(number: int) -> None:
-        connector.save_kv_layer(held[number].name, held[number].kv_cache, batch)
+        connector.save_kv_layer(layers[number].name, layers[number].kv_cache, batch)
 
-    batch.before_attention = lambda number: connector.wait_for_layer_load(held[number].name)
+    batch.before_attention = lambda number: connector.wait_for_layer_load(layers[number].name)
     batch.after_attention = save

@@ -37,7 +37,7 @@ class Placed(BaseRouter):  # type: ignore[misc]  # vLLM has no types for mypy he
         """Unused: experts are chosen by our router."""
         return RoutingMethodType.Unspecified
 
-    def _compute_routing(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def _compute_routing(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("experts are chosen by our router")
 
     def set_eplb_state(self, moe_layer_idx: int, *maps: Tensor, **named: Tensor) -> None:

@@ -138,8 +138,8 @@ class DecodeSteps:
             state.num_computed_tokens = computed
             batch.num_computed_tokens_cpu[row] = computed
             if blocks is not None:
-                for held, new in zip(state.block_ids, blocks, strict=True):
-                    held.extend(new)
+                for block_ids, new in zip(state.block_ids, blocks, strict=True):
+                    block_ids.extend(new)
                 batch.block_table.append_row(blocks, row)
                 grown = True
         batch.refresh_metadata()
@@ -185,7 +185,7 @@ class DecodeSteps:
 
     def through(self, batch: Batch, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The model's hidden states of a batch, logits, and the states that a draft's head wants."""
-        metadata = {held.name: batch for held in self.model.held}
+        metadata = {layer.name: batch for layer in self.model.held}
         with set_forward_context(metadata, self.runner.vllm_config, num_tokens=len(ids)):
             made = self.model(input_ids=ids, positions=positions)
         hidden, aux = made if isinstance(made, tuple) else (made, [])

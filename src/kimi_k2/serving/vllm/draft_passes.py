@@ -58,12 +58,12 @@ class DraftPasses:
         """A step of `size` requests was just launched."""
         self._behind = scheduled, size, aux
 
-    def propose(self, scheduled: Any, sampled: Any, *given: Any) -> Any:
+    def propose(self, scheduled: Any, sampled: Any, *args: Any) -> Any:
         """As vLLM's runner's `propose_draft_token_ids`."""
         runner, drafter, (behind, size, aux) = self.runner, self.drafter, self._behind
         self._behind = (None, 0, ())
         if scheduled is not behind:
-            return self._stock(scheduled, sampled, *given)
+            return self._stock(scheduled, sampled, *args)
         runner._draft_probs = runner._draft_prob_req_ids = None
         following, accepted = drafter.prepare_next_token_ids_padded(
             sampled, runner.requests, runner.input_batch, runner.discard_request_mask.gpu

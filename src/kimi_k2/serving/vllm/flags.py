@@ -130,11 +130,11 @@ def known(name: str) -> bool:
 
 def asked(arguments: Any) -> dict[str, Any]:
     """What of an `EngineArgs` is not at its default, by name; of an argument with parts, the parts."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for field in fields(arguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        found.update(_changed(field.name, getattr(arguments, field.name), default))
-    return found
+        changed.update(_changed(field.name, getattr(arguments, field.name), default))
+    return changed
 
 
 def _changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
@@ -170,13 +170,13 @@ def judged(arguments: Any) -> dict[str, list[str]]:
     changed = asked(arguments)
     for name, value in changed.items():
         whole, dot, part = name.partition(".")
-        held = name if known(name) else whole
+        argument = name if known(name) else whole
         text = f"--{whole.replace('_', '-')}{dot}{part} {value!s:.60}"
-        if not known(held):
+        if not known(argument):
             vllms.append(f"{text}, which this version of the plugin does not know")
-        elif held in VLLMS and value not in VLLMS[held]:
+        elif argument in VLLMS and value not in VLLMS[argument]:
             vllms.append(text)
-        elif held in NOT_COMPILED:
+        elif argument in NOT_COMPILED:
             unused.append(text)
     quantization = [str(changed["quantization"])] if "quantization" in changed else []
     return {"vllm": vllms, "unused": unused, "quantization": quantization}
@@ -184,6 +184,6 @@ def judged(arguments: Any) -> dict[str, list[str]]:
 
 def noted(vllm_config: Any, which: str) -> list[str]:
     """What `judged` has said of the arguments that a configuration was made of."""
-    held = getattr(vllm_config, "additional_config", None)
-    found: list[str] = held.get(NOTED, {}).get(which, []) if isinstance(held, dict) else []
-    return found
+    additional = getattr(vllm_config, "additional_config", None)
+    notes: list[str] = additional.get(NOTED, {}).get(which, []) if isinstance(additional, dict) else []
+    return notes

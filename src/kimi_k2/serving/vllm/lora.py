@@ -58,8 +58,8 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
         target = self.name
         if target.endswith(EXPERTS):
             target += ".down_proj" if PROJECTIONS[place] == "down_proj" else ".gate_up_proj"
-            return next(held for name, held in names.items() if name.startswith(target))
-        return next(held for name, held in names.items() if name.startswith(f"{target}.weight"))
+            return next(tensor for name, tensor in names.items() if name.startswith(target))
+        return next(tensor for name, tensor in names.items() if name.startswith(f"{target}.weight"))
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """Take an adapter's matrices: of routed experts three of all experts, else one pair.
@@ -123,11 +123,11 @@ class Loras:
     def step(self, layer: DecoderLayer, number: int) -> AdaptedStep:
         """The layer with what its sites hold."""
         prefix = f"model.layers.{number}."
-        held = {name.removeprefix(prefix): one for name, one in self.sites.items() if name.startswith(prefix)}
-        routed = held.pop(EXPERTS, None)
+        sites = {name.removeprefix(prefix): one for name, one in self.sites.items() if name.startswith(prefix)}
+        routed = sites.pop(EXPERTS, None)
         experts = {} if routed is None else dict(zip(PROJECTIONS, routed.made, strict=False))
         touched = set() if routed is None else routed.touched
-        added = {name: one.made[0] for name, one in held.items() if one.made}
+        added = {name: one.made[0] for name, one in sites.items() if one.made}
         return AdaptedStep(layer, self.paged.reduce, self.adapters, added, experts, touched)
 
     def empty(self, planned: PlannedTensor, rows: int, columns: int) -> LowRank:
@@ -144,9 +144,9 @@ class Loras:
         """This rank's part of A [..., r, K] and B [..., N, r]."""
         rank, dim = self.paged.loader.rank, planned.dim
         if _of_experts(planned):
-            held = planned.experts_of(rank)
+            experts = planned.experts_of(rank)
             if a.dim() == 3:
-                a, b = a[held.start : held.stop], b[held.start : held.stop]
+                a, b = a[experts.start : experts.stop], b[experts.start : experts.stop]
             if dim is not None:
                 part, parts = rank % planned.parts, planned.parts
                 a, b = (a, b.chunk(parts, -2)[part]) if dim == 1 else (a.chunk(parts, -1)[part], b)

@@ -112,12 +112,12 @@ class _KimiK2:
         }
         self.paged.places = places
         self.paged.loader.held = lambda planned: places[planned.layer].held()
-        held = next(iter(places.values())).experts
+        experts = next(iter(places.values())).experts
         self.moe_layers, self.num_moe_layers = list(places.values()), len(places)
         self.expert_weights: list[list[Tensor]] = []
         self.num_logical_experts = self.num_routed_experts = config.n_routed_experts
-        self.num_physical_experts, self.num_local_physical_experts = held.total_experts, held.num_experts
-        self.num_redundant_experts = held.total_experts - config.n_routed_experts
+        self.num_physical_experts, self.num_local_physical_experts = experts.total_experts, experts.num_experts
+        self.num_redundant_experts = experts.total_experts - config.n_routed_experts
         self.num_shared_experts, self.num_expert_groups = config.n_shared_experts, 1
 
     def set_eplb_state(self, *maps: Tensor, **named: Tensor) -> None:
@@ -172,10 +172,10 @@ class _KimiK2:
         return IntermediateTensors({name: torch.zeros(shape, dtype=dtype, device=device) for name in names})
 
     @torch.inference_mode()
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """`forward` in the model's mode."""
         with self.plain.computing():
-            return super().__call__(*given, **named)  # type: ignore[misc]  # of the class that this one stands in for
+            return super().__call__(*args, **named)  # type: ignore[misc]  # of the class that this one stands in for
 
     def forward(
         self,
@@ -237,8 +237,8 @@ class _KimiK2:
         if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1 or self.loras is not None:
             return None
         self._recorded = True
-        self._graphs, held = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)
-        return torch.empty(held, dtype=torch.uint8, device=x.device) if held else None
+        self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)
+        return torch.empty(graph_bytes, dtype=torch.uint8, device=x.device) if graph_bytes else None
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """[N, H] to [N, vocab_size]."""

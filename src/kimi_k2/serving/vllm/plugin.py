@@ -64,14 +64,14 @@ def _note_arguments() -> None:
         return
 
     @functools.wraps(stock)
-    def create(self: Any, *given: Any, **named: Any) -> Any:
+    def create(self: Any, *args: Any, **named: Any) -> Any:
         check_names()
-        held = self.additional_config
-        if held is None or isinstance(held, dict):
-            held = {name: value for name, value in (held or {}).items() if name != flags.NOTED}
+        additional = self.additional_config
+        if additional is None or isinstance(additional, dict):
+            additional = {name: value for name, value in (additional or {}).items() if name != flags.NOTED}
             noted = flags.judged(self)
-            self.additional_config = held | ({flags.NOTED: noted} if any(noted.values()) else {})
-        return stock(self, *given, **named)
+            self.additional_config = additional | ({flags.NOTED: noted} if any(noted.values()) else {})
+        return stock(self, *args, **named)
 
     create.of_kimi_k2 = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create

@@ -137,11 +137,11 @@ class PromptGraphs:
     def __call__(self, x: Tensor, batch: Batch, caches: Sequence[Tensor], states: HiddenStates | None = None) -> Tensor:
         """As `PagedModel.run`, whose caches are given here; another step overwrites the normed hidden states."""
         tokens, width = len(x), padded_width(len(x))
-        for held, given in ((self.x, x), (self.cos, batch.rotation[0]), (self.sin, batch.rotation[1])):
-            held[:tokens].copy_(given)
+        for buffer, tensor in ((self.x, x), (self.cos, batch.rotation[0]), (self.sin, batch.rotation[1])):
+            buffer[:tokens].copy_(tensor)
         # Padding is routed too, and INT4's sums follow how many tokens an expert has: a step may not see earlier ones.
-        for held in (self.x, self.values):
-            held[tokens:width].zero_()
+        for buffer in (self.x, self.values):
+            buffer[tokens:width].zero_()
         pieces, wanted = self._pieces[width], () if states is None else states.layers
         for number, (step, piece, cache) in enumerate(zip(self.steps, pieces, caches, strict=False)):
             piece.replay()
@@ -175,9 +175,9 @@ def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, vllm_config: Any) -
         logger.warning("kimi-k2: steps with prompts are launched one by one: no graph of them: %s", reason)
         return None, 0
     torch.cuda.synchronize()
-    held = recorder.held()
+    graph_bytes = recorder.held()
     logger.info(
         "kimi-k2: steps with prompts of up to %d tokens are replayed: %d graphs for each of %d sizes, %.2f GiB, %.1f s",
-        graphs.widest, len(steps) + 1, len(graphs.widths), held / 2**30, time.monotonic() - began,
+        graphs.widest, len(steps) + 1, len(graphs.widths), graph_bytes / 2**30, time.monotonic() - began,
     )  # fmt: skip
-    return graphs, held
+    return graphs, graph_bytes

@@ -30,9 +30,9 @@ def least_of_ranks(number: int) -> int:
     tp = get_tp_group()
     if tp.world_size == 1:
         return number
-    found = torch.tensor(int(number), device="cpu")  # vLLM makes models under a device of its choice
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=tp.cpu_group)
-    return int(found)
+    least = torch.tensor(int(number), device="cpu")  # vLLM makes models under a device of its choice
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=tp.cpu_group)
+    return int(least)
 
 
 def connect(

@@ -124,12 +124,12 @@ def _varying(vllm_config: Any) -> Iterator[tuple[str, bool]]:
 
 def _beside_lora(vllm_config: Any) -> Iterator[tuple[str, bool]]:
     """With what LoRA has not been tried, or is not built."""
-    given = vllm_config.lora_config
-    if given is None:
+    lora = vllm_config.lora_config
+    if lora is None:
         return
     yield from _more_than_ranks(vllm_config)
     for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
-        yield name, bool(getattr(given, name, False))
+        yield name, bool(getattr(lora, name, False))
 
 
 def _more_than_ranks(vllm_config: Any) -> Iterator[tuple[str, bool]]:
@@ -170,8 +170,8 @@ def _exchange(parallel: Any) -> str | None:
 
 def _drafts(vllm_config: Any) -> str | None:
     """The method of a deployment's drafts."""
-    given = vllm_config.speculative_config
-    return None if given is None else str(given.method)
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else str(speculative.method)
 
 
 def _beside_context_ranks(vllm_config: Any) -> Iterator[tuple[str, bool]]:
@@ -207,8 +207,8 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
     if kernel_heads(together) != together and kernel_heads(heads):
         return f"decode context parallelism of {together} heads, which the kernels do not take together"
     cache = vllm_config.cache_config
-    given = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
-    page = cache.block_size if given else None
+    user_set = getattr(cache, "user_specified_block_size", True)  # else the backend's pages are taken
+    page = cache.block_size if user_set else None
     return refusal_of_gpu(config, ranks, vllm_config.model_config.dtype, page, _is_hopper())
 
 

@@ -70,11 +70,11 @@ def definitions(tools: Iterable[Any]) -> list[dict[str, Any]]:
     Args:
         tools: vLLM's models of them.
     """
-    found = []
+    functions = []
     for tool in tools:
         fields = tool.model_dump()
-        found.append(fields if "function" in fields else {"type": "function", "function": fields})
-    return found
+        functions.append(fields if "function" in fields else {"type": "function", "function": fields})
+    return functions
 
 
 class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no types for mypy here

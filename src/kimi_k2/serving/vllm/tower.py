@@ -45,13 +45,13 @@ def shared_out(
     if own := shares[get_tensor_model_parallel_rank()]:
         parts = pixel_values.split(patches)
         grids = torch.tensor([grid_thw_list[item] for item in own])
-        found = torch.cat(list(vision_model(torch.cat([parts[item] for item in own]), grids)))
-        made[: len(found)] = found
+        embeddings = torch.cat(list(vision_model(torch.cat([parts[item] for item in own]), grids)))
+        made[: len(embeddings)] = embeddings
     of_ranks = tensor_model_parallel_all_gather(made, dim=0).split(most)
     items: dict[int, Tensor] = {}
-    for share, held in zip(shares, of_ranks, strict=True):
+    for share, rank_rows in zip(shares, of_ranks, strict=True):
         sizes = [rows[item] for item in share]
-        items |= zip(share, held.split([*sizes, most - sum(sizes)]), strict=False)
+        items |= zip(share, rank_rows.split([*sizes, most - sum(sizes)]), strict=False)
     return tuple(items[item] for item in range(len(rows)))
 
 

@@ -122,8 +122,8 @@ class VerifySteps(DecodeSteps):
             else:
                 at = batch.num_computed_tokens_cpu[:count]
                 for row in range(count):
-                    held = batch.token_ids_cpu[row, at[row] : at[row] + self.width]
-                    runner.input_ids.np[row * self.width : (row + 1) * self.width] = held
+                    tokens = batch.token_ids_cpu[row, at[row] : at[row] + self.width]
+                    runner.input_ids.np[row * self.width : (row + 1) * self.width] = tokens
                 runner.input_ids.copy_to_gpu(new)
                 computed.copy_(known, non_blocking=True)
             self.lengths[:count].copy_(computed)

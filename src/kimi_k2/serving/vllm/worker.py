@@ -61,8 +61,8 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         if ours is None:
             return
         if tags is None or "kv_cache" in tags:
-            for held in ours.held:
-                held.cache.view(torch.uint8).zero_()
+            for layer in ours.held:
+                layer.cache.view(torch.uint8).zero_()
         if (tags is None or "weights" in tags) and ours.paged.loader.emptied and ours.loras is not None:
             ours.loras.forget()
             self.model_runner.lora_manager.remove_all_adapters()  # read anew when a request asks for one

@@ -41,12 +41,12 @@ class InputEmbedding:
 class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[misc]  # SGLang finds it by this name
     """In place of SGLang's class where `support.overrides` has chosen our backend of attention."""
 
-    def __new__(cls, config: Any, quant_config: Any = None, **given: Any) -> Any:
+    def __new__(cls, config: Any, quant_config: Any = None, **options: Any) -> Any:
         """Our model, or SGLang's own where another backend was chosen in the end."""
         if attention_backends() == (BACKEND, BACKEND):
             return super().__new__(cls)
         logger.info("kimi-k2: all operations are SGLang's: attention by %s", "/".join(attention_backends()))
-        return deepseek_v2.DeepseekV3ForCausalLM(config=config, quant_config=quant_config, **given)
+        return deepseek_v2.DeepseekV3ForCausalLM(config=config, quant_config=quant_config, **options)
 
     def __init__(self, config: Any, quant_config: Any = None, **_: Any) -> None:
         nn.Module.__init__(self)
