@@ -52,10 +52,10 @@ def _routed_format(
         return first
     for expert in range(n_routed_experts):
         for part in parts:
-            found = format_of(quantization, f"{experts}.{expert}.{part}")
-            if found is not first and found != first:
+            format_ = format_of(quantization, f"{experts}.{expert}.{part}")
+            if format_ is not first and format_ != first:
                 raise ConfigError(
-                    f"{experts}.{expert}.{part} is stored as {found.name}, {experts}.0.{parts[0]} as {first.name};"
+                    f"{experts}.{expert}.{part} is stored as {format_.name}, {experts}.0.{parts[0]} as {first.name};"
                     " expected one format to keep as stored: dequantize them, or convert with --experts bf16",
                     field="quantization_config",
                 )

@@ -295,13 +295,13 @@ class CheckpointReader:
         if values:
             for suffix, tensor in stored.items():
                 self._check_values(f"{module}.{suffix}", tensor)
-        held = format_of(self.quantization, module)
-        if set(stored) != set(held.suffixes):
+        stored_format = format_of(self.quantization, module)
+        if set(stored) != set(stored_format.suffixes):
             return  # the router: a weight and a bias
-        if found := held.contradiction(stored):
-            raise TensorShapeError(found[1], **self._place(f"{module}.{found[0]}"))
-        if not self.allow_nonfinite and (found := held.impossible_scales(stored)):
-            raise NonfiniteError(found[1], **self._place(f"{module}.{found[0]}"))
+        if fault := stored_format.contradiction(stored):
+            raise TensorShapeError(fault[1], **self._place(f"{module}.{fault[0]}"))
+        if not self.allow_nonfinite and (fault := stored_format.impossible_scales(stored)):
+            raise NonfiniteError(fault[1], **self._place(f"{module}.{fault[0]}"))
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
         if not self.allow_nonfinite and (fault := nonfinite(tensor)):

@@ -102,14 +102,14 @@ class Experts(nn.Module):
             ("gate_up_proj", (intermediate, hidden), 2),
             ("down_proj", (hidden, intermediate), 1),
         ):
-            held = routed_format(config, self.module, target) if keep_quantized else None
-            held = held if held is not None and held.method is not None else None
-            self._formats[target] = None if held is None else held.held_as
-            if held is None:
+            stored_format = routed_format(config, self.module, target) if keep_quantized else None
+            stored_format = stored_format if stored_format is not None and stored_format.method is not None else None
+            self._formats[target] = None if stored_format is None else stored_format.held_as
+            if stored_format is None:
                 shape = (self.num_experts, *self.shapes[target])
                 self.register_buffer(target, torch.empty(shape, dtype=dtype))
                 continue
-            for spec in held.held(self.module, *one):
+            for spec in stored_format.held(self.module, *one):
                 suffix = spec.name.rpartition(".")[2]
                 stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
                 self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
@@ -166,9 +166,9 @@ class Experts(nn.Module):
             if order is None:
                 continue
             for expert in range(self.num_experts):
-                held = self._stored(target).expert(expert).tensors
-                for suffix, tensor in order.restore(held).items():
-                    held[suffix].copy_(tensor)
+                tensors = self._stored(target).expert(expert).tensors
+                for suffix, tensor in order.restore(tensors).items():
+                    tensors[suffix].copy_(tensor)
         self._orders = {}
 
     def adopt(self, weights: ExpertWeights) -> None:

@@ -106,8 +106,8 @@ def _activations(raw: Any, field: str) -> str | None:
         raise ConfigError(f"expected an object or null, got {type(raw).__name__}", field=field)
     refuse_unknown(raw, _ARGUMENTS, field, only={}, harmless=_OF_THE_QUANTIZER)
     if raw.get("type") != "float" or raw.get("num_bits") not in (4, 8):
-        found = raw.get("num_bits"), raw.get("type")
-        raise ConfigError(f"expected null, or floats of 8 or 4 bits, got {found!r:.100}", field=field)
+        actual = raw.get("num_bits"), raw.get("type")
+        raise ConfigError(f"expected null, or floats of 8 or 4 bits, got {actual!r:.100}", field=field)
     return f"{'static' if raw.get('dynamic') is False else 'dynamic'} FP{raw['num_bits']} a {raw.get('strategy')}"
 
 

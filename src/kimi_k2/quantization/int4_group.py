@@ -193,9 +193,9 @@ class Int4GroupFormat(StoredFormat):
         """Whatever is packed into 32-bit words; what is not supported is named."""
         if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or _is_channel(scheme):
             return None
-        given = scheme_arguments(scheme)
+        arguments = scheme_arguments(scheme)
         with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
+            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
@@ -282,10 +282,10 @@ class Int4ChannelFormat(RecastFormat):
         """Symmetric, with no group's size."""
         if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or not _is_channel(scheme):
             return None
-        given = scheme_arguments(scheme, needed=())
-        given.pop("group_size", None)
+        arguments = scheme_arguments(scheme, needed=())
+        arguments.pop("group_size", None)
         with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
+            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""

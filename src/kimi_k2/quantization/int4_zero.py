@@ -69,9 +69,9 @@ class Int4ZeroFormat(StoredFormat):
         """Whatever is packed into 32-bit words and has zero points; what is not supported is named."""
         if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is not False:
             return None
-        given = scheme_arguments(scheme)
+        arguments = scheme_arguments(scheme)
         with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **given})
+            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
@@ -108,8 +108,8 @@ class Int4ZeroFormat(StoredFormat):
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """In float32, rounded once."""
-        held = self.hold(stored)
-        packed, scale, zero = (held[suffix] for suffix in self.suffixes[:3])
+        tensors = self.hold(stored)
+        packed, scale, zero = (tensors[suffix] for suffix in self.suffixes[:3])
         values = unpack_int4(packed, scale.shape[-1] * self.group_size).to(torch.float32)
         grouped = values.unflatten(-1, (-1, self.group_size)).sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
         weight: Tensor = grouped.flatten(-2).to(dtype)
@@ -163,10 +163,10 @@ class _Transposed(RecastFormat):
 
     def codes_of(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes 0 to 15 int32 [K, N], zero points [G, N] and float16 scales [G, N] of a weight [N, K]."""
-        held = self.held_as.hold(self.held_as.quantize(weight))
-        codes = unpack_int4(held["weight_packed"], weight.shape[1]).to(torch.int32).T + OFFSET
-        zeros = held["weight_zero_point"].to(torch.int32).T + OFFSET
-        return codes, zeros, held["weight_scale"].T.to(torch.float16).contiguous()
+        tensors = self.held_as.hold(self.held_as.quantize(weight))
+        codes = unpack_int4(tensors["weight_packed"], weight.shape[1]).to(torch.int32).T + OFFSET
+        zeros = tensors["weight_zero_point"].to(torch.int32).T + OFFSET
+        return codes, zeros, tensors["weight_scale"].T.to(torch.float16).contiguous()
 
 
 def _sizes(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -211,8 +211,8 @@ class AwqFormat(_Transposed):
         read = ("quant_method", "bits", "group_size", "modules_to_not_convert", "kv_cache_scheme")
         refuse_unknown(raw, read, field, only=only, harmless=("backend", "fuse_max_seq_len", "exllama_config"))
         ignore = module_list(raw.get("modules_to_not_convert"), cls.rule, f"{field}.modules_to_not_convert")
-        given = _sizes(raw, field)
-        return cls.model_validate({"ignore": ignore, **given})
+        options = _sizes(raw, field)
+        return cls.model_validate({"ignore": ignore, **options})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as AutoAWQ writes it."""
@@ -281,8 +281,8 @@ class GptqFormat(_Transposed):
         if not isinstance(rules, Mapping) or not all(str(name).startswith("-:") for name in rules):
             raise ConfigError("expected rules that leave modules out (-:)", field=f"{field}.dynamic")
         ignore = module_list([f"re:{name[2:]}" for name in rules], cls.rule, f"{field}.dynamic")
-        given = _sizes(raw, field) | {name: raw[name] for name in ("checkpoint_format",) if name in raw}
-        return cls.model_validate({"ignore": ignore, **given})
+        options = _sizes(raw, field) | {name: raw[name] for name in ("checkpoint_format",) if name in raw}
+        return cls.model_validate({"ignore": ignore, **options})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as GPTQModel writes it."""

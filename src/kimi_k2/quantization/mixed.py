@@ -79,7 +79,7 @@ class MixedFormat(StoredFormat):
 
 def _format_of(scheme: Scheme) -> StoredFormat:
     for candidate in formats().values():
-        if (found := candidate.of_scheme(scheme)) is not None:
-            return found
+        if (stored_format := candidate.of_scheme(scheme)) is not None:
+            return stored_format
     said = {name: scheme.weights.get(name) for name in ("type", "num_bits", "strategy", "group_size", "symmetric")}
     raise ConfigError(f"no format of this package: {scheme.kind!r:.100} with {said}", field=f"{scheme.field}.weights")

@@ -36,12 +36,12 @@ def names_module(entries: tuple[str, ...], rule: Rule, module: str) -> bool:
         ConfigError: an expression takes too long.
     """
     key = id(entries), rule
-    held = _COMPILED.get(key)
-    if held is None or held[0] is not entries:
+    cached = _COMPILED.get(key)
+    if cached is None or cached[0] is not entries:
         if len(_COMPILED) >= _KEPT:
             _COMPILED.clear()
-        held = _COMPILED[key] = entries, _compile(entries, rule)
-    return held[1](module)
+        cached = _COMPILED[key] = entries, _compile(entries, rule)
+    return cached[1](module)
 
 
 def module_list(raw: Any, rule: Rule, field: str) -> tuple[str, ...]:

@@ -153,15 +153,15 @@ class QuarkMxfp4Format(_Mxfp4):
         read = ("quant_method", "global_quant_config", "exclude")
         refuse_unknown(raw, read, field, only=_NO_OTHERS, harmless=("export", "version", "quark_version"))
         where = f"{field}.global_quant_config"
-        given = raw.get("global_quant_config")
-        if not isinstance(given, Mapping) or not isinstance(given.get("weight"), Mapping):
+        arguments = raw.get("global_quant_config")
+        if not isinstance(arguments, Mapping) or not isinstance(arguments.get("weight"), Mapping):
             raise ConfigError("expected an object of quantization arguments", field=f"{where}.weight")
         only = {"output_tensors": (None,), "bias": (None,), "target_device": (None,)}
-        refuse_unknown(given, ("weight", "input_tensors"), where, only=only, harmless=())
-        missing = next((name for name in ("dtype", "qscheme", "group_size") if name not in given["weight"]), None)
+        refuse_unknown(arguments, ("weight", "input_tensors"), where, only=only, harmless=())
+        missing = next((name for name in ("dtype", "qscheme", "group_size") if name not in arguments["weight"]), None)
         if missing is not None:
             raise ConfigError("missing", field=f"{where}.weight.{missing}")
-        refuse_unknown(given["weight"], (), f"{where}.weight", only=_WEIGHT, harmless=_FOUND)
+        refuse_unknown(arguments["weight"], (), f"{where}.weight", only=_WEIGHT, harmless=_FOUND)
         return cls(ignore=module_list(raw.get("exclude"), cls.rule, f"{field}.exclude"))
 
     def to_hf_dict(self) -> dict[str, Any]:

@@ -61,9 +61,9 @@ def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
             upper[(part & _NAN) == _NAN] = 0
         if np.count_nonzero(upper) < len(part):
             few = np.flatnonzero(upper == 0)
-            found = part[few]
-            halved[few] = _HALVED[found]
-            inexact.append(few[((found & 1) == 1) & ((found & _NAN) != _NAN)] + first)
+            codes = part[few]
+            halved[few] = _HALVED[codes]
+            inexact.append(few[((codes & 1) == 1) & ((codes & _NAN) != _NAN)] + first)
     return torch.from_numpy(out).view(weight.shape).view(torch.float8_e4m3fn), np.concatenate(inexact)
 
 

@@ -104,5 +104,5 @@ def nonfinite(tensor: Tensor) -> str | None:
     wide = tensor.to(torch.float32)
     nans, infs = int(wide.isnan().sum()), int(wide.isinf().sum())
     first = (~wide.isfinite()).nonzero()[0].tolist()
-    found = " and ".join(f"{count} {what}" for count, what in ((nans, "NaN"), (infs, "Inf")) if count)
-    return f"{found} among {tensor.numel()} values, the first at {first}"
+    counts = " and ".join(f"{count} {what}" for count, what in ((nans, "NaN"), (infs, "Inf")) if count)
+    return f"{counts} among {tensor.numel()} values, the first at {first}"

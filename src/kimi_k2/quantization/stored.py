@@ -110,11 +110,11 @@ class StoredFormat(BaseModel, ABC):
     @model_serializer(mode="wrap")
     def _without_defaults_of_added(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Converted ranks keep the digest that they had before there were such fields."""
-        held: dict[str, Any] = handler(self)
+        serialized: dict[str, Any] = handler(self)
         fields = type(self).model_fields
         return {
             name: value
-            for name, value in held.items()
+            for name, value in serialized.items()
             if name not in self.added or getattr(self, name) != fields[name].default
         }
 
@@ -344,8 +344,8 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
     with named_errors(field):
         for candidate in _REGISTRY.known().values():
-            if (found := candidate.parse(raw, field)) is not None:
-                return found
+            if (stored_format := candidate.parse(raw, field)) is not None:
+                return stored_format
     known = " or ".join(sorted({repr(one.method) for one in formats().values() if one.method}))
     raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
 

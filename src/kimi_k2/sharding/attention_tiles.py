@@ -92,8 +92,8 @@ def group_tensors(
     """OF_GROUP's tensors of a layer: each group's on all of its ranks."""
     groups = config.num_attention_heads // group
     for name, (shape, scale) in group_shapes(config, group).items():
-        held = torch.float8_e4m3fn if kind == "fp8" else dtype
-        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", held, shape, layer, None, 1, group, groups)
+        tile_dtype = torch.float8_e4m3fn if kind == "fp8" else dtype
+        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", tile_dtype, shape, layer, None, 1, group, groups)
         if kind == "fp8":
             yield PlannedTensor(f"{root}.{NAME}.{name}.scale", torch.float32, scale, layer, None, 1, group, groups)
 
@@ -103,8 +103,8 @@ def attention_tiles_tensors(
 ) -> Iterator[PlannedTensor]:
     """All tiles of a layer and, in FP8, their scales."""
     for name, ((shape, dim), scale) in shapes(config, ranks).items():
-        held = torch.float8_e4m3fn if kind == "fp8" else dtype
-        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", held, shape, layer, dim, 1, ranks)
+        tile_dtype = torch.float8_e4m3fn if kind == "fp8" else dtype
+        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", tile_dtype, shape, layer, dim, 1, ranks)
         if kind == "fp8":
             shape, dim = scale
             yield PlannedTensor(f"{root}.{NAME}.{name}.scale", torch.float32, shape, layer, dim, 1, ranks)

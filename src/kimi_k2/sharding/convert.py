@@ -210,9 +210,9 @@ class Converter:
 
     def _expert(self, unit: Unit, stored: dict[str, Stored], error: ConversionError) -> list[Part]:
         shared = ".shared_experts." in unit.modules[0]
-        held = self.experts.shared if self.experts is not None and shared else self.experts
+        format_ = self.experts.shared if self.experts is not None and shared else self.experts
         measured = error if self.report and not shared else None
-        gate, up, down = (self._matrix(module, stored[module], held, measured) for module in unit.modules)
+        gate, up, down = (self._matrix(module, stored[module], format_, measured) for module in unit.modules)
         neuron, dtype = self.layout.target == "neuron", self.layout.dtype
         if neuron:
             moe = unit.modules[0].removeprefix("model.").rpartition(".mlp.")[0]
@@ -224,10 +224,10 @@ class Converter:
             # The plain model's buffers are named without `.weight`.
             name = f"{root}.{projection}" + (f".{suffix}" if neuron else suffix.removeprefix("weight"))
             tensor = self.planned[name]
-            if held is None or not neuron:
+            if format_ is None or not neuron:
                 made = tensor.by_rank(torch.cat(matrices) if matrices[1:] else matrices[0])
             elif len(matrices) == 2:
-                made = held.fuse(suffix, *matrices, parts=tensor.parts)
+                made = format_.fuse(suffix, *matrices, parts=tensor.parts)
             else:
                 made = tensor.by_rank(input_first(*matrices)[0])
             return Part(name, unit.expert, made)
@@ -235,20 +235,22 @@ class Converter:
         # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
         first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
         made = first + [part("down_proj", suffix, down[suffix]) for suffix in down]
-        if self.following is not None and held is not None:
+        if self.following is not None and format_ is not None:
             tensor = self.planned[f"{root}.{early_qkv_a.NAME}.weight"]
-            weight = early_qkv_a.fold(self.following, held.dequantized(down, *self._shape(unit.modules[2])), dtype)
+            weight = early_qkv_a.fold(self.following, format_.dequantized(down, *self._shape(unit.modules[2])), dtype)
             made.append(Part(tensor.name, unit.expert, tensor.by_rank(weight)))
         return made
 
-    def _matrix(self, module: str, stored: Stored, held: ExpertFormat | None, error: ConversionError | None) -> Stored:
+    def _matrix(
+        self, module: str, stored: Stored, format_: ExpertFormat | None, error: ConversionError | None
+    ) -> Stored:
         """One expert's matrix in the output format, by suffix, output dimension first."""
         source = self._format(module)
-        if held is None and source.method is not None and format_of(self.held.quantization, module).method is None:
+        if format_ is None and source.method is not None and format_of(self.held.quantization, module).method is None:
             return {"weight": source.dequantize(stored, self.layout.dtype)}
-        if held is None:
+        if format_ is None:
             return source.hold(stored)
-        return held.convert(Matrix(stored, source, *self._shape(module)), self.layout.dtype, error)
+        return format_.convert(Matrix(stored, source, *self._shape(module)), self.layout.dtype, error)
 
     def _shape(self, module: str) -> tuple[int, int]:
         """Output and input size of an expert's matrix."""

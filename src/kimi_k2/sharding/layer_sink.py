@@ -69,11 +69,11 @@ class LayerSink:
             for rank in ranks:
                 for tensor, first, shares in groups:
                     assert first is not None
-                    held = tensor.experts_of(rank)
-                    if first not in held:
+                    rank_experts = tensor.experts_of(rank)
+                    if first not in rank_experts:
                         continue
                     pieces = shares[rank % len(shares)]
-                    if (first - held.start) * len(pieces[0]) != self._written[rank][tensor.name]:
+                    if (first - rank_experts.start) * len(pieces[0]) != self._written[rank][tensor.name]:
                         raise CheckpointError("experts do not follow each other", tensor=tensor.name)
                     self._append(rank, tensor, pieces)
 

@@ -226,8 +226,8 @@ class PlannedTensor:
     def local(self, whole: Tensor, rank: int) -> Tensor:
         """A rank's slice of the whole tensor, contiguous."""
         if self.dim is None:  # of a group of ranks, whole
-            held = self.experts_of(rank)
-            return whole[held.start : held.stop]
+            rank_experts = self.experts_of(rank)
+            return whole[rank_experts.start : rank_experts.stop]
         pieces = [whole.narrow(self.dim, cut.start, cut.stop - cut.start) for cut in self.cuts(rank)]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 

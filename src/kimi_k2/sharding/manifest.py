@@ -90,11 +90,11 @@ def options_of_this_version(options: Mapping[str, Any], file: Path) -> dict[str,
     Raises:
         ConfigError: the files are of no form of decode that there is.
     """
-    found, tiles = dict(options), options.get("attention_tiles", "")
-    old = {name: found.pop(name) for name in (*_BEFORE, "attention_tiles") if name in found}
+    current, tiles = dict(options), options.get("attention_tiles", "")
+    old = {name: current.pop(name) for name in (*_BEFORE, "attention_tiles") if name in current}
     in_tiles = options.get("experts") in ("tiles", "bf16_tiles")
-    if "decode" in found or not (old or in_tiles):
-        return found
+    if "decode" in current or not (old or in_tiles):
+        return current
     decode = "layers" if tiles else "kernels"
     wrong = [name for name, value in _BEFORE.items() if in_tiles and options.get(name) != value]
     wrong += [name for name in old if not in_tiles]
@@ -109,7 +109,7 @@ def options_of_this_version(options: Mapping[str, Any], file: Path) -> dict[str,
             field=wrong[0],
             file=file,
         )
-    return {**found, "decode": decode}
+    return {**current, "decode": decode}
 
 
 def made_layout(directory: str | Path) -> Layout:

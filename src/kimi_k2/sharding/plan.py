@@ -176,20 +176,20 @@ def _stack(
     count, width, hidden = sizes
     up, down = experts.specs(width, hidden, dtype), experts.specs(hidden, width, dtype)
     for suffix in up:
-        held, (rows, columns) = up[suffix]
+        stored_dtype, (rows, columns) = up[suffix]
         fused, cut = experts.fused_shape(suffix, rows, columns)
-        yield PlannedTensor(f"{root}.gate_up_proj.{suffix}", held, (count, *fused), layer, cut + 1, 2, tp, ep)
-        held, (rows, columns) = down[suffix]
+        yield PlannedTensor(f"{root}.gate_up_proj.{suffix}", stored_dtype, (count, *fused), layer, cut + 1, 2, tp, ep)
+        stored_dtype, (rows, columns) = down[suffix]
         dim = 1 if columns > 1 else None  # a scale of whole channels is every rank's
-        yield PlannedTensor(f"{root}.down_proj.{suffix}", held, (count, columns, rows), layer, dim, 1, tp, ep)
+        yield PlannedTensor(f"{root}.down_proj.{suffix}", stored_dtype, (count, columns, rows), layer, dim, 1, tp, ep)
 
 
 def _held(
-    held: StoredFormat, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
+    stored_format: StoredFormat, layout: Layout, module: str, shape: tuple[int, int], dim: int | None, parts: int
 ) -> Iterator[TensorSpec]:
     """A Linear's tensors, each cut along `dim` with its weight."""
     if layout.keeps:
-        yield from held.cut(module, *shape, dim, parts)
+        yield from stored_format.cut(module, *shape, dim, parts)
     else:
         yield TensorSpec(f"{module}.weight", layout.dtype, shape)
 
@@ -214,8 +214,8 @@ def _cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pl
     )
     for name, rows, columns, dim in (*replicated, *_linears(config, layer)):
         parts = 1 if dim is None else ranks
-        held = format_of(config.quantization, f"{root}.{name}")
-        for spec in _held(held, layout, f"{root}.{name}", (rows, columns), dim, parts):
+        stored_format = format_of(config.quantization, f"{root}.{name}")
+        for spec in _held(stored_format, layout, f"{root}.{name}", (rows, columns), dim, parts):
             yield PlannedTensor(*spec, layer, *_divided(spec, dim, parts))
     if not config.is_moe_layer(layer):
         return
@@ -226,8 +226,8 @@ def _cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pl
         ("gate_up_proj", "gate_proj", (width, hidden), 0, 2),
         ("down_proj", "down_proj", (hidden, width), 1, 1),
     ):
-        held = routed_format(config, f"{root}.mlp.experts", name) if layout.keeps else unquantized()
-        for spec in _held(held, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
+        stored_format = routed_format(config, f"{root}.mlp.experts", name) if layout.keeps else unquantized()
+        for spec in _held(stored_format, layout, f"{root}.mlp.experts.0.{first}", shape, dim, layout.moe_tp):
             fused = f"{root}.mlp.experts.{name}{spec.name.rpartition('.')[2].removeprefix('weight')}"
             stacked = (experts, stride * spec.shape[0], spec.shape[1])
             cut, sections, parts = _divided(spec, dim, layout.moe_tp, stride)

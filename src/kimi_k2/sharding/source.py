@@ -33,15 +33,15 @@ _READERS = 16
 def identify(reader: CheckpointReader, *, hash_bytes: bool = False) -> dict[str, dict[str, Any]]:
     """By shard: `size`, `mtime_ns`, `inode`, `header_sha256`, `sample`, and `sha256` of all bytes if `hash_bytes`."""
     paths = {name: reader.directory / name for name in reader.index.shards}
-    found = {name: {**_status(path), "header_sha256": _header(path)} for name, path in paths.items()}
+    shards = {name: {**_status(path), "header_sha256": _header(path)} for name, path in paths.items()}
     with ThreadPoolExecutor(_READERS) as pool:
         for name, digest in zip(paths, pool.map(_sample, paths.values()), strict=True):
-            found[name]["sample"] = digest
+            shards[name]["sample"] = digest
     if hash_bytes:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name, digest in zip(paths, pool.map(_sha256, paths.values()), strict=True):
-                found[name]["sha256"] = digest
-    return found
+                shards[name]["sha256"] = digest
+    return shards
 
 
 def _status(path: Path) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def check_source(directory: Path, checkpoint: Path) -> None:
         raise ConfigError(f"converted from another checkpoint: {missing[0]} is not in {checkpoint}", file=file)
     with ThreadPoolExecutor(_READERS) as pool:
         told = list(pool.map(lambda name: _difference(recorded[name], checkpoint / name), recorded))
-    if found := next((one for one in told if one), None):
-        raise ConfigError(found, file=file)
+    if difference := next((one for one in told if one), None):
+        raise ConfigError(difference, file=file)
 
 
 def _difference(recorded: Mapping[str, Any], path: Path) -> str | None:
@@ -123,22 +123,22 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_same(recorded: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+def check_same(recorded: Mapping[str, Mapping[str, Any]], actual: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """Refuse to go on from another source. Where both runs hashed the bytes, they alone decide.
 
     Args:
         recorded: what `identify` gave when the conversion began.
-        found: what it gives now.
+        actual: what it gives now.
         file: where `recorded` was read.
 
     Raises:
         ConfigError: naming the first shard that differs, and how.
     """
-    if recorded.keys() != found.keys():
-        other = sorted(recorded.keys() ^ found.keys())[0]
+    if recorded.keys() != actual.keys():
+        other = sorted(recorded.keys() ^ actual.keys())[0]
         raise ConfigError(f"made from another source: {other} is in one of them only", file=file)
     for name, before in recorded.items():
-        now = found[name]
+        now = actual[name]
         for key in ("size", "header_sha256"):
             if before.get(key) != now[key]:
                 raise ConfigError(f"made from another source: {name} has another {key}", file=file)

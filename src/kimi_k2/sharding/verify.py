@@ -171,19 +171,19 @@ def _checksum(
 def _header_faults(path: Path, layout: FileLayout) -> Iterator[CheckpointError]:
     """What differs in a header whose bytes are not those that were written; the first difference of each tensor."""
     try:
-        found = parse_json(header_bytes(path)[8:])
+        actual = parse_json(header_bytes(path)[8:])
         expected = parse_json(layout.prefix[8:])
-        items = found.items()
+        items = actual.items()
     except (ValueError, CheckpointError, AttributeError) as error:
         yield CorruptHeaderError(f"the header cannot be parsed: {error}", file=path)
         return
-    if found.get("__metadata__") != expected["__metadata__"]:
+    if actual.get("__metadata__") != expected["__metadata__"]:
         yield CorruptHeaderError(
-            f"expected metadata {expected['__metadata__']}, got {found.get('__metadata__')}", file=path
+            f"expected metadata {expected['__metadata__']}, got {actual.get('__metadata__')}", file=path
         )
-    for name in sorted(expected.keys() - found.keys()):
+    for name in sorted(expected.keys() - actual.keys()):
         yield MissingTensorError("in the manifest, but not in the file", file=path, tensor=name)
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(actual.keys() - expected.keys()):
         yield UnexpectedTensorError("in the file, but not in the manifest", file=path, tensor=name)
     for name, entry in items:
         if name == "__metadata__" or name not in expected or entry == expected[name]:
@@ -196,5 +196,5 @@ def _header_faults(path: Path, layout: FileLayout) -> Iterator[CheckpointError]:
                 break
         else:
             yield CorruptHeaderError("has members that no header has", file=path, tensor=name)
-    if found == expected:
+    if actual == expected:
         yield CorruptHeaderError("the header's bytes are not those that were written", file=path)

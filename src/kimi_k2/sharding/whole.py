@@ -58,10 +58,10 @@ def whole_state_dict(
     ahead: dict[str, Tensor] = {}  # read for the layer before
 
     def stored_of(layer: int, module: str, *, keep: bool = False) -> Stored:
-        found = {name: ahead.pop(name) if name in ahead else read(name) for name in layers[layer][module]}
+        tensors = {name: ahead.pop(name) if name in ahead else read(name) for name in layers[layer][module]}
         if keep:
-            ahead.update(found)
-        return {name.rpartition(".")[2]: tensor for name, tensor in found.items()}
+            ahead.update(tensors)
+        return {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
 
     for layer, modules in sorted(layers.items()):
         following = None

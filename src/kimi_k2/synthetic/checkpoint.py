@@ -59,11 +59,11 @@ class SyntheticWeights:
         module, _, suffix = spec.name.rpartition(".")
         if VISION.match(spec.name):
             return self._vision(spec, suffix)
-        held = format_of(self.config.quantization, module)
-        if len(held.suffixes) > 1:
+        stored_format = format_of(self.config.quantization, module)
+        if len(stored_format.suffixes) > 1:
             rows, columns = self._linear_shape(module)
             std = self._linear_std(module, columns)
-            return held.draw(suffix, rows, columns, std, lambda own: _generator(self.seed, f"{module}.{own}"))
+            return stored_format.draw(suffix, rows, columns, std, lambda own: _generator(self.seed, f"{module}.{own}"))
         if suffix == "e_score_correction_bias":
             return self._normal(spec, ROUTER_BIAS_STD)
         if len(spec.shape) == 1:

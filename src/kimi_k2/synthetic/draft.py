@@ -84,18 +84,18 @@ def write_synthetic_head(
     fields = draft_fields(target, form, **changes)
     config = DraftConfig.from_dict(fields)
     generator = torch.Generator().manual_seed(seed)
-    held: dict[str, Tensor] = {}
+    state_dict: dict[str, Tensor] = {}
     for name, shape in {**head_shapes(config, target), "lm_head.weight": _lm_head(config)}.items():
         if name == D2T:
             continue
         mean, std = (1.0, 0.1) if len(shape) == 1 else (0.0, 1 / math.sqrt(shape[-1]))
-        held[name] = (torch.randn(shape, generator=generator) * std + mean).to(dtype)
+        state_dict[name] = (torch.randn(shape, generator=generator) * std + mean).to(dtype)
     if config.draft_vocab_size != config.vocab_size:
         tokens = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
-        held[D2T] = tokens - torch.arange(config.draft_vocab_size)
-        held[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
-    held |= tensors or {}
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, directory / "model.safetensors")
+        state_dict[D2T] = tokens - torch.arange(config.draft_vocab_size)
+        state_dict[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
+    state_dict |= tensors or {}
+    save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, directory / "model.safetensors")
     write_json(directory / "config.json", fields)
     return config
 

@@ -96,14 +96,14 @@ class VisionModel(nn.Module):
         model = model.to_empty(device=device)
         try:
             with open_tensors(Path(path)) as file:
-                held = set(file.keys())
+                names = set(file.keys())
                 for name, target in model.named_parameters():
-                    if name not in held:
+                    if name not in names:
                         raise MissingTensorError("not in the file", file=path, tensor=name)
                     tensor = file.get_tensor(name)
                     if tensor.shape != target.shape:
-                        expected, given = list(target.shape), list(tensor.shape)
-                        raise TensorShapeError(f"expected {expected}, got {given}", file=path, tensor=name)
+                        expected, actual = list(target.shape), list(tensor.shape)
+                        raise TensorShapeError(f"expected {expected}, got {actual}", file=path, tensor=name)
                     target.copy_(tensor)
         except (OSError, SafetensorError) as error:
             raise MissingShardError(f"cannot be read: {error}", file=path) from None

@@ -58,10 +58,10 @@ class PositionEmbedding(nn.Module):
 
 
 @functools.lru_cache(maxsize=64)  # the host launches it more slowly than a GPU runs it, and sizes come again
-def bicubic_matrix(given: int, wanted: int, device: torch.device) -> Tensor:
-    """float32 [wanted, given]: `F.interpolate(mode="bicubic", align_corners=False)` of one axis, as a matrix."""
-    identity = torch.eye(given, device=device)[None, None]
-    return F.interpolate(identity, size=(wanted, given), mode="bicubic", align_corners=False)[0, 0]
+def bicubic_matrix(input_size: int, wanted: int, device: torch.device) -> Tensor:
+    """float32 [wanted, input_size]: `F.interpolate(mode="bicubic", align_corners=False)` of one axis, as a matrix."""
+    identity = torch.eye(input_size, device=device)[None, None]
+    return F.interpolate(identity, size=(wanted, input_size), mode="bicubic", align_corners=False)[0, 0]
 
 
 def time_embedding(frames: int, width: int, device: torch.device | str = "cpu") -> Tensor:

@@ -45,16 +45,16 @@ class BlockScaledExperts(ExpertFormat):
         grid = block_grid((rows, columns), self.block_of(rows, columns))
         return {"weight": (torch.float8_e4m3fn, (rows, columns)), "scale": (torch.float32, grid)}
 
-    def dequantized(self, held: Stored, rows: int, columns: int) -> Tensor:
+    def dequantized(self, stored: Stored, rows: int, columns: int) -> Tensor:
         """Values times scales."""
-        return dequantize_fp8_block(held["weight"], held["scale"], self.block_of(rows, columns))
+        return dequantize_fp8_block(stored["weight"], stored["scale"], self.block_of(rows, columns))
 
     def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
         """Halved FP8 values and doubled scales; what is stored otherwise is quantized with amax / 448 first."""
         block = self.block_of(matrix.rows, matrix.columns)
-        held = matrix.source.e4m3_blocks(matrix.stored)
-        if held is not None and all(size % side == 0 for size, side in zip(matrix.source.block, block, strict=True)):
-            weight, scale = held
+        e4m3 = matrix.source.e4m3_blocks(matrix.stored)
+        if e4m3 is not None and all(size % side == 0 for size, side in zip(matrix.source.block, block, strict=True)):
+            weight, scale = e4m3
             halved, doubled, inexact = halve_blocks(weight, scale, matrix.source.block, block)
             if error is not None:
                 error.add(halving_error(weight, scale, matrix.source.block, inexact))
@@ -89,8 +89,8 @@ class BlockwiseExperts(BlockScaledExperts):
     @classmethod
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> BlockwiseExperts:
         """With the largest block that divides the checkpoint's and a rank's share of an expert."""
-        held = config.format_of_experts().e4m3_block or DEFAULT_BLOCK
-        return cls(math.gcd(*held, config.moe_intermediate_size // layout.moe_tp))
+        stored_block = config.format_of_experts().e4m3_block or DEFAULT_BLOCK
+        return cls(math.gcd(*stored_block, config.moe_intermediate_size // layout.moe_tp))
 
     @classmethod
     def from_neuron_config(cls, neuron_config: Any) -> BlockwiseExperts:

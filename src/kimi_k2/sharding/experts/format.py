@@ -80,9 +80,9 @@ class ExpertFormat(ABC):
     def convert(self, matrix: Matrix, dtype: torch.dtype, error: ConversionError | None) -> Stored:
         """Tensors by suffix; what is requantized adds its error to `error`."""
 
-    def dequantized(self, held: Stored, rows: int, columns: int) -> Tensor:
+    def dequantized(self, stored: Stored, rows: int, columns: int) -> Tensor:
         """The float32 weight [rows, columns] that `convert` stored; for formats in tiles."""
-        return held["weight"].to(torch.float32)
+        return stored["weight"].to(torch.float32)
 
     def fused_shape(self, suffix: str, rows: int, columns: int) -> tuple[tuple[int, ...], int]:
         """Shape of one expert's gate and up as one tensor, each [rows, columns], and its dimension that ranks cut.
@@ -159,12 +159,12 @@ def _bytes_input_first(matrices: list[Tensor], out: Tensor) -> None:
     parts, columns, together = out.shape
     rows = together // len(matrices)
     for part in range(parts):
-        held = [matrix[part * rows : (part + 1) * rows] for matrix in matrices]
+        slices = [matrix[part * rows : (part + 1) * rows] for matrix in matrices]
         if together * columns <= _TILE:
-            out[part] = _transposed(torch.cat(held))
+            out[part] = _transposed(torch.cat(slices))
             continue
         step = max(1, _TILE // columns)
-        for place, matrix in enumerate(held):
+        for place, matrix in enumerate(slices):
             for first in range(0, rows, step):
                 tile = _transposed(matrix[first : first + step].contiguous())
                 column = place * rows + first
