@@ -24,8 +24,8 @@ def rendered(text: str) -> str:
     """
     recorded = json.loads((DOCS / "measured.json").read_text(encoding="utf-8"))
 
-    def block(found: re.Match[str]) -> str:
-        name = found[1]
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
         made, table = recorded[name]["made"], markdown_table(recorded[name]["columns"], recorded[name]["rows"])
         command = f": `{made['command']}`" if "command" in made else ""
         caption = f"*{made['card']}, {made['date']}, recorded by {made['commit']}{command}*"

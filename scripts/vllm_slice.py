@@ -60,10 +60,10 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 def load_weights(self: object, model: torch.nn.Module, model_config: object) -> None:
     """Fill every weight; those of our model are no submodule's."""
-    held = getattr(model, "plain", model)
+    module = getattr(model, "plain", model)
     torch.manual_seed(0)
     with torch.no_grad():
-        for name, tensor in (*held.named_parameters(), *held.named_buffers()):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not tensor.is_meta:
                 fill(name, tensor.data)
 
@@ -204,10 +204,10 @@ def figures(
         yield f"TTFT of {length} tokens{how}", statistics.median(each)
 
 
-def write(found: Iterable[tuple[str, float]], result: Path) -> None:
+def write(timings: Iterable[tuple[str, float]], result: Path) -> None:
     """Print figures and keep all so far in a JSON file {what: milliseconds}."""
     so_far: dict[str, float] = {}
-    for what, milliseconds in found:
+    for what, milliseconds in timings:
         so_far[what] = milliseconds
         sys.stdout.write(f"{what}: {milliseconds:.3f} ms\n")
         sys.stdout.flush()
@@ -221,8 +221,8 @@ def measure(timer: Timer, asked: Mapping[str, Any]) -> None:
     times = {length: PROMPTS.get(length, 3) for length in asked["prompts"]}
     result = Path(asked["result"])
     partial = result.with_suffix(".so-far")
-    found = figures(timer, asked["requests"], asked["contexts"], times, asked.get("temperature", 0.0))
-    write(found, partial)
+    timings = figures(timer, asked["requests"], asked["contexts"], times, asked.get("temperature", 0.0))
+    write(timings, partial)
     partial.replace(result)
 
 
@@ -244,15 +244,15 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, each with a slice of its own")
     parser.add_argument("--engine", type=json.loads, default={}, help='more of its arguments: {"stream_interval": 8}')
     parser.add_argument("--by-line", action="store_true", help="write `{}` to the result once warm; then lines of JSON")
-    given = parser.parse_args()
-    options = given.pages, given.executor, given.ranks, given.engine, given.requests
-    engine = start(given.experts, given.layers, *options)
-    timer = Timer(engine, given.new)
-    warm(timer, given.requests, given.prompts)
-    if given.by_line:
-        given.result.write_text("{}")
+    args = parser.parse_args()
+    options = args.pages, args.executor, args.ranks, args.engine, args.requests
+    engine = start(args.experts, args.layers, *options)
+    timer = Timer(engine, args.new)
+    warm(timer, args.requests, args.prompts)
+    if args.by_line:
+        args.result.write_text("{}")
         for line in sys.stdin:
             measure(timer, json.loads(line))
     else:
-        wanted = {"requests": given.requests, "contexts": given.contexts, "prompts": given.prompts}
-        measure(timer, {**wanted, "temperature": given.temperature, "result": str(given.result)})
+        wanted = {"requests": args.requests, "contexts": args.contexts, "prompts": args.prompts}
+        measure(timer, {**wanted, "temperature": args.temperature, "result": str(args.result)})

@@ -149,8 +149,8 @@ class Engine:
         self.stop()
         figures: dict[str, float] = {}
         for result in self.results:
-            found = next((path for path in (result, result.with_suffix(".so-far")) if path.exists()), None)
-            for what, figure in (json.loads(found.read_text()) if found else {}).items():
+            file = next((path for path in (result, result.with_suffix(".so-far")) if path.exists()), None)
+            for what, figure in (json.loads(file.read_text()) if file else {}).items():
                 figures[what] = max(figure, figures.get(what, 0.0))
         own, taken = ((now - before) / took for now, before in cores)
         listed = ", ".join(f"{what} {figure:.3f}" for what, figure in figures.items())
@@ -181,9 +181,9 @@ class Engine:
 
 def free_port() -> int:
     """One at which nobody listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
         return port
 
 
@@ -215,22 +215,22 @@ def warm_deep_gemm(directory: Path, linears: Sequence[str]) -> subprocess.Popen[
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def rows(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is asked, and of which pairs (see `Pair.kind`): the engine's own floor and short contexts first."""
-    few, many = [count for count in given.requests if count < 16], [count for count in given.requests if count >= 16]
-    contexts, prompts = given.contexts, given.prompts
+    few, many = [count for count in args.requests if count < 16], [count for count in args.requests if count >= 16]
+    contexts, prompts = args.contexts, args.prompts
     yield "whole deep few", {"requests": few, "contexts": contexts[:1]}
     yield "whole deep", {"prompts": prompts[:1]}
-    for temperature in given.temperatures:
+    for temperature in args.temperatures:
         yield "whole", {"requests": few, "contexts": contexts[:1], "temperature": temperature}
     yield "whole deep", {"requests": many, "contexts": contexts[:1]}
     yield "ranks", {"requests": few, "contexts": contexts[:1]}
     yield "ranks", {"requests": many, "contexts": contexts[:1], "prompts": prompts[:1]}
     yield "whole deep", {"prompts": prompts[1:]}
-    yield from (("whole deep", {"requests": [count], "contexts": contexts[1:]}) for count in given.requests[:-1])
-    for temperature in given.temperatures:
+    yield from (("whole deep", {"requests": [count], "contexts": contexts[1:]}) for count in args.requests[:-1])
+    for temperature in args.temperatures:
         yield "whole", {"requests": many, "contexts": contexts[:1], "temperature": temperature}
-    yield "whole", {"requests": given.requests[-1:], "contexts": contexts[1:]}
+    yield "whole", {"requests": args.requests[-1:], "contexts": contexts[1:]}
 
 
 def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
@@ -240,9 +240,9 @@ def own_runner(experts: str, layers: str, device: str) -> dict[str, float]:
     command = [sys.executable, str(HERE / "run_cuda.py"), *options.split()]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"TPOT[^0-9]*([0-9.]+) ms", done.stdout)
-    say(f"own runner, {experts}: {found[0] if found else done.stdout[-300:] + done.stderr[-300:]}")
-    return {} if found is None else {"own runner": float(found[1])}
+    match = re.search(r"TPOT[^0-9]*([0-9.]+) ms", done.stdout)
+    say(f"own runner, {experts}: {match[0] if match else done.stdout[-300:] + done.stderr[-300:]}")
+    return {} if match is None else {"own runner": float(match[1])}
 
 
 class Pair:
@@ -261,14 +261,14 @@ class Pair:
         alone: they come up one after the other.
     """
 
-    def __init__(self, what: str, devices: str, given: argparse.Namespace) -> None:
+    def __init__(self, what: str, devices: str, args: argparse.Namespace) -> None:
         self.what, self.kind, self.at_once = what, "whole", "/" in devices
         of_stock, _, of_ours = devices.partition("/")
         self.device = of_ours or of_stock
         self.experts, *marks = what.split("-")
-        requests, prompts, pages, layers = given.requests, given.prompts, given.pages, given.layers
+        requests, prompts, pages, layers = args.requests, args.prompts, args.pages, args.layers
         engine: dict[str, Any] = {}
-        environment, executor = {}, given.executor
+        environment, executor = {}, args.executor
         ranks, replicas, self.alone = "1", 1, False
         for mark in marks:
             if mark in ("1", "v2"):
@@ -294,11 +294,9 @@ class Pair:
         options = [self.experts, "--layers", layers, "--pages", pages, "--ranks", ranks, "--engine", json.dumps(engine)]
         options += ["--requests", *map(str, requests), "--prompts", *map(str, prompts)]
         options += ["--executor", executor] if executor else []
-        options += ["--new", str(given.new)] if given.new else []
+        options += ["--new", str(args.new)] if args.new else []
         self.stock, self.ours = (
-            Engine(
-                f"{name}-{what}", given.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device}, replicas
-            )
+            Engine(f"{name}-{what}", args.directory, options, {**environment, "CUDA_VISIBLE_DEVICES": device}, replicas)
             for name, device in zip(PLUGINS, (of_stock, self.device), strict=True)
         )
 
@@ -310,47 +308,47 @@ class Pair:
 
 
 def measure(
-    pairs: Sequence[Pair], engines: Sequence[Engine], found: dict[str, dict[str, float]], given: argparse.Namespace
+    pairs: Sequence[Pair], engines: Sequence[Engine], timings: dict[str, dict[str, float]], args: argparse.Namespace
 ) -> None:
     """Ask these engines of the pairs all that is to be timed, and write it as it comes."""
-    found |= {engine.name: {} for engine in engines}
+    timings |= {engine.name: {} for engine in engines}
     asked = [
         (pair, [engine for engine in (pair.stock, pair.ours) if engine in engines], row)
-        for kinds, row in rows(given)
+        for kinds, row in rows(args)
         for pair in pairs
         if pair.kind in kinds.split() and ((row.get("requests") and row.get("contexts")) or row.get("prompts"))
     ]
     for _ in range(2):  # again what an engine was not yet warm for
         late = []
         for pair, of_it, row in asked:
-            if time.monotonic() > BEGAN + given.within:
+            if time.monotonic() > BEGAN + args.within:
                 break
             answers = list(pair.ask(120, of_it, **row))
             for engine, figures in answers:
-                found[engine.name] |= figures
-            (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+                timings[engine.name] |= figures
+            (args.directory / "figures.json").write_text(json.dumps(timings, indent=1))
             missing = [engine for engine, figures in answers if not figures]
             late += [(pair, missing, row)] if missing else []
         asked = late
-    for pair in (pair for pair in pairs if given.runner and pair.kind == "whole"):
-        found[pair.ours.name] |= own_runner(pair.experts, given.layers, pair.device)
-        (given.directory / "figures.json").write_text(json.dumps(found, indent=1))
+    for pair in (pair for pair in pairs if args.runner and pair.kind == "whole"):
+        timings[pair.ours.name] |= own_runner(pair.experts, args.layers, pair.device)
+        (args.directory / "figures.json").write_text(json.dumps(timings, indent=1))
 
 
 def run(
-    pairs: Sequence[Pair], engines: Sequence[Engine], found: dict[str, dict[str, float]], given: argparse.Namespace
+    pairs: Sequence[Pair], engines: Sequence[Engine], timings: dict[str, dict[str, float]], args: argparse.Namespace
 ) -> None:
     """Bring these engines of the pairs up together, time them, end them."""
     linears = WHOLE if any(len(engine.ready) > 1 for engine in engines) else []
     stock = any(engine.name.startswith("stock-fp8") for engine in engines)
-    compiling = warm_deep_gemm(given.directory, linears) if stock else None
+    compiling = warm_deep_gemm(args.directory, linears) if stock else None
     try:
         for engine in engines:
             engine.start()
-        wait(engines, time.monotonic() + given.ready)
+        wait(engines, time.monotonic() + args.ready)
         if compiling is not None:
             say(f"DeepGEMM compiled: {compiling.wait()}")
-        measure(pairs, engines, found, given)
+        measure(pairs, engines, timings, args)
     except BaseException:
         for engine in engines:
             engine.kill()
@@ -378,19 +376,19 @@ def main() -> None:
     parser.add_argument("--runner", action="store_true", help="also our own runner's step of one sequence")
     parser.add_argument("--ready", type=float, default=1200, help="seconds after which what is warm is timed")
     parser.add_argument("--within", type=float, default=3600, help="seconds after which nothing more is timed")
-    given = parser.parse_args()
-    given.directory.mkdir(parents=True, exist_ok=True)
-    pairs = [Pair(*one, given) for one in zip(given.pairs, itertools.cycle(given.devices), strict=False)]
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    pairs = [Pair(*one, args) for one in zip(args.pairs, itertools.cycle(args.devices), strict=False)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # by `timeout`, say: no engine is left behind
-    found: dict[str, dict[str, float]] = {}
+    timings: dict[str, dict[str, float]] = {}
     together = [pair for pair in pairs if not pair.alone]
     if together:
-        run(together, [engine for pair in together for engine in (pair.stock, pair.ours)], found, given)
+        run(together, [engine for pair in together for engine in (pair.stock, pair.ours)], timings, args)
     for pair in (pair for pair in pairs if pair.alone):
         for engine in (pair.stock, pair.ours):
-            run([pair], [engine], found, given)
+            run([pair], [engine], timings, args)
     for pair in pairs:
-        sys.stdout.write(f"{pair.what}: stock / ours\n{table(found[pair.stock.name], found[pair.ours.name])}\n")
+        sys.stdout.write(f"{pair.what}: stock / ours\n{table(timings[pair.stock.name], timings[pair.ours.name])}\n")
     sys.stdout.flush()
 
 

@@ -36,10 +36,10 @@ def measure(
     decode, spent = DecodeStep(model, cache), 0.0
 
     def timed(half: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        def call(*given: Any) -> tuple[Tensor, Tensor]:
+        def call(*args: Any) -> tuple[Tensor, Tensor]:
             nonlocal spent
             began = time.perf_counter()
-            made = half(*given)
+            made = half(*args)
             spent += time.perf_counter() - began
             return made
 

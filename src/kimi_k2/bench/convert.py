@@ -52,11 +52,11 @@ def straightforward(source: Path, work: Path, tp: int, ep: int) -> None:
             stacked.setdefault(f"down_proj.{suffix}", []).append(down[place])
     whole = {name: torch.stack(parts) for name, parts in stacked.items()}
     for rank in range(tp * ep):
-        held = slice(rank // tp * count // ep, (rank // tp + 1) * count // ep)
+        rank_experts = slice(rank // tp * count // ep, (rank // tp + 1) * count // ep)
         own = {}
         for name, tensor in whole.items():
             bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-            mine = bits[held]
+            mine = bits[rank_experts]
             if name.startswith("gate_up"):
                 halves = [half.chunk(tp, dim=2)[rank % tp] for half in mine.chunk(2, dim=2)]
                 mine = torch.cat(halves, dim=2)
@@ -85,12 +85,12 @@ def slices(source: Path, work: Path, tp: int, ep: int) -> None:
         state = load_file(source / shard)
         count = 1 + max((int(name.split(".")[5]) for name in state if ".experts." in name), default=0)
         for rank in range(tp * ep):
-            held = range(rank // tp * count // ep, (rank // tp + 1) * count // ep)
+            rank_experts = range(rank // tp * count // ep, (rank // tp + 1) * count // ep)
             own = {}
             for name, tensor in state.items():
                 parts, part = tp * ep, rank
                 if ".mlp.experts." in name:
-                    if int(name.split(".")[5]) not in held:
+                    if int(name.split(".")[5]) not in rank_experts:
                         continue
                     parts, part = tp, rank % tp
                 dim = 1 if ".down_proj." in name or ".o_proj." in name else 0

@@ -37,11 +37,11 @@ def compare(generator: Generator, prompts: Sequence[Sequence[int]], params: Samp
     plain = Generator(generator.model, reduce=generator.reduce, gather=generator.gather)
     times: dict[Generator, list[float]] = {plain: [], generator: []}
     for run in range(runs + 1):
-        for one, found in times.items():
+        for one, samples in times.items():
             taken = seconds_a_token(one, prompts, params)
             if run:
-                found.append(taken)
-    without, drafted = (statistics.median(found) for found in times.values())
+                samples.append(taken)
+    without, drafted = (statistics.median(samples) for samples in times.values())
     yield f"without drafts: {without * 1e3:.2f} ms a token of a sequence, batch {len(prompts)}"
     yield f"with drafts: {drafted * 1e3:.2f} ms, {generator.stats}"
     yield f"{without / drafted:.2f} times as fast"

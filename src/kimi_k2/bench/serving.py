@@ -23,8 +23,8 @@ def markdown(files: Sequence[Path]) -> str:
     Raises:
         SweepError: a file is no such result, or requests of it failed.
     """
-    found = sorted((_row(file) for file in files), key=lambda row: (row[0], int(row[1] or 0), float(row[2])))
-    return f"Of each time: mean, median, P99.\n\n{markdown_table(HEADER, found)}"
+    rows = sorted((_row(file) for file in files), key=lambda row: (row[0], int(row[1] or 0), float(row[2])))
+    return f"Of each time: mean, median, P99.\n\n{markdown_table(HEADER, rows)}"
 
 
 def _row(file: Path) -> list[str]:

@@ -29,8 +29,8 @@ app = typer.Typer(
 def find_commands() -> list[Command]:
     """The `COMMAND` of each module of `cli.commands`, panel by panel: a file that is added there is a command."""
     names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    found = [importlib.import_module(f"{commands.__name__}.{name}").COMMAND for name in names]
-    return sorted(found, key=lambda command: (PANELS.index(command.panel), command.name))
+    registered = [importlib.import_module(f"{commands.__name__}.{name}").COMMAND for name in names]
+    return sorted(registered, key=lambda command: (PANELS.index(command.panel), command.name))
 
 
 for _command in find_commands():

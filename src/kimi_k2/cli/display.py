@@ -97,10 +97,10 @@ class JsonView(View):
             line["logprobs"] = {"content": [self._logprob(*one) for one in reply.logprobs]}
         self._line(line)
 
-    def _logprob(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+    def _logprob(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A token's, as OpenAI's API gives them."""
-        top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in found.top]
-        return {"token": self._tokenizer.decode([token]), "logprob": found.chosen, "top_logprobs": top}
+        top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in logprobs.top]
+        return {"token": self._tokenizer.decode([token]), "logprob": logprobs.chosen, "top_logprobs": top}
 
     @staticmethod
     def _line(content: dict[str, Any]) -> None:

@@ -316,12 +316,12 @@ def listed_numbers(text: str | None, option: str, least: int = 1) -> list[int]:
         BadParameter: one is no number, or below `least`.
     """
     try:
-        found = [int(part) for part in listed(text)]
+        numbers = [int(part) for part in listed(text)]
     except ValueError:
         raise typer.BadParameter(f"expected numbers with commas, got {text!r}", param_hint=option) from None
-    if any(not least <= one <= MOST for one in found):
+    if any(not least <= one <= MOST for one in numbers):
         raise typer.BadParameter(f"expected numbers of at least {least}, got {text!r}", param_hint=option)
-    return found
+    return numbers
 
 
 def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:

@@ -61,20 +61,20 @@ def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
     """
     if plan.fits:
         return []
-    found = []
+    changes = []
     if (length := longest_context(config, target, plan)) >= 1:
-        found.append(f"a context of at most {length:,} tokens instead of {target.context:,}")
+        changes.append(f"a context of at most {length:,} tokens instead of {target.context:,}")
         if (batch := plan_batch(config, target, plan)) >= 1:
-            found.append(f"a batch of at most {batch} instead of {target.batch}")
-    found += _first(config, _flash_decoding(target), 1)
-    found += _first(config, _alternatives(target), None)
-    if not found:
+            changes.append(f"a batch of at most {batch} instead of {target.batch}")
+    changes += _first(config, _flash_decoding(target), 1)
+    changes += _first(config, _alternatives(target), None)
+    if not changes:
         whole = plan.memory.usable * MAX_RANKS[target.layout.target]
-        found.append(
+        changes.append(
             f"nothing that is known here: all {MAX_RANKS[target.layout.target]} ranks of one host have"
             f" {whole / GIB:,.0f} GiB together; use a smaller format or several hosts"
         )
-    return found
+    return changes
 
 
 def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:

@@ -229,17 +229,17 @@ def _collectives(
         sizes += [logits] * inside + [downs] * (inside - 1) + [_summed(config, tokens, 0, CORES)]
     else:
         sizes = [hidden] * (2 * layers - early - riding) + [logits] * early + [downs] * riding
-    found = dict(Counter(Collective("all-reduce", ranks, size) for size in sizes))
+    counts = dict(Counter(Collective("all-reduce", ranks, size) for size in sizes))
     if not target.is_neuron:
-        found[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
-        found[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
-        return found
+        counts[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
+        counts[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
+        return counts
     gathers = [hidden, *(sampled * ranks * size for size in SAMPLED_BYTES)]
     for size in gathers:
-        found[Collective("all-gather", ranks, size)] = 1
+        counts[Collective("all-gather", ranks, size)] = 1
     if target.arrangement.down_projections_split:
-        found[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
-    return found
+        counts[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
+    return counts
 
 
 def _of_torch_native(
@@ -255,13 +255,13 @@ def _of_torch_native(
         [sampled * ranks * size for size in SAMPLED_BYTES] if on_device else [sampled * config.vocab_size * FLOAT32]
     )
     gathers = [hidden, *logits, *[tokens * config.qkv_a_dim * BF16] * layers]
-    found: Counter[Collective] = Counter()
+    counts: Counter[Collective] = Counter()
     if divided:
         gathers += [hidden] * (2 * layers + 1)
-        found[Collective("reduce-scatter", ranks, hidden // ranks)] = 2 * layers
+        counts[Collective("reduce-scatter", ranks, hidden // ranks)] = 2 * layers
     else:
-        found[Collective("all-reduce", ranks, hidden)] = 2 * layers
-    return dict(found + Counter(Collective("all-gather", ranks, size) for size in gathers))
+        counts[Collective("all-reduce", ranks, hidden)] = 2 * layers
+    return dict(counts + Counter(Collective("all-gather", ranks, size) for size in gathers))
 
 
 def _summed(config: KimiK2Config, tokens: int, columns: int, cores: int = 0) -> int:
@@ -280,11 +280,11 @@ def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[C
     if cores == 1:
         return {}
     heads = tokens * config.num_attention_heads // target.layout.ranks
-    found: dict[Collective, int] = {}
+    counts: dict[Collective, int] = {}
     if target.decode_layers:
         inside = moe_layers(config)
         parts = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
-        found[Collective("all-to-all", cores, parts)] = inside
+        counts[Collective("all-to-all", cores, parts)] = inside
         layers -= inside
     for kind, size in (
         ("all-gather", heads * cores * config.cache_dim * BF16),
@@ -292,5 +292,5 @@ def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[C
         ("reduce-scatter", heads * config.kv_lora_rank * FLOAT32),
     ):
         one = Collective(kind, cores, size)
-        found[one] = found.get(one, 0) + layers
-    return found
+        counts[one] = counts.get(one, 0) + layers
+    return counts

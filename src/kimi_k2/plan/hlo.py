@@ -153,13 +153,13 @@ def entry_instructions(text: str) -> Iterator[Instruction]:
 
 def reducers(text: str) -> dict[str, str]:
     """Opcode of the root of every computation, by its name: what `to_apply` does."""
-    found, current = {}, ""
+    opcodes, current = {}, ""
     for line in text.splitlines():
         if line.endswith("{") and (match := _COMPUTATION.match(line)):
             current = match["name"]
         elif line.lstrip().startswith("ROOT") and (root := _INSTRUCTION.match(line)):
-            found[current] = root["op"]
-    return found
+            opcodes[current] = root["op"]
+    return opcodes
 
 
 def _split_operands(rest: str) -> tuple[str, str]:

@@ -149,8 +149,8 @@ def _with_layers(named: dict[str, Any], layer_of: Callable[[dict[str, Any]], Any
 def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:
     """Correction biases by which all routers choose experts of which a rank holds its average share."""
     local = arrays["layers.0.gate_up"].shape[0]
-    held = [slot * local % num_experts < local for slot in range(CHOICES)]
-    numbers = [held[:slot].count(one) + (0 if one else local) for slot, one in enumerate(held)]
+    local_mask = [slot * local % num_experts < local for slot in range(CHOICES)]
+    numbers = [local_mask[:slot].count(one) + (0 if one else local) for slot, one in enumerate(local_mask)]
     for name, array in arrays.items():
         if name.endswith(".bias"):
             array[0, numbers] = np.arange(2 * CHOICES, CHOICES, -1)

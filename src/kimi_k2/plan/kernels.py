@@ -63,14 +63,14 @@ class Rates(NamedTuple):
     @classmethod
     def of(cls, machine: Machine, layer_bytes: int) -> Rates:
         """Those of a machine; of its collectives that of a layer's all-reduce of so many bytes."""
-        found = cls()
+        rates = cls()
         if machine.bytes_per_second < TRN2_LNC2.bytes_per_second:
             share = machine.bytes_per_second / (_CORES * TRAINIUM2.dma_bytes_a_second)
-            found = found._replace(efficiency=100 * share, efficiency_from="measured")
+            rates = rates._replace(efficiency=100 * share, efficiency_from="measured")
         if machine.collectives:
             time = machine.seconds_of(layer_bytes) * 1e6
-            found = found._replace(latency=time, latency_from=f"measured at {layer_bytes:,} bytes")
-        return found
+            rates = rates._replace(latency=time, latency_from=f"measured at {layer_bytes:,} bytes")
+        return rates
 
     def rest(self, other_bytes: int, collectives: int) -> float:
         """Seconds of reads and collectives one after the other."""

@@ -40,7 +40,7 @@ class Measured:
         Raises:
             ConfigError: more bytes a second than the machine has.
         """
-        found, source = machine, machine.source
+        measured, source = machine, machine.source
         if self.bytes_per_second is not None:
             if self.bytes_per_second > machine.bytes_per_second:
                 raise ConfigError(
@@ -48,12 +48,12 @@ class Measured:
                     f" {self.bytes_per_second / 1e9:.0f}",
                     field=_ACTIVE,
                 )
-            found = replace(found, bytes_per_second=self.bytes_per_second)
+            measured = replace(measured, bytes_per_second=self.bytes_per_second)
             source += "; HBM's rate as measured (neuron-profile)"
         if self.collectives:
-            found = replace(found, collectives=self.collectives)
+            measured = replace(measured, collectives=self.collectives)
             source += "; collectives as measured (nccom-test)"
-        return replace(found, source=source)
+        return replace(measured, source=source)
 
 
 def read_measured(paths: Iterable[Path]) -> Measured:

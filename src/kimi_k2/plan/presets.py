@@ -223,9 +223,9 @@ def _served_row(
     machine = instance.machine
     if way.tensor == 1:
         chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** sequences
-        for name, held in counts.held.items():
+        for name, resident in counts.held.items():
             if category(name).startswith("expert"):
-                counts.read[name] = round(held / way.ranks * chosen)
+                counts.read[name] = round(resident / way.ranks * chosen)
         weights = {name: size // (way.ranks if name.startswith("expert") else 1) for name, size in weights.items()}
         # A token goes once to each rank that has an expert of its choice, and comes back; both in BF16.
         ranks = way.ranks * (1 - (1 - 1 / way.ranks) ** config.num_experts_per_tok)
@@ -237,10 +237,10 @@ def _served_row(
     between = exchanged * (hosts - 1) / hosts
     step = roofline(replace(counts, collectives={}), machine).bound + exchanges * machine.collective_latency
     step += max(between / NETWORK_BYTES_A_SECOND, (exchanged - between) / machine.link_bytes_per_second)
-    held = sum(weights.values()) // way.stages
-    needed = held + round(cache)
+    resident = sum(weights.values()) // way.stages
+    needed = resident + round(cache)
     return ServedRow(
-        gpu, way.name, way.gpus, requests, held, needed, instance.memory.usable, needed <= instance.memory.usable,
+        gpu, way.name, way.gpus, requests, resident, needed, instance.memory.usable, needed <= instance.memory.usable,
         counts.memory_bytes // way.stages, exchanges, round(exchanged), step, batch * way.stages / step
         / (way.gpus if way.tensor > 1 else 1),
     )  # fmt: skip

@@ -48,14 +48,14 @@ def stored_form(config: KimiK2Config, target: Target, expert_weights: int) -> di
         `exact_seconds_a_layer` of the Vector Engine, modelled.
     """
     source, layout = config.format_of_experts(), target.layout
-    held = expert_formats().get(layout.experts) if target.is_neuron else None
-    if not isinstance(source, Int4GroupFormat) or held is None or held.quantization_type is None:
+    expert_format = expert_formats().get(layout.experts) if target.is_neuron else None
+    if not isinstance(source, Int4GroupFormat) or expert_format is None or expert_format.quantization_type is None:
         return None
     rows, columns = min(PARTITIONS, config.moe_intermediate_size), config.hidden_size
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     error = ConversionError()
     matrix = Matrix(source.quantize(weight), source, rows, columns)
-    held.for_layout(config, layout).convert(matrix, torch.bfloat16, error)
+    expert_format.for_layout(config, layout).convert(matrix, torch.bfloat16, error)
     exact_bytes = expert_weights * _SCALE_BYTES // source.group_size
     # Of gate and up each group's product is scaled (two operands) and added, in place of each block of 128's.
     products = columns // source.group_size - columns // PARTITIONS
@@ -65,7 +65,7 @@ def stored_form(config: KimiK2Config, target: Target, expert_weights: int) -> di
         "format": layout.experts,
         "relative_l2": error.relative_l2,
         "exact_bytes": exact_bytes,
-        "exact_seconds_a_layer": cycles / dict(TRAINIUM2.hertz)["vector"] if held.tiles else None,
+        "exact_seconds_a_layer": cycles / dict(TRAINIUM2.hertz)["vector"] if expert_format.tiles else None,
     }
 
 

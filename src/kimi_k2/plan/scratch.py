@@ -157,20 +157,20 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
     total = tokens * config.hidden_size * FLOAT32
     if blocks and blocks == expert_blocks(config, target, tokens):  # one group: summed when its blocks are done
         total = 0
-    held, step = held_as(config, target), 0
+    stored, step = held_as(config, target), 0
     if target.torch_native:
         # All blocks' rows and a group's products before and after their scales; then their outputs, and every choice's
         # before and after it is float32.
         products = (
-            rows * 2 * config.moe_intermediate_size // (target.layout.moe_tp * held.block) if held.block else rows
+            rows * 2 * config.moe_intermediate_size // (target.layout.moe_tp * stored.block) if stored.block else rows
         )
         choices = tokens * config.num_experts_per_tok
         every = blocks_of(choices, tokens, config.n_routed_experts // target.layout.moe_ep) * BLOCK * BF16
         step = every * config.hidden_size + 2 * products * FLOAT32
         step = max(step, (every + choices * (BF16 + FLOAT32)) * config.hidden_size)
-    elif held.dequantized:
+    elif stored.dequantized:
         step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
-    if held.scales_outputs and not target.torch_native:
+    if stored.scales_outputs and not target.torch_native:
         step = max(step, 2 * rows * FLOAT32)  # the blocks' outputs in float32, before and after their scales
     return 3 * _stream(config, tokens) + total + step
 
@@ -193,14 +193,14 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     slots = target.rows * config.num_experts_per_tok
     if target.layout.kernels and slots < config.n_routed_experts:
         return 0
-    elements, held = _gate_up(config, target, min(slots, local)), held_as(config, target)
+    elements, stored = _gate_up(config, target, min(slots, local)), held_as(config, target)
     tokens = 1 if slots < local else target.rows
-    if tokens < held.block:  # operands, and a block's products before and after their scales
-        products = elements // held.block * tokens
-        return elements * ((held.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32
-    if held.dequantized:
+    if tokens < stored.block:  # operands, and a block's products before and after their scales
+        products = elements // stored.block * tokens
+        return elements * ((stored.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32
+    if stored.dequantized:
         return 2 * elements * FLOAT32  # before and after the scale
-    return elements * ((held.itemsize if slots < local else 0) + BF16)
+    return elements * ((stored.itemsize if slots < local else 0) + BF16)
 
 
 def reported_scratch(context: int) -> Reported:

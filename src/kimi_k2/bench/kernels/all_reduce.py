@@ -58,8 +58,8 @@ def main() -> None:
             "NCCL": nccl,
         }
         for name, reduce in ways.items():
-            found = reduce(x.clone())
-            error = float((found.double() - exact).norm() / exact.norm())
+            actual = reduce(x.clone())
+            error = float((actual.double() - exact).norm() / exact.norm())
             # NCCL writes to what it is given: each call has its own.
             copies = [x.clone() for _ in range(CALLS)]
             time = graph_median([partial(reduce, copy) for copy in copies])

@@ -40,11 +40,11 @@ def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int =
         "num_key_value_heads": config.num_attention_heads // parts,
         "draft_vocab_size": min(PUBLISHED_VOCABULARY // parts, len(target.lm_head.weight)),
     }
-    held = DraftConfig.from_dict(draft_fields(config, form, **sizes))
+    own_config = DraftConfig.from_dict(draft_fields(config, form, **sizes))
     with torch.device("meta"):
-        head = Eagle3Head(held, target, target.dtype)
-        plain = held.attention_config(config)
-        head.lm_head = Linear(plain, "lm_head", held.draft_vocab_size, held.hidden_size, dtype=target.dtype)
+        head = Eagle3Head(own_config, target, target.dtype)
+        plain = own_config.attention_config(config)
+        head.lm_head = Linear(plain, "lm_head", own_config.draft_vocab_size, own_config.hidden_size, dtype=target.dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in list(head.named_parameters()):
         if parameter.is_meta:
@@ -52,7 +52,7 @@ def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int =
             made = made.fill_(1.0) if made.dim() == 1 else made.normal_(0, made.shape[1] ** -0.5, generator=generator)
             module, _, leaf = name.rpartition(".")
             setattr(head.get_submodule(module), leaf, nn.Parameter(made, requires_grad=False))
-    head.tokens = torch.arange(held.draft_vocab_size, device=device)
+    head.tokens = torch.arange(own_config.draft_vocab_size, device=device)
     return head.eval()
 
 
@@ -88,18 +88,18 @@ def time_draft(head: Eagle3Head, target: KimiK2ForCausalLM, contexts: Sequence[i
     cache = new_cache(target, len(contexts), max(contexts), contexts, paged=True)
     drafter, device = HeadDrafter(head), cache.data.device
     drafter.start(cache, [])
-    record, kept, found = GraphRecorder(), list[Recorded](), list[float]()  # graphs that share memory live together
+    record, kept, medians = GraphRecorder(), list[Recorded](), list[float]()  # graphs that share memory live together
     for first, tokens in ((True, width), (False, 1)):
         ids = torch.zeros(len(contexts), tokens, dtype=torch.int64, device=device)
         positions = torch.tensor(contexts, device=device)[:, None] - tokens + torch.arange(tokens, device=device)
         states = len(head.aux_layers) * head.config.target_hidden_size if first else head.config.hidden_size
-        given = torch.randn(len(contexts), tokens, states, device=device, dtype=head.dtype)
+        hidden_states = torch.randn(len(contexts), tokens, states, device=device, dtype=head.dtype)
         at = torch.full((len(contexts),), tokens - 1, device=device)
-        run = partial(drafter.run, first, max(contexts), ids, given, positions, at)
+        run = partial(drafter.run, first, max(contexts), ids, hidden_states, positions, at)
         run()
         kept.append(record(run))
-        found.append(statistics.median(event_times(kept[-1].replay, 20)))
-    return found[0], found[1]
+        medians.append(statistics.median(event_times(kept[-1].replay, 20)))
+    return medians[0], medians[1]
 
 
 def lines(

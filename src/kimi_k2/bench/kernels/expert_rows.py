@@ -117,28 +117,28 @@ def begin_row(path: Path, key: Key) -> None:
 
 def begun_rows(path: Path, *, forget: bool = False) -> set[Key]:
     """The cases that runs into this file have begun; `forget`: and have it no more."""
-    found: set[Key] = set()
+    keys: set[Key] = set()
     if _begun(path).exists():
-        found = {tuple(json.loads(line)) for line in _begun(path).read_text().splitlines()}
+        keys = {tuple(json.loads(line)) for line in _begun(path).read_text().splitlines()}
     if forget:
         _begun(path).unlink(missing_ok=True)
-    return found
+    return keys
 
 
-def ratios(found: Iterable[Comparison]) -> list[tuple[float, Comparison]]:
+def ratios(rows: Iterable[Comparison]) -> list[tuple[float, Comparison]]:
     """Our time over the best peer's where there is one, smallest first."""
-    return sorted(((one.ratio, one) for one in found if one.ratio is not None), key=lambda pair: pair[0])
+    return sorted(((one.ratio, one) for one in rows if one.ratio is not None), key=lambda pair: pair[0])
 
 
-def summary(found: Sequence[Comparison]) -> Iterator[str]:
+def summary(rows: Sequence[Comparison]) -> Iterator[str]:
     """Of each format and layout the cases, the median and largest ratio, where that is, and the states, in Markdown.
 
     Below them the cases whose ratio is above 1.05, largest first.
     """
     yield "| ours over the best peer's time | cases | median | largest | where | above 1.05 | kernels |"
     yield "|---|---|---|---|---|---|---|"
-    for name in dict.fromkeys(one.format for one in found):
-        mine = [one for one in found if one.format == name]
+    for name in dict.fromkeys(one.format for one in rows):
+        mine = [one for one in rows if one.format == name]
         layouts = dict.fromkeys(one.layout for one in mine)
         parts = [(f"{name} {layout}", [one for one in mine if one.layout == layout]) for layout in layouts]
         for title, part in [*parts, (f"{name}, all", mine)]:
@@ -157,4 +157,4 @@ def summary(found: Sequence[Comparison]) -> Iterator[str]:
                 states[0] + (f" and {others} more" if others else ""),
             )
             yield f"| {' | '.join(map(str, cells))} |"
-    yield from (f"  {one.line()}" for ratio, one in reversed(ratios(found)) if ratio > SLOWER)
+    yield from (f"  {one.line()}" for ratio, one in reversed(ratios(rows)) if ratio > SLOWER)

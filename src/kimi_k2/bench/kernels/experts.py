@@ -84,13 +84,13 @@ def drawn_cases(wanted: Selection) -> list[Key]:
     draw = random.Random(wanted.seed)
     kinds = dict.fromkeys(routing.partition(":")[0] for routing in wanted.routings)
     most = max(float(routing.partition(":")[2] or 0) for routing in wanted.routings)
-    found: dict[Key, None] = {}
-    while len(found) < wanted.drawn:
+    keys: dict[Key, None] = {}
+    while len(keys) < wanted.drawn:
         kind = draw.choice(list(kinds))
         routing = kind if kind != "zipf" else f"zipf:{draw.uniform(0, most):.2f}"
         tokens = round(2 ** draw.uniform(0, math.log2(max(wanted.tokens))))
-        found[draw.choice(wanted.formats), draw.choice(wanted.layouts), routing, tokens] = None
-    return list(found)
+        keys[draw.choice(wanted.formats), draw.choice(wanted.layouts), routing, tokens] = None
+    return list(keys)
 
 
 def replays_of(tokens: int) -> int:
@@ -229,8 +229,8 @@ def run(
         ConfigError: no such routing.
     """
     begun = time.monotonic()
-    for kind, given, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, cases(config) | FLYDSL)):
-        if unknown := sorted(set(given) - set(known)):
+    for kind, names, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, cases(config) | FLYDSL)):
+        if unknown := sorted(set(names) - set(known)):
             raise KernelError(f"{kind}: {', '.join(unknown)} not among {', '.join(known)}")
     for routing in wanted.routings:
         Routing.parse(routing)
@@ -245,14 +245,14 @@ def run(
     ended = begun_rows(out) - have.keys() if out is not None else set()
     for key in sorted(ended):
         say(f"left out, as a run ended in it: {key}")
-    found, until = dict(have), begun + (math.inf if seconds is None else seconds)
+    rows, until = dict(have), begun + (math.inf if seconds is None else seconds)
     begin: Callable[[Key], None] = partial(begin_row, out) if out is not None else lambda key: None
     for one in comparisons(config, wanted, have, until, begin, ended):
-        found[one.key] = one
+        rows[one.key] = one
         say(one.line())
         if out is not None:
             add_row(out, one)
-    for line in summary(list(found.values())):
+    for line in summary(list(rows.values())):
         say(line)
 
 

@@ -59,11 +59,11 @@ def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Way]]:
         return
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        given = fp8.per_token_group_quant_fp8(
+        quantized = fp8.per_token_group_quant_fp8(
             x, BLOCK, column_major_scales=True, tma_aligned_scales=True, use_ue8m0=False
         )
         out = x.new_empty(x.shape[0], weight.shape[0])
-        gemms.fp8_gemm_nt(given, (weight, scale), out, is_deep_gemm_e8m0_used=False)
+        gemms.fp8_gemm_nt(quantized, (weight, scale), out, is_deep_gemm_e8m0_used=False)
         return out
 
     x = torch.randn(16, weight.shape[1], device="cuda").bfloat16()

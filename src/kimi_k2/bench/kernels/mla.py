@@ -119,14 +119,14 @@ def ways(batch: Batch, others: Sequence[Kernel]) -> dict[str, list[partial[Tenso
         kernels["ours, e4m3 queries"] = ROUNDED
     made = {}
     for name, kernel in (kernels | {kernel.name: kernel for kernel in others}).items():
-        given = [replace(one, q=one.q.to(kernel.queries)) for one in inputs]
+        cast_inputs = [replace(one, q=one.q.to(kernel.queries)) for one in inputs]
         try:
-            plan = kernel.plan(given[0])
+            plan = kernel.plan(cast_inputs[0])
         except RuntimeError:  # a peer may run once for it, and want more scratch memory than is left
             if name.startswith("ours"):
                 raise
             continue
-        made[name] = [partial(kernel.run, one, plan) for one in given] * -(-16 // len(given))
+        made[name] = [partial(kernel.run, one, plan) for one in cast_inputs] * -(-16 // len(cast_inputs))
     return made
 
 

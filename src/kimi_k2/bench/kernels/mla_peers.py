@@ -166,5 +166,5 @@ def check(peer: Kernel, one: Inputs, ours: Tensor | None = None) -> None:
         KernelError: it is farther from ours than rounding explains.
     """
     wanted = _decode(one, None) if ours is None else ours
-    given = replace(one, q=one.q.to(peer.queries))
-    checked(peer.name, peer.run(given, peer.plan(given)).reshape(wanted.shape), wanted.double(), peer.error, "ours")
+    inputs = replace(one, q=one.q.to(peer.queries))
+    checked(peer.name, peer.run(inputs, peer.plan(inputs)).reshape(wanted.shape), wanted.double(), peer.error, "ours")

@@ -131,12 +131,12 @@ def launches(action: Callable[[], object], repeats: int = 5, *, on_gpu: bool | N
             action()
         if on_gpu:
             torch.cuda.synchronize()
-    found = []
+    timings = []
     for event in profiler.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if microseconds:
-            found.append((microseconds / repeats, event.count / repeats, event.key))
-    return [f"{time:9.1f} us {count:6.1f} x {name[:100]}" for time, count, name in sorted(found, reverse=True)]
+            timings.append((microseconds / repeats, event.count / repeats, event.key))
+    return [f"{time:9.1f} us {count:6.1f} x {name[:100]}" for time, count, name in sorted(timings, reverse=True)]
 
 
 @torch.inference_mode()

@@ -40,11 +40,11 @@ class Routing:
         kind, _, exponent = text.partition(":")
         if kind == "zipf" and exponent:
             try:
-                found = float(exponent)
+                skew = float(exponent)
             except ValueError:
-                found = -1.0
-            if 0 <= found < 100:
-                return cls(found)
+                skew = -1.0
+            if 0 <= skew < 100:
+                return cls(skew)
         elif text in ("uniform", "same"):
             return cls(0.0 if text == "uniform" else float("inf"))
         raise ConfigError(f"expected uniform, same or zipf:EXPONENT, got {text!r}", field="routing")

@@ -122,10 +122,10 @@ def judge(index: int, request: Mapping[str, Any], answer: Mapping[str, Any]) -> 
     """The outcome of a request from its chat completion."""
     choice = answer["choices"][0]
     calls = choice["message"].get("tool_calls") or []
-    found = [problem(call, request.get("tools") or []) for call in calls]
+    problems = [problem(call, request.get("tools") or []) for call in calls]
     if choice["finish_reason"] == TRIGGER and not calls:
-        found = ["finish_reason is tool_calls, and there are none"]
-    return Outcome(index, choice["finish_reason"], tuple(text for text in found if text))
+        problems = ["finish_reason is tool_calls, and there are none"]
+    return Outcome(index, choice["finish_reason"], tuple(text for text in problems if text))
 
 
 def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None = None) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = read_text(path, MEDIA_BYTES, SweepError).splitlines()
     except FileNotFoundError as error:
         raise SweepError(f"cannot be read: {error}", file=path) from None
-    found = []
+    objects = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -180,8 +180,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise SweepError(f"line {number}: no JSON: {error}", file=path) from None
         if not isinstance(fields, dict):
             raise SweepError(f"line {number}: expected an object, got {type(fields).__name__}", file=path)
-        found.append(fields)
-    return found
+        objects.append(fields)
+    return objects
 
 
 def read_outcomes(path: Path) -> list[Outcome]:

@@ -174,11 +174,11 @@ def _neuron() -> Iterator[Finding]:
                 continue
             shown.add(one.package)
             importable = _importable(one.package.replace("-", "_"))
-            found = one.found or ("importable, version unknown" if importable else "not installed")
+            installed = one.found or ("importable, version unknown" if importable else "not installed")
             status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
             expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"
             name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
-            yield Finding(name, status, found, expected)
+            yield Finding(name, status, installed, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
     for state in states(optional=True):
         needed = state.requirement
@@ -192,11 +192,11 @@ def _neuron() -> Iterator[Finding]:
             "vllm",
             "vllm_neuron",
         ):
-            found = (state.version or "importable, version unknown") if state.importable else "not installed"
+            installed = (state.version or "importable, version unknown") if state.importable else "not installed"
             wanted = "" if needed.works == "any" else f"works with {needed.works}"
             why = ", ".join(part for part in (wanted, needed.why) if part)
             status = "ok" if state.as_tested else "note"
-            yield Finding(f"NxD: {needed.package or needed.module}", status, found, "" if state.as_tested else why)
+            yield Finding(f"NxD: {needed.package or needed.module}", status, installed, "" if state.as_tested else why)
 
 
 def _room() -> Iterator[Finding]:
@@ -205,12 +205,12 @@ def _room() -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{memory.available / 1e9:.0f} GB free of {memory.total / 1e9:.0f}, {os.cpu_count()} CPU cores"
-    yield Finding("memory", "ok" if memory.available > 4e9 else "note", found, "`convert` takes about 2 GB")
+    free_space = f"{memory.available / 1e9:.0f} GB free of {memory.total / 1e9:.0f}, {os.cpu_count()} CPU cores"
+    yield Finding("memory", "ok" if memory.available > 4e9 else "note", free_space, "`convert` takes about 2 GB")
     disk = shutil.disk_usage(".")
-    found = f"{disk.free / 1e9:.0f} GB free in {Path.cwd()}"
+    free_space = f"{disk.free / 1e9:.0f} GB free in {Path.cwd()}"
     enough = "a published checkpoint takes 595 to 1030 GB, its conversion as much"
-    yield Finding("disk", "ok" if disk.free > 2.1e12 else "note", found, enough)
+    yield Finding("disk", "ok" if disk.free > 2.1e12 else "note", free_space, enough)
     yield Finding("Hugging Face cache", *_cached())
 
 

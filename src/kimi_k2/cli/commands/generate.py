@@ -107,7 +107,7 @@ def generate(
                 )
                 for conversation, definitions in conversations
             ]
-        prompts, texts = ([one for one in found for _ in range(n)] for found in (prompts, texts))  # type: ignore[assignment]
+        prompts, texts = ([one for one in inputs for _ in range(n)] for inputs in (prompts, texts))  # type: ignore[assignment]
         timing = Timing()
         if session.rank == 0:
             _show(session, prompts, _view(session, prompts, texts, as_json=as_json, stream=stream), timing)
@@ -131,9 +131,9 @@ def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
     model = session.generator.model
     compute, cache = (str(one).removeprefix("torch.") for one in (model.dtype, model.kv_cache_dtype or model.dtype))
     stored = ranks or compute_defaults(options.backend, options.dtype, options.keep_quantized)[1]
-    held = "as stored" if stored else "dequantized"
+    weights = "as stored" if stored else "dequantized"
     where = model.lm_head.weight.device
-    return f"{compute} on {where}, weights {held}, KV cache {cache}\n{registry.explain(model.batch_invariant)}"
+    return f"{compute} on {where}, weights {weights}, KV cache {cache}\n{registry.explain(model.batch_invariant)}"
 
 
 def _conversations(
@@ -147,12 +147,12 @@ def _conversations(
     """Messages and tools of each sequence."""
     from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
 
-    found = [read_messages(file) for file in files] or [([], [])]
+    chats = [read_messages(file) for file in files] or [([], [])]
     if texts:
-        opening, definitions = found[0]
-        found = [([*opening, user_message(text, images, videos)], definitions) for text in texts]
-    given = None if tools is None else read_tools(tools)
-    return [(with_system(messages, system), definitions if given is None else given) for messages, definitions in found]
+        opening, definitions = chats[0]
+        chats = [([*opening, user_message(text, images, videos)], definitions) for text in texts]
+    specs = None if tools is None else read_tools(tools)
+    return [(with_system(messages, system), definitions if specs is None else specs) for messages, definitions in chats]
 
 
 def _view(session: KimiK2, prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:

@@ -99,8 +99,8 @@ def _listed(reader: CheckpointReader) -> Iterator[dict[str, Any]]:
 
 
 def _quantization(config: KimiK2Config) -> str:
-    held = config.quantization
-    return "none" if held is None else f"{held.name} ({held.method})"
+    quantization = config.quantization
+    return "none" if quantization is None else f"{quantization.name} ({quantization.method})"
 
 
 def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> dict[str, Any]:

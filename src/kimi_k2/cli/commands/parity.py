@@ -204,11 +204,11 @@ def tower_command(
     patch = model.config.patch_size
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(sum(grid.patches for grid in sizes), 3, patch, patch, generator=generator) * 2 - 1
-    found = trace_plain(model, pixels.to(backend), sizes)
-    divergence = first_divergence(found, trace_transformers(transformers_tower(checkpoint), pixels, sizes), tolerance)
+    trace = trace_plain(model, pixels.to(backend), sizes)
+    divergence = first_divergence(trace, trace_transformers(transformers_tower(checkpoint), pixels, sizes), tolerance)
     console = Console()
     if divergence is None:
-        console.print(f"{len(found)} points of the tower agree with transformers within {tolerance:g}", style="green")
+        console.print(f"{len(trace)} points of the tower agree with transformers within {tolerance:g}", style="green")
         return
     console.print(f"diverges first at {divergence.point}: relative L2 {divergence.relative:.1e}", style="bold red")
     raise typer.Exit(1)

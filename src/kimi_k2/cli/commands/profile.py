@@ -80,13 +80,13 @@ def profile(
 
 def _lengths(text: str) -> tuple[int, ...]:
     """`63x1024,65536` as 64 numbers."""
-    found: list[int] = []
+    lengths: list[int] = []
     for item in text.split(","):
         count, _, length = item.rpartition("x")
         if not length.isdecimal() or not (count or "1").isdecimal() or int(length) < 1 or int(count or 1) < 1:
             raise typer.BadParameter(f"{item!r}: expected LENGTH or COUNTxLENGTH", param_hint="--contexts")
-        found += [int(length)] * int(count or 1)
-    return tuple(found)
+        lengths += [int(length)] * int(count or 1)
+    return tuple(lengths)
 
 
 COMMAND = Command(

@@ -17,12 +17,12 @@ def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert`
     from kimi_k2.sharding.verify import faults
 
     files = load_manifest(output)["files"]
-    found = 0
+    fault_count = 0
     with ByteProgress("verifying", sum(files.values())) as bar:
         for fault in faults(output, bar.advance):
-            found += 1
+            fault_count += 1
             typer.echo(f"error: {fault}", err=True)
-    if found:
+    if fault_count:
         raise typer.Exit(1)
     typer.echo(f"{len(files)} files as the manifest says")
 

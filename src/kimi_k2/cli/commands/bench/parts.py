@@ -117,8 +117,8 @@ def experts(
     if out is None:
         refuse(context, "goes with --out", "resume")
     names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
-    given = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
-    chosen = {name: value for name, value in given.items() if value}
+    options = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
+    chosen = {name: value for name, value in options.items() if value}
     selection = Selection(**chosen, with_peers=peers, drawn=drawn, seed=seed)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
 

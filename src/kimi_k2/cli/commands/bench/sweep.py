@@ -122,8 +122,8 @@ def sweep(
             else:
                 used = NeuronBackend(directory, deployment, compiled or directory)
         elif ranks is not None:
-            given = directory, ranks, backend, compute, kv_cache_dtype, batch_invariant
-            used = stack.enter_context(RanksBackend.load_ranks(*given))
+            load_args = directory, ranks, backend, compute, kv_cache_dtype, batch_invariant
+            used = stack.enter_context(RanksBackend.load_ranks(*load_args))
         else:
             used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype, batch_invariant)
         if check_stopwatch:
