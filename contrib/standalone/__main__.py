@@ -66,5 +66,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m contrib.standalone", description=__doc__)
     parser.add_argument("directory", type=Path, help="the model's folder in a checkout of NxDI: contrib/models/NAME")
     parser.add_argument("--unformatted", action="store_true", help="leave ruff out, where it is not installed")
-    given = parser.parse_args()
-    write(given.directory, formatted=not given.unformatted)
+    arguments = parser.parse_args()
+    write(arguments.directory, formatted=not arguments.unformatted)

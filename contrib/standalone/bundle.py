@@ -55,22 +55,22 @@ class Bundle:
 
     def resolve(self, module: str, name: str, attribute: str | None = None) -> Reference | None:
         """Where a name of a module is defined; None if that is no bundled module."""
-        held = self.modules[module]
-        if name in held.defined:
+        parsed = self.modules[module]
+        if name in parsed.defined:
             return Reference(module, name)
-        if name not in held.inner:
+        if name not in parsed.inner:
             return None
-        owner, what = held.inner[name]
+        owner, what = parsed.inner[name]
         if what is None:
             what = attribute
         if what is None:
             raise ValueError(f"{module}: the module {name} is handed on as a value")
         if owner not in self.modules:
             raise ValueError(f"{module} needs {owner}.{what}, which belongs to no file")
-        found = self.resolve(owner, what)
-        if found is None:
+        reference = self.resolve(owner, what)
+        if reference is None:
             raise ValueError(f"{module}: {owner} has no {what}")
-        return found
+        return reference
 
     def _reach(self) -> None:
         while True:
@@ -96,9 +96,9 @@ class Bundle:
     def _follow(self, module: str, piece: Piece) -> None:
         self._attributes |= piece.attributes
         for use in piece.uses:
-            found = self.resolve(module, use.name, use.attribute)
-            if found is not None:
-                self._queue.append(found)
+            reference = self.resolve(module, use.name, use.attribute)
+            if reference is not None:
+                self._queue.append(reference)
 
     def _more_members(self) -> bool:
         more = False
@@ -187,7 +187,7 @@ class Bundle:
     def _piece(
         self, file: str, module: str, piece: Piece, outer: dict[str, str], inner: dict[tuple[str, str], bool]
     ) -> str:
-        held = self.modules[module]
+        parsed = self.modules[module]
         edits = [(start, end, "pass") for start, end in piece.dropped]
         uses = list(piece.uses)
         for name, member in piece.members.items():
@@ -200,25 +200,25 @@ class Bundle:
         for use in uses:
             if any(start <= use.start < end for start, end in gone):
                 continue
-            found = self.resolve(module, use.name, use.attribute)
-            if found is None:
-                if use.name in held.outer:
-                    outer[use.name] = held.outer[use.name]
+            reference = self.resolve(module, use.name, use.attribute)
+            if reference is None:
+                if use.name in parsed.outer:
+                    outer[use.name] = parsed.outer[use.name]
                 continue
-            name = self.name(found)
-            there = self.file_of[found.module]
+            name = self.name(reference)
+            there = self.file_of[reference.module]
             if there != file:
                 inner[there, name] = inner.get((there, name), True) and use.typing
                 if not use.typing and self._is_above(file, there):
                     raise ValueError(f"{file} needs {name} of {there}, which comes behind it")
-            written = held.source[use.start : use.end].decode()
+            written = parsed.source[use.start : use.end].decode()
             if written != name:
                 edits.append((use.start, use.end, name))
         for name in piece.names:
             new = self.name(Reference(module, name))
-            if new != name and not piece.members and b"class " not in held.source[piece.start : piece.end][:200]:
+            if new != name and not piece.members and b"class " not in parsed.source[piece.start : piece.end][:200]:
                 found_at = re.search(
-                    rb"(?m)^(?:def )?(" + name.encode() + rb")\b", held.source[piece.start : piece.end]
+                    rb"(?m)^(?:def )?(" + name.encode() + rb")\b", parsed.source[piece.start : piece.end]
                 )
                 assert found_at is not None
                 at = piece.start + found_at.start(1)
@@ -226,9 +226,9 @@ class Bundle:
                     edits.append((at, at + len(name.encode()), new))
         text, at = [], piece.start
         for start, end, new in sorted(set(edits)):
-            text += [held.source[at:start].decode(), new]
+            text += [parsed.source[at:start].decode(), new]
             at = end
-        return "".join([*text, held.source[at : piece.end].decode()])
+        return "".join([*text, parsed.source[at : piece.end].decode()])
 
 
 def _module(file: str) -> str:

@@ -293,13 +293,13 @@ class _Folder:
     # -- functions -----------------------------------------------------------------------------------
 
     def _signature(self, node: ast.FunctionDef, edits: list[tuple[int, int, str]]) -> None:
-        given = node.args
-        every = [*given.posonlyargs, *given.args]
-        defaults = [None] * (len(every) - len(given.defaults)) + given.defaults
-        keyword = list(zip(given.kwonlyargs, given.kw_defaults, strict=True))
-        gone = {one.arg for one in (*every, *given.kwonlyargs)} & set(self.known.parameters)
+        args = node.args
+        every = [*args.posonlyargs, *args.args]
+        defaults = [None] * (len(every) - len(args.defaults)) + args.defaults
+        keyword = list(zip(args.kwonlyargs, args.kw_defaults, strict=True))
+        gone = {one.arg for one in (*every, *args.kwonlyargs)} & set(self.known.parameters)
         if not gone:
-            for one in (*every, *given.kwonlyargs, *given.defaults, *filter(None, given.kw_defaults)):
+            for one in (*every, *args.kwonlyargs, *args.defaults, *filter(None, args.kw_defaults)):
                 self._expression(one, edits)
             return
         self.found |= gone
@@ -309,12 +309,12 @@ class _Folder:
 
         texts = [write(one, default) for one, default in zip(every, defaults, strict=True) if one.arg not in gone]
         rest = [write(one, default) for one, default in keyword if one.arg not in gone]
-        if given.vararg or rest:
-            texts.append("*" + (self._text(given.vararg) if given.vararg else ""))
+        if args.vararg or rest:
+            texts.append("*" + (self._text(args.vararg) if args.vararg else ""))
         texts += rest
-        if given.kwarg:
-            texts.append("**" + self._text(given.kwarg))
-        parts = [*every, *given.kwonlyargs, *given.defaults, *filter(None, (*given.kw_defaults, given.kwarg))]
+        if args.kwarg:
+            texts.append("**" + self._text(args.kwarg))
+        parts = [*every, *args.kwonlyargs, *args.defaults, *filter(None, (*args.kw_defaults, args.kwarg))]
         spans = [self._span(one) for one in parts]
         edits.append((min(one[0] for one in spans), max(one[1] for one in spans), ", ".join(texts)))
 
@@ -365,14 +365,14 @@ class _Folder:
             return one.arg if isinstance(one, ast.keyword) else getattr(one, "id", None)
 
         self._expression(node.func, edits)
-        given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
-        gone = set(self.known.parameters) & {name(one) for one in given}
+        arguments: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
+        gone = set(self.known.parameters) & {name(one) for one in arguments}
         if not gone:
-            for one in given:
+            for one in arguments:
                 self._expression(one.value if isinstance(one, ast.keyword) else one, edits)
             return
         self.found |= gone
-        kept = [one for one in given if name(one) not in gone]
+        kept = [one for one in arguments if name(one) not in gone]
         texts = [
             f"{one.arg}={self._text(one.value)}"
             if isinstance(one, ast.keyword) and one.arg
@@ -381,5 +381,5 @@ class _Folder:
             else self._text(one)
             for one in kept
         ]
-        spans = [self._span(one) for one in given]
+        spans = [self._span(one) for one in arguments]
         edits.append((min(one[0] for one in spans), max(one[1] for one in spans), ", ".join(texts)))

@@ -163,10 +163,10 @@ class _Walk(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for mark in node.decorator_list:
             self.visit(mark)
-        given = node.args
-        for default in (*given.defaults, *filter(None, given.kw_defaults)):
+        args = node.args
+        for default in (*args.defaults, *filter(None, args.kw_defaults)):
             self.visit(default)
-        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+        every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
         for one in every:
             self._annotation(one.annotation)
         self._annotation(node.returns)
@@ -176,10 +176,10 @@ class _Walk(ast.NodeVisitor):
         self.bound.pop()
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        given = node.args
-        for default in (*given.defaults, *filter(None, given.kw_defaults)):
+        args = node.args
+        for default in (*args.defaults, *filter(None, args.kw_defaults)):
             self.visit(default)
-        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+        every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
         self.bound.append({one.arg for one in every})
         self.visit(node.body)
         self.bound.pop()
@@ -212,8 +212,8 @@ class _Walk(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.piece.attributes.add(node.attr)
         value = node.value
-        held = self.module.inner.get(value.id) if isinstance(value, ast.Name) and self._is_global(value.id) else None
-        if isinstance(value, ast.Name) and held is not None and held[1] is None:
+        origin = self.module.inner.get(value.id) if isinstance(value, ast.Name) and self._is_global(value.id) else None
+        if isinstance(value, ast.Name) and origin is not None and origin[1] is None:
             start, end = self.module.place(node)
             self.piece.uses.append(Use(start, end, value.id, node.attr, self.typing))
             return
@@ -231,8 +231,8 @@ class _Walk(ast.NodeVisitor):
         for use in names.uses:
             written = use.name if use.attribute is None else f"{use.name}.{use.attribute}"
             for braces in re.finditer(r"\{[^{}]*\}", text):
-                for found in re.finditer(rf"(?<![\w.]){re.escape(written)}(?!\w)", braces.group()):
-                    at = start + len(text[: braces.start() + found.start()].encode())
+                for match in re.finditer(rf"(?<![\w.]){re.escape(written)}(?!\w)", braces.group()):
+                    at = start + len(text[: braces.start() + match.start()].encode())
                     one = Use(at, at + len(written.encode()), use.name, use.attribute, use.typing)
                     if one not in self.piece.uses:
                         self.piece.uses.append(one)

@@ -358,8 +358,8 @@ class NeuronApplication:
                 return
             began = time.perf_counter()
             made = _of_graph(self.decode(last, at, sampling))
-            for row, found in enumerate(made):
-                new[row] = found[found >= 0].tolist() if left[row] else []
+            for row, tokens in enumerate(made):
+                new[row] = tokens[tokens >= 0].tolist() if left[row] else []
                 # An ended sequence stays where it is: its row goes on being computed, and is ignored.
                 if own := new[row]:
                     stats.add(made.shape[1] - 1, len(own) - 1, len(up_to_end(own, params)[: left[row]]))

@@ -58,12 +58,12 @@ class State:
 
 def releases(line: Line = "neuron") -> list[Release]:
     """Those with a constraint file, the tested one first."""
-    found = []
+    listed = []
     for path in sorted(CONSTRAINTS.glob(f"{line}-*.txt")):
         text = path.read_text(encoding="utf-8")
         pins = (Requirement(line) for line in text.splitlines() if line and not line.startswith("#"))
-        found.append(Release(path.stem.removeprefix(f"{line}-"), path.name, tuple(pins), dict(_SYSTEM.findall(text))))
-    return sorted(found, key=lambda one: one.name != TESTED)
+        listed.append(Release(path.stem.removeprefix(f"{line}-"), path.name, tuple(pins), dict(_SYSTEM.findall(text))))
+    return sorted(listed, key=lambda one: one.name != TESTED)
 
 
 def release_here(line: Line = "neuron") -> Release | None:
@@ -79,16 +79,16 @@ def release_here(line: Line = "neuron") -> Release | None:
 
 def states(release: Release) -> list[State]:
     """Every package of a release on this machine."""
-    found = []
+    packages = []
     for pin in release.python:
         version = version_of(pin.name)
         fits = version is not None and pin.specifier.contains(Version(version), prereleases=True)
-        found.append(State(pin.name, version, str(pin.specifier), fits))
+        packages.append(State(pin.name, version, str(pin.specifier), fits))
     for name, wanted in release.system.items():
         version = _system_version(name)
         fits = version is not None and Version(version) >= Version(wanted)
-        found.append(State(name, version, f">={wanted}", fits, system=True))
-    return found
+        packages.append(State(name, version, f">={wanted}", fits, system=True))
+    return packages
 
 
 def version_of(name: str) -> str | None:

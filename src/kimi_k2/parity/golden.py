@@ -133,13 +133,13 @@ def load_golden(directory: str | Path) -> Golden:
         raise ParityError(f"{path}: not a golden description: {error}") from None
     try:
         with open_regular(tensors) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            actual_digest = hashlib.file_digest(file, "sha256").hexdigest()
         values = load_file(tensors)
     except FileNotFoundError:
         raise ParityError(f"{tensors}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ParityError(f"{tensors}: cannot be read: {error}") from None
-    if found != digest:
+    if actual_digest != digest:
         raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")
     return Golden(Trace(inputs, values), config, backend, dtype, checkpoint, version)
 

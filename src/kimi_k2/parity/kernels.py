@@ -76,31 +76,31 @@ def cases(config: KimiK2Config) -> Iterator[Case]:
     length = torch.tensor([[3000]], dtype=torch.int32)
     scale = {"softmax_scale": config.softmax_scale}
     yield Case("attention", "mla_decode", "mla_decode", [*cache, length], scale)
-    for name, width, held in (("experts, TP64", 32, top_k), ("experts, TP32 x EP2", 64, top_k // 2)):
+    for name, width, local_choices in (("experts, TP64", 32, top_k), ("experts, TP32 x EP2", 64, top_k // 2)):
         gate_up = (torch.randn(EXPERTS, 128, blocks, 2 * width, generator=draw) * 40).clamp(-224, 224)
         down = (torch.randn(EXPERTS, width, hidden, generator=draw) * 40).clamp(-224, 224)
         scales = [torch.rand(EXPERTS, *shape, generator=draw) * 1e-3 + 1e-4 for shape in ((2, blocks), (blocks,))]
         fp8 = [gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)]
-        index = torch.arange(top_k, dtype=torch.int32)[None] + EXPERTS - held
+        index = torch.arange(top_k, dtype=torch.int32)[None] + EXPERTS - local_choices
         tensors = [normal(1, hidden), fp8[0], scales[0], fp8[1], scales[1], index, torch.rand(1, top_k, generator=draw)]
-        arguments = {"first_expert": 0, "num_experts": EXPERTS if held == top_k else 2 * EXPERTS}
+        arguments = {"first_expert": 0, "num_experts": EXPERTS if local_choices == top_k else 2 * EXPERTS}
         yield Case(name, "experts", "selective_experts", tensors, arguments)
 
 
 def record(directory: Path, config: KimiK2Config, cores: int) -> None:
     """Run all cases on the emulator; inputs and results go to `directory`."""
-    held: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     listed = []
     for number, case in enumerate(cases(config)):
         results = _call(case, cores, emulated=True)
-        held |= {f"{number}.input.{place}": tensor.contiguous() for place, tensor in enumerate(case.tensors)}
-        held |= {f"{number}.result.{place}": tensor for place, tensor in enumerate(results)}
+        tensors |= {f"{number}.input.{place}": tensor.contiguous() for place, tensor in enumerate(case.tensors)}
+        tensors |= {f"{number}.result.{place}": tensor for place, tensor in enumerate(results)}
         counts = {"inputs": len(case.tensors), "results": len(results)}
         listed.append(
             {"name": case.name, "module": case.module, "kernel": case.kernel, "arguments": case.arguments} | counts
         )
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(held, directory / TENSORS)
+    save_file(tensors, directory / TENSORS)
     write_json(directory / CASES, {"cores": cores, "cases": listed})
 
 
@@ -127,35 +127,35 @@ def compare_kernels(directory: Path) -> Iterator[Compared]:
     emulated = install()
     try:
         recording = read_json(directory / CASES)
-        held = load_file(directory / TENSORS)
+        stored = load_file(directory / TENSORS)
         cores, listed = recording["cores"], recording["cases"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"no recording of the emulator: {error}", file=directory / CASES) from None
     for number, one in enumerate(listed):
-        tensors = [held[f"{number}.input.{place}"] for place in range(one["inputs"])]
+        tensors = [stored[f"{number}.input.{place}"] for place in range(one["inputs"])]
         case = Case(one["name"], one["module"], one["kernel"], tensors, one["arguments"])
         results = _call(case, cores, emulated)
-        wanted = [held[f"{number}.result.{place}"] for place in range(one["results"])]
+        wanted = [stored[f"{number}.result.{place}"] for place in range(one["results"])]
         yield Compared(one["name"], max(map(_difference, results, wanted)))
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
+def _difference(actual: Tensor, wanted: Tensor) -> float:
     """Relative L2; of integers 0 if equal, else 1."""
     if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found.to(wanted.dtype), wanted) else 1.0
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        return 0.0 if torch.equal(actual.to(wanted.dtype), wanted) else 1.0
+    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def _call(case: Case, cores: int, emulated: bool) -> list[Tensor]:
     kernel = getattr(import_module(f"kimi_k2.nki.kernels.{case.module}"), case.kernel)[cores]
-    given: list[Any] = case.tensors
+    inputs: list[Any] = case.tensors
     if emulated:
-        given = [_emulated(tensor) for tensor in given]
+        inputs = [_emulated(tensor) for tensor in inputs]
     else:
         import torch_xla
 
-        given = [tensor.to(torch_xla.device()) for tensor in given]
-    made = kernel(*given, **case.arguments)
+        inputs = [tensor.to(torch_xla.device()) for tensor in inputs]
+    made = kernel(*inputs, **case.arguments)
     return [_on_host(part) for part in (made if isinstance(made, list | tuple) else [made])]
 
 

@@ -223,8 +223,8 @@ def _configuration(library: Any, config: KimiK2Config, text: dict[str, Any], dir
 
 def _check_loaded(directory: str | Path, loading: dict[str, Any], left_out: tuple[str, ...]) -> None:
     """RuntimeError if anything was missing, not expected or wrong, names that begin with one of `left_out` aside."""
-    found = {kind: {name for name in names if not str(name).startswith(left_out)} for kind, names in loading.items()}
-    if faults := {kind: names for kind, names in found.items() if names}:
+    reported = {kind: {name for name in names if not str(name).startswith(left_out)} for kind, names in loading.items()}
+    if faults := {kind: names for kind, names in reported.items() if names}:
         raise RuntimeError(f"{directory}: not the weights that transformers expects: {faults}")
 
 

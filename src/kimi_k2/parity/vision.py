@@ -78,7 +78,7 @@ class Divergence:
 
 
 def first_divergence(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-5
+    actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-5
 ) -> Divergence | None:
     """The first point in `wanted`'s order whose relative L2 exceeds the tolerance; None if there is none.
 
@@ -86,10 +86,10 @@ def first_divergence(
         ParityError: a point is missing or has another shape.
     """
     for point, value in wanted.items():
-        if point not in found or found[point].shape != value.shape:
-            shape = list(found[point].shape) if point in found else None
+        if point not in actual or actual[point].shape != value.shape:
+            shape = list(actual[point].shape) if point in actual else None
             raise ParityError(f"{point}: expected {list(value.shape)}, got {shape}")
-        relative = float((found[point].double() - value.double()).norm() / value.double().norm())
+        relative = float((actual[point].double() - value.double()).norm() / value.double().norm())
         if not relative <= tolerance:
             return Divergence(point, relative)
     return None

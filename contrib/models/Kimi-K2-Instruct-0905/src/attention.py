@@ -161,11 +161,11 @@ class KimiK2Attention(nn.Module):
                 q_latent, q_rope = group_heads(torch.cat((q_latent, q_rope), dim=-1)).split(widths, dim=-1)
             if decode and self.kernel is not None and self.kernel.takes(q_latent, slots):
                 query, lengths = torch.cat((q_latent, q_rope), dim=-1), attention_mask[:, 0, 0].sum(dim=1)
-                given = (query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
+                kernel_args = (query, latents, keys, latent, k_rope, lengths, hf.softmax_scale, slots)
                 if query.shape[2] == 1 and not self.flash_decoding:
-                    summed = self.kernel(*given)
+                    summed = self.kernel(*kernel_args)
                 else:
-                    cached = self.kernel.of_cache(*given)
+                    cached = self.kernel.of_cache(*kernel_args)
                     assert active_mask is not None  # NxDI makes it for several tokens, and for a part of the cache
                     present = self._masked(scores(k_rope, latent), active_mask)
                     summed = self._with_present(cached, present, latent)

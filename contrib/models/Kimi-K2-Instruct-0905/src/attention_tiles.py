@@ -68,9 +68,9 @@ class AttentionTiles(nn.Module):
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """q_b of float tiles: [B, S, q_lora_rank] to [B, S, h, 128] without position and [B, S, h, rope]."""
-        held = self._held("q_b").flatten(0, 1)
-        both = in_order_of_tiles(normed) @ held
-        plain, rotary = both.split([self.heads * PARTITIONS, held.shape[1] - self.heads * PARTITIONS], dim=2)
+        q_b = self._held("q_b").flatten(0, 1)
+        both = in_order_of_tiles(normed) @ q_b
+        plain, rotary = both.split([self.heads * PARTITIONS, q_b.shape[1] - self.heads * PARTITIONS], dim=2)
         return plain.unflatten(2, (self.heads, -1)), rotary.unflatten(2, (self.heads, -1))
 
     def absorbed(self) -> Tensor:
@@ -79,20 +79,20 @@ class AttentionTiles(nn.Module):
 
     def values(self, summed: Tensor) -> Tensor:
         """W_UV of float tiles: sums of latents [B, h, S, rank] to [B, S, h * 128]."""
-        held = self._held("w_uv").flatten(1, 2)
-        return torch.einsum("bhsr,hrv->bshv", in_order_of_tiles(summed.to(held.dtype)), held).flatten(2)
+        w_uv = self._held("w_uv").flatten(1, 2)
+        return torch.einsum("bhsr,hrv->bshv", in_order_of_tiles(summed.to(w_uv.dtype)), w_uv).flatten(2)
 
     def output(self, values: Tensor, early: EarlyLogits | None, sequence_parallel: bool) -> Tensor:
         """o_proj of float tiles: [B, S, h * 128] to [B, S, H], summed over the ranks; `early.sums` is set.
 
         With `sequence_parallel` a rank's part of the sequence.
         """
-        held = self._held("o").flatten(0, 1)
+        o_proj = self._held("o").flatten(0, 1)
         by_row = values.unflatten(2, (self.heads, -1)).mT.flatten(2)
         if early is not None:
-            own = dot_float32(by_row, held, ([2], [0]), ([], []))
+            own = dot_float32(by_row, o_proj, ([2], [0]), ([], []))
             return reduced(own, early, early.part(values), values.dtype)
-        group, part = parallel_state.get_tensor_model_parallel_group(), (by_row @ held).to(self.reduce_dtype)
+        group, part = parallel_state.get_tensor_model_parallel_group(), (by_row @ o_proj).to(self.reduce_dtype)
         out: Tensor
         if sequence_parallel:
             out = reduce_scatter_to_sequence_parallel_region(part, 1, process_group=group, dtype=values.dtype)
@@ -102,15 +102,15 @@ class AttentionTiles(nn.Module):
 
     def of_group(self) -> dict[str, Tensor]:
         """OF_GROUP by the kernel's names; empty where there are none."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in OF_GROUP:
             tile = getattr(self, name, None)
             if tile is not None:
                 field = name.removeprefix("group_")
-                found[field] = tile.weight
+                tensors[field] = tile.weight
                 if tile.scale is not None:
-                    found[f"{field}_scales"] = tile.scale
-        return found
+                    tensors[f"{field}_scales"] = tile.scale
+        return tensors
 
     def _held(self, name: str) -> Tensor:
         tile = self.get_submodule(name)
@@ -121,15 +121,15 @@ class AttentionTiles(nn.Module):
         """What the kernel calls them: tensors, and the scales that float tiles do not have."""
         tensors: dict[str, Tensor] = {}
         absent: dict[str, None] = {}
-        for name, held in self.named_children():
-            assert isinstance(held, TileWeights)
+        for name, tile in self.named_children():
+            assert isinstance(tile, TileWeights)
             if name in OF_GROUP:
                 continue
-            tensors[f"{name}_tiles"] = held.weight
-            if held.scale is None:
+            tensors[f"{name}_tiles"] = tile.weight
+            if tile.scale is None:
                 absent[f"{name}_scales"] = None
             else:
-                tensors[f"{name}_scales"] = held.scale
+                tensors[f"{name}_scales"] = tile.scale
         return tensors, absent
 
 
@@ -172,7 +172,7 @@ class AttentionBlockKernel(NkiKernel):
             (output float32 [B, 1, H], to be summed over the ranks; new latents [B, 1, rank]; new keys [B, 1, rope];
             this rank's summand of the logits float32 [B, 1, E]).
         """
-        dtype, given = projected.dtype, projected.squeeze(1)
+        dtype, qkv_a = projected.dtype, projected.squeeze(1)
         keys, latents = (part.to(dtype) for part in cache)
         tensors, absent = tiles.arguments()
         named = {
@@ -182,7 +182,7 @@ class AttentionBlockKernel(NkiKernel):
             "keys": keys,
             "lengths": lengths.to(torch.int32).unsqueeze(1),
         }
-        batch, hidden = len(given), tensors["o_tiles"].shape[2]
+        batch, hidden = len(qkv_a), tensors["o_tiles"].shape[2]
         results: list[Result] = [
             ((batch, hidden // 128, 128), torch.float32),
             ((batch, latents.shape[2]), dtype),
@@ -193,7 +193,7 @@ class AttentionBlockKernel(NkiKernel):
             named["residual"] = router.own_columns(early.residual, early.rank).squeeze(1).to(dtype)
             named["early_residual"], named["early_heads"] = router.residual_weight, router.heads_weight
             results.append(((batch, router.residual_weight.shape[1]), torch.float32))
-        first = [given.to(dtype), *(weight.to(dtype) for weight in norms)]
+        first = [qkv_a.to(dtype), *(weight.to(dtype) for weight in norms)]
         made = self.run(first, {**absent, **options}, results, named=named)
         out, new_latents, new_keys = (part.unsqueeze(1) for part in made[:3])
         logits = None if early is None else made[3].unsqueeze(1)

@@ -30,10 +30,10 @@ class LatentBlockKVCacheManager(BlockKVCacheManager):
 
     def get_cache(self, active_block_table: Tensor, whole: Any = None, **kwargs: Any) -> Any:
         """NxDI's; a kernel that runs all layers is given the sequences' caches, which NxDI gathers."""
-        found = super().get_cache(active_block_table, **kwargs)
+        caches = super().get_cache(active_block_table, **kwargs)
         if whole is not None:
-            whole.caches = found
-        return found
+            whole.caches = caches
+        return caches
 
     def update_kv_by_layer_id(
         self, idx: int, kv_per_layer: tuple[Tensor, Tensor], scatter_index: Tensor | None = None, **kwargs: Any

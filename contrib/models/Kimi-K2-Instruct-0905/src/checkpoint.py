@@ -49,13 +49,13 @@ def convert_state_dict(
     Raises:
         MissingTensorError, UnexpectedTensorError: it is not the model's.
     """
-    given = {
+    stored_names = {
         name if name.startswith(("model.", "lm_head.")) else f"model.{name}": name
         for name in state_dict
         if not IGNORED.search(name)
     }
-    read, dtype = lambda name: state_dict.pop(given[name]), neuron_config.torch_dtype
-    state = whole_state_dict(config, dtype, experts, given, read, **_layout(neuron_config))
+    read, dtype = lambda name: state_dict.pop(stored_names[name]), neuron_config.torch_dtype
+    state = whole_state_dict(config, dtype, experts, stored_names, read, **_layout(neuron_config))
     return _ranked(state, neuron_config.tp_degree)
 
 
@@ -77,10 +77,10 @@ def check_router_bias(loaded: Any, source: str | Path, compiled: str | Path | No
     if not weights:
         _LOG.warning("the routers' biases cannot be read back from the device: NxD's model has no weights")
         return
-    held = {name.replace("->", ".").removeprefix("target_model."): tensor for name, tensor in weights[0].items()}
+    tensors = {name.replace("->", ".").removeprefix("target_model."): tensor for name, tensor in weights[0].items()}
     for name, stored in _stored_biases(source, compiled, first):
-        found = held[name].cpu() if name in held else None
-        if found is None or found.dtype != torch.float32 or not torch.equal(found, stored):
+        bias = tensors[name].cpu() if name in tensors else None
+        if bias is None or bias.dtype != torch.float32 or not torch.equal(bias, stored):
             where = compiled or source
             raise CheckpointError("on the device it is not float32 with the file's bits", file=where, tensor=name)
 
@@ -107,9 +107,9 @@ def _layout(neuron_config: Any) -> dict[str, Any]:
 def _ranked(state: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
     """With the rank numbers that NxD cuts like a weight, and what groups of ranks share once for each rank."""
     numbers = torch.arange(world_size, dtype=torch.int32)
-    for name, held in state.items():
+    for name, tensor in state.items():
         if name.split(".")[-2] in OF_GROUP:
-            group = world_size * CORES // len(held)
-            copies = held.unflatten(0, (-1, CORES)).view(torch.uint8 if held.dtype.itemsize == 1 else held.dtype)
-            state[name] = copies.repeat_interleave(group, dim=0).flatten(0, 1).view(held.dtype)
+            group = world_size * CORES // len(tensor)
+            copies = tensor.unflatten(0, (-1, CORES)).view(torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype)
+            state[name] = copies.repeat_interleave(group, dim=0).flatten(0, 1).view(tensor.dtype)
     return {"rank_util.rank": numbers, **state}

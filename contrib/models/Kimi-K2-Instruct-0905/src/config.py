@@ -188,8 +188,8 @@ class KimiK2InferenceConfig(InferenceConfig):
         shared, dtype = self.experts.shared, self.neuron_config.torch_dtype
         if shared is None:
             return None
-        held: torch.dtype = dtype if shared.quantization_type is None else torch.float8_e4m3fn
-        return held
+        tile_dtype: torch.dtype = dtype if shared.quantization_type is None else torch.float8_e4m3fn
+        return tile_dtype
 
     def _check_parallelism(self) -> None:
         hf, neuron = self.hf, self.neuron_config

@@ -71,8 +71,8 @@ def states(model: Any) -> list[torch.Tensor]:
 def copy_states(wrappers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
     """Give every submodel the states that one of them returned; on a device they share them."""
     for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
-        held = states(model)
-        for one, new in zip(held, outputs[-len(held) :], strict=True):
+        model_states = states(model)
+        for one, new in zip(model_states, outputs[-len(model_states) :], strict=True):
             one.data = new
 
 

@@ -44,13 +44,13 @@ class DecodeLayersKernel(NkiKernel):
         self.ranks, self.group = ranks, group
 
     def call(
-        self, layers: Sequence[Tensors], given: Tensors, numbers: dict[str, Any], results: Sequence[Result]
+        self, layers: Sequence[Tensors], inputs: Tensors, numbers: dict[str, Any], results: Sequence[Result]
     ) -> list[Tensor]:
         """Run or lower it.
 
         Args:
             layers: of each layer its tensors, by the fields of the kernel's `Layer`; what is missing is None.
-            given: the kernel's other tensors, by its arguments' names; `hidden` first.
+            inputs: the kernel's other tensors, by its arguments' names; `hidden` first.
             numbers: its other arguments.
             results: shape and dtype of each result.
         """
@@ -58,13 +58,13 @@ class DecodeLayersKernel(NkiKernel):
         if self.group > 1:
             firsts = range(0, self.ranks, self.group)
             numbers["cache_groups"] = tuple(tuple(range(first, first + self.group)) for first in firsts)
-        device = given["hidden"].device
+        device = inputs["hidden"].device
         if self.emulated and device.type == "xla":
-            named = {**given, **named_layers(layers)}
+            named = {**inputs, **named_layers(layers)}
             return self._lowered(self.name, list(named.values()), {**numbers, "named": list(named)}, results)
         module: Any = import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}")
         kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
-        arguments = {name: kept(tensor) for name, tensor in given.items()}
+        arguments = {name: kept(tensor) for name, tensor in inputs.items()}
         arguments["layers"] = tuple(
             module.layer_of({name: kept(part) for name, part in layer.items()}) for layer in layers
         )
@@ -83,14 +83,14 @@ def named_layers(layers: Sequence[Tensors]) -> Tensors:
 
 def _gather(group: Sequence[int], mine: Any) -> list[Any]:
     """What each process of a group brings, in CPU mode."""
-    found: list[Any] = [None] * len(group)
+    gathered: list[Any] = [None] * len(group)
     own = torch.distributed.group.WORLD
     if list(group) != list(range(torch.distributed.get_world_size())):
         from neuronx_distributed.parallel_layers import parallel_state
 
         own = parallel_state.get_kv_shared_group()
-    torch.distributed.all_gather_object(found, mine, group=own)
-    return found
+    torch.distributed.all_gather_object(gathered, mine, group=own)
+    return gathered
 
 
 class WholeLayers:
@@ -149,7 +149,7 @@ class WholeLayers:
         if group > 1:  # NxDI's mask is over the slots that it reserves too
             slots -= EXTRA_RESERVED_SPACE
             attention_mask = attention_mask[..., :slots]
-        given = {
+        inputs = {
             "hidden": hidden_states.flatten(0, 1).to(torch.float32),
             "projected": projected.flatten(0, 1),
             "rotation": kernel_rotation(*attention.rotation(position_ids.reshape(tokens, 1), torch.float32)),
@@ -166,10 +166,10 @@ class WholeLayers:
         if group > 1:
             assert active_mask is not None
             own = active_mask[:, 0].diagonal(dim1=1, dim2=2)
-            given["own"] = own.reshape(tokens, 1).to(torch.int32)
+            inputs["own"] = own.reshape(tokens, 1).to(torch.int32)
         if experts.moe_expert_model_parallel_group.size() > 1:  # one graph for all ranks
-            held = experts.get_spmd_rank().get_local_expert_indices().view(-1)
-            given["first_expert"] = held[:1].to(torch.int32).unsqueeze(1)
+            local_experts = experts.get_spmd_rank().get_local_expert_indices().view(-1)
+            inputs["first_expert"] = local_experts[:1].to(torch.int32).unsqueeze(1)
         else:
             numbers["first_expert"] = 0
         each, before = self.each or len(moe), len(self.layers) - len(moe)
@@ -184,17 +184,17 @@ class WholeLayers:
             ]
             if end < len(moe):
                 results.append(((tokens, -(-hf.qkv_a_dim // 128), 128), torch.float32))
-            out, latents, keys, *following = self.kernel.call(tensors, given, numbers, results)
+            out, latents, keys, *following = self.kernel.call(tensors, inputs, numbers, results)
             self._entries += [
                 (key.unflatten(0, (batch, 1, length)), latent.unflatten(0, (batch, 1, length)))
                 for key, latent in zip(keys.unbind(0), latents.unbind(0), strict=True)
             ]
-            given["hidden"] = out.flatten(1)
+            inputs["hidden"] = out.flatten(1)
             if states is not None:
-                states.pass_by(before + end, given["hidden"].unflatten(0, (batch, length)).to(dtype))
+                states.pass_by(before + end, inputs["hidden"].unflatten(0, (batch, length)).to(dtype))
             if following:
-                given["projected"] = following[0].flatten(1)[:, : hf.qkv_a_dim].contiguous()
-        return given["hidden"].unflatten(0, (batch, length)).to(dtype)
+                inputs["projected"] = following[0].flatten(1)[:, : hf.qkv_a_dim].contiguous()
+        return inputs["hidden"].unflatten(0, (batch, length)).to(dtype)
 
 
 def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:

@@ -86,11 +86,11 @@ def draft_state_dict(directory: str | Path, config: KimiK2DraftConfig) -> dict[s
         CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
     """
     draft, dtype = config.draft, config.neuron_config.torch_dtype
-    held, tokens = read_head(Path(directory), draft, config.hf)
+    weights, tokens = read_head(Path(directory), draft, config.hf)
     if draft.form == "mla":
-        parts = [held.pop(f"midlayer.self_attn.{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-        held["midlayer.self_attn.qkv_a_proj.weight"] = torch.cat(parts)
-    state = {name.replace("midlayer.", "layers.0.", 1): tensor.to(dtype) for name, tensor in held.items()}
+        parts = [weights.pop(f"midlayer.self_attn.{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        weights["midlayer.self_attn.qkv_a_proj.weight"] = torch.cat(parts)
+    state = {name.replace("midlayer.", "layers.0.", 1): tensor.to(dtype) for name, tensor in weights.items()}
     tokens = torch.arange(draft.draft_vocab_size) if tokens is None else tokens
     ranks = torch.arange(config.neuron_config.tp_degree, dtype=torch.int32)
     return {"tokens": tokens.to(torch.int32), "rank_util.rank": ranks, **state}
@@ -117,4 +117,4 @@ def fused_state_dict(target: dict[str, Tensor], draft: dict[str, Tensor]) -> dic
     """
     shared = {name: target[name] for name in ("embed_tokens.weight", "lm_head.weight")}
     both = {"target_model": target, "draft_model": shared | draft}
-    return {f"{model}.{name}": tensor for model, held in both.items() for name, tensor in held.items()}
+    return {f"{model}.{name}": tensor for model, tensors in both.items() for name, tensor in tensors.items()}

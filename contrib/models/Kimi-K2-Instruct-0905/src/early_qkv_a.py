@@ -44,8 +44,8 @@ class EarlyProjections(BaseParallelLinear):
             shape = (size // self.ranks, hf.qkv_a_dim)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=neuron.torch_dtype), False))
             # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
-            held = self.get_parameter(name)
-            set_tensor_model_parallel_attributes(held, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
+            weight = self.get_parameter(name)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
 
     def of_residual(self, residual: Tensor, rank: Tensor) -> Tensor:
         """This rank's summand of a residual [B, S, H] that all ranks hold, float32 [B, S, N]; `rank` is int [1]."""

@@ -37,18 +37,20 @@ class EarlyRouter(BaseParallelLinear):
         self.eps = hf.rms_norm_eps
         values = hf.num_attention_heads * hf.v_head_dim
         for name, rows in (("residual_weight", hf.hidden_size), ("heads_weight", values)):
-            held = nn.Parameter(torch.empty(rows // self.ranks, hf.n_routed_experts, dtype=DTYPE), requires_grad=False)
-            self.register_parameter(name, held)
+            weight = nn.Parameter(
+                torch.empty(rows // self.ranks, hf.n_routed_experts, dtype=DTYPE), requires_grad=False
+            )
+            self.register_parameter(name, weight)
             # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
-            held = self.get_parameter(name)
-            set_tensor_model_parallel_attributes(held, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
+            weight = self.get_parameter(name)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1, num_partitions=self.ranks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EarlyRouter:
         """Move with the model, but stay in float32."""
-        kept = {name: held.detach().clone() for name, held in self.named_parameters()}
+        kept = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
         super()._apply(fn, recurse)
-        for name, held in self.named_parameters():
-            held.data = kept[name].to(held.device)
+        for name, parameter in self.named_parameters():
+            parameter.data = kept[name].to(parameter.device)
         return self
 
     def own_columns(self, residual: Tensor, rank: Tensor) -> Tensor:

@@ -132,12 +132,12 @@ class RouterKernel(NkiKernel):
             weight: [E, H], which is transposed for the kernel; or [H, E] if `transposed`.
         """
         weight = weight.to(tokens.dtype)
-        given = [tokens, weight if transposed else weight.T.contiguous(), e_score_correction_bias.unsqueeze(0)]
+        inputs = [tokens, weight if transposed else weight.T.contiguous(), e_score_correction_bias.unsqueeze(0)]
         arguments = {**_routing(top_k, norm_topk_prob, routed_scaling_factor), "return_logits": True}
         count, experts = len(tokens), e_score_correction_bias.shape[0]
         chosen, every = (count, top_k), (count, experts)
         kinds = ((chosen, torch.int32), (chosen, torch.float32), (every, torch.float32), (every, torch.float32))
-        index, _, affinities, logits = self.run(given, arguments, kinds)
+        index, _, affinities, logits = self.run(inputs, arguments, kinds)
         return logits, affinities, index.to(torch.long)
 
     def choose(
@@ -152,8 +152,8 @@ class RouterKernel(NkiKernel):
         arguments = _routing(top_k, norm_topk_prob, routed_scaling_factor)
         chosen = (len(logits), top_k)
         kinds = ((chosen, torch.int32), (chosen, torch.float32), (tuple(logits.shape), torch.float32))
-        given = [logits, e_score_correction_bias.unsqueeze(0)]
-        index, _, affinities = self.run(given, arguments, kinds, "noaux_tc_choice")
+        inputs = [logits, e_score_correction_bias.unsqueeze(0)]
+        index, _, affinities = self.run(inputs, arguments, kinds, "noaux_tc_choice")
         return logits, affinities, index.to(torch.long)
 
 
@@ -278,7 +278,7 @@ class ExpertsKernel(NkiKernel):
                 `shared`, [1, I, N].
         """
         tokens, hidden = hidden_states.shape
-        given = [
+        inputs = [
             hidden_states.to(self.input_dtype(routed[0], hidden_states)),
             *routed,
             expert_index.to(torch.int32),
@@ -295,5 +295,5 @@ class ExpertsKernel(NkiKernel):
             if early[1] is not None:
                 named["shared_early_weight"] = early[1].squeeze(0)
         arguments = {"first_expert": 0, "num_experts": num_experts}
-        out, *columns = self.run(given, arguments, results, named=named)
+        out, *columns = self.run(inputs, arguments, results, named=named)
         return [out.reshape(tokens, hidden), *columns]

@@ -44,10 +44,10 @@ class LatentKVCacheManager(KVCacheManager):
 
     def get_cache(self, seq_len: int, **kwargs: Any) -> Any:
         """NxDI's; a kernel that runs all layers is given the whole."""
-        found = super().get_cache(seq_len, **kwargs)
+        caches = super().get_cache(seq_len, **kwargs)
         if (whole := kwargs.get("whole")) is not None:
-            whole.caches = found
-        return found
+            whole.caches = caches
+        return caches
 
     def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it.
@@ -58,8 +58,8 @@ class LatentKVCacheManager(KVCacheManager):
             kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE
-        found: tuple[Tensor, Tensor] = super().get_kv_by_layer_id(idx, seq_len, *args, **kwargs)
-        return found
+        layer_cache: tuple[Tensor, Tensor] = super().get_kv_by_layer_id(idx, seq_len, *args, **kwargs)
+        return layer_cache
 
     def update_kv_by_layer_id(
         self,

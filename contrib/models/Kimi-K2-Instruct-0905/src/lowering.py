@@ -150,9 +150,9 @@ def _place(module: nn.Module) -> dict[str, torch.Tensor]:
     for path, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                held = _placeholder(parameter)
-                child._parameters[name] = held
-                placed[f"{path}.{name}".lstrip(".")] = held
+                placeholder = _placeholder(parameter)
+                child._parameters[name] = placeholder
+                placed[f"{path}.{name}".lstrip(".")] = placeholder
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer.to(torch_xla.device())

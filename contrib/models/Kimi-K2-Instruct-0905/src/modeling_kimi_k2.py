@@ -336,8 +336,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         Raises:
             ValueError: such a prompt comes together with others.
         """
-        given = {"seq_ids": seq_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-        for part in prefill.parts(self.neuron_config, {"input_ids": input_ids, **given}):
+        inputs = {"seq_ids": seq_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
+        for part in prefill.parts(self.neuron_config, {"input_ids": input_ids, **inputs}):
             out = super().forward(**part)
         return out
 

@@ -285,8 +285,8 @@ def _check_blocks(config: Any) -> None:
             raise ConfigError("expected False: not followed together with is_prefix_caching", field=name)
     block = config.pa_block_size
     for name in ("max_context_length", "seq_len", "prefix_buckets", "token_generation_buckets"):
-        given = getattr(config, name) or []
-        for size in given if isinstance(given, list) else [given]:
+        lengths = getattr(config, name) or []
+        for size in lengths if isinstance(lengths, list) else [lengths]:
             if size % block:
                 raise ConfigError(f"expected a multiple of pa_block_size ({block}), got {size}", field=name)
     if config.pa_num_blocks * block < config.seq_len:

@@ -134,14 +134,14 @@ class CpuFp8ExpertGather:
             if expert_indices is None or self.bias is not None:
                 out: torch.Tensor = original(self, input, expert_indices)
                 return out
-            held = {name: self._parameters[name] for name in ("weight", "scale")}
-            chosen = held["weight"].view(torch.int8)[expert_indices].view(held["weight"].dtype)
-            self._parameters.update(weight=chosen, scale=held["scale"][expert_indices])
+            parameters = {name: self._parameters[name] for name in ("weight", "scale")}
+            chosen = parameters["weight"].view(torch.int8)[expert_indices].view(parameters["weight"].dtype)
+            self._parameters.update(weight=chosen, scale=parameters["scale"][expert_indices])
             try:
                 computed: torch.Tensor = original(self, input)
                 return computed
             finally:
-                self._parameters.update(held)
+                self._parameters.update(parameters)
 
         forward._kimi_k2_patch = True  # type: ignore[attr-defined]
         Upstream.forward = forward

@@ -38,9 +38,11 @@ def preshard(model_path: str | Path, directory: str | Path, neuron_config: Any) 
         CheckpointError: the checkpoint is damaged, or the disk is full.
     """
     config = KimiK2Config.from_pretrained(model_path)
-    layout, given = layout_of(neuron_config), held_format(neuron_config).neuron_options()
-    if given != (written := expert_formats()[layout.experts].for_layout(config, layout).neuron_options()):
-        raise ConfigError(f"expected {written}, the options of the files, got {given}", field="quantization_block_size")
+    layout, options = layout_of(neuron_config), held_format(neuron_config).neuron_options()
+    if options != (written := expert_formats()[layout.experts].for_layout(config, layout).neuron_options()):
+        raise ConfigError(
+            f"expected {written}, the options of the files, got {options}", field="quantization_block_size"
+        )
     if (Path(directory) / MANIFEST).exists():
         check_made_for(directory, config, layout)
         return

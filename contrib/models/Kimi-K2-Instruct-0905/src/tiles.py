@@ -56,10 +56,10 @@ class TileWeights(BaseParallelLinear):
     ) -> None:
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
-        held = self.get_parameter(name)
-        set_tensor_model_parallel_attributes(held, is_parallel=True, dim=dim, stride=stride, num_partitions=tp)
+        parameter = self.get_parameter(name)
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride, num_partitions=tp)
         if ep > 1:
-            marked: Any = held
+            marked: Any = parameter
             marked.expert_model_parallel = marked.is_prefill = True
             marked.expert_distribution = None
 
@@ -118,9 +118,9 @@ class TiledExperts(nn.Module):
     def alone(self) -> dict[str, Tensor]:
         """`tiles` of a stack of one expert, by name, without that dimension and without the scales of float weights."""
         names = ("gate_up", "gate_up_scales", "down", "down_scales")
-        held = {name: part.squeeze(0) for name, part in zip(names, self.tiles(), strict=True)}
+        parts = {name: part.squeeze(0) for name, part in zip(names, self.tiles(), strict=True)}
         floats = self.gate_up_proj.scale is None
-        return {name: part for name, part in held.items() if not (floats and name.endswith("_scales"))}
+        return {name: part for name, part in parts.items() if not (floats and name.endswith("_scales"))}
 
     def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the kernel takes: gate and up [E, 128, H/128, 2 I], scales [E, 2, H/128], down [E, I, H], [E, H/128]."""
@@ -195,8 +195,8 @@ class BlockExperts(nn.Module):
 
     def _product(self, name: str, x: Tensor, expert_indices: Tensor | None) -> Tensor:
         """[E' or 1, T, K] by weights [E', K, N]: [E', T, N]."""
-        held: Any = self.get_submodule(name)
-        weight, scale = held.chosen(expert_indices)
+        projection: Any = self.get_submodule(name)
+        weight, scale = projection.chosen(expert_indices)
         scale = scale.repeat_interleave(self.block, dim=2)
         x = x.expand(len(weight), -1, -1)
         if x.shape[1] >= self.block:

@@ -63,8 +63,8 @@ def choose_bucket(grids: Sequence[Grid], buckets: Sequence[VisionBucket], config
     ]
     if not fitting:
         needed = sum(grid.height * grid.width for grid in grids)
-        held = ", ".join(f"{bucket.patches} of {bucket.frames} frames" for bucket in buckets)
-        raise MediaError(f"{needed} patches of {longest} frames fit no compiled bucket ({held})")
+        compiled = ", ".join(f"{bucket.patches} of {bucket.frames} frames" for bucket in buckets)
+        raise MediaError(f"{needed} patches of {longest} frames fit no compiled bucket ({compiled})")
     return min(fitting, key=lambda bucket: (bucket.patches, bucket.frames))
 
 

@@ -35,8 +35,8 @@ def lower_vision(
         shapes = input_shapes(vision, bucket, dtype)
         inputs = []
         for number, (shape, kind) in enumerate(shapes):
-            held = placed[f"input.{number}"] = _placeholder(torch.empty(shape, dtype=kind, device="meta"))
-            inputs.append(held)
+            placeholder = placed[f"input.{number}"] = _placeholder(torch.empty(shape, dtype=kind, device="meta"))
+            inputs.append(placeholder)
         with torch.no_grad():
             outputs = [module(*inputs)]
         return _graph(STAGE, count, outputs, placed, {})

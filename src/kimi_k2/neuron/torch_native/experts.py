@@ -27,15 +27,15 @@ def scaled_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         scale: None; float32 [N, 1, W], a scale a channel; or [N, K / b, W / b], one a block. Sums over a block are
             scaled before they are added, so no dequantized matrix is made.
     """
-    held = weight.to(x.dtype)
+    matrices = weight.to(x.dtype)
     if scale is None:
-        return torch.bmm(x, held)
+        return torch.bmm(x, matrices)
     if scale.shape[1:] == (1, weight.shape[2]):
-        return (torch.bmm(x, held).to(torch.float32) * scale).to(x.dtype)
+        return (torch.bmm(x, matrices).to(torch.float32) * scale).to(x.dtype)
     count, blocks, columns = scale.shape
     block = weight.shape[1] // blocks
     rows = x.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)  # [N * K/b, M, b]
-    sums = torch.bmm(rows, held.unflatten(1, (blocks, block)).flatten(0, 1)).to(torch.float32)
+    sums = torch.bmm(rows, matrices.unflatten(1, (blocks, block)).flatten(0, 1)).to(torch.float32)
     spread = scale.repeat_interleave(weight.shape[2] // columns, dim=2).flatten(0, 1).unsqueeze(1)
     out: Tensor = (sums * spread).unflatten(0, (count, blocks)).sum(1)
     return out.to(x.dtype)
@@ -67,10 +67,10 @@ class Experts:
         local = topk_indices - self.first
         count = len(self.routed.get_parameter("down_proj.weight"))
         if self.kernels is not None and decode and topk_indices.numel() < count:
-            held, beside = dict(self.routed.named_parameters()), {}
+            routed, beside = dict(self.routed.named_parameters()), {}
             if self.shared is not None:
                 beside = dict(self.shared.named_parameters())
-            made = self.kernels.experts(x, held, beside, local, topk_weights, self.total)
+            made = self.kernels.experts(x, routed, beside, local, topk_weights, self.total)
             if made is not None:
                 return made.to(x.dtype)
         out = self._routed(x, local, topk_weights, count, decode=decode)
@@ -130,8 +130,8 @@ class Experts:
         return self._matmul(silu(gate) * up, stack.get_submodule("down_proj"), experts)
 
     def _matmul(self, x: Tensor, projection: nn.Module, experts: Tensor | None) -> Tensor:
-        held: dict[str, Tensor] = dict(projection.named_parameters())
-        weight, scale = held["weight"], held.get("scale")
+        parameters: dict[str, Tensor] = dict(projection.named_parameters())
+        weight, scale = parameters["weight"], parameters.get("scale")
         if experts is not None:
             # FP8 is gathered as bytes: index_select has no FP8 on a CPU.
             weight = weight[experts] if scale is None else weight.view(torch.uint8)[experts].view(weight.dtype)

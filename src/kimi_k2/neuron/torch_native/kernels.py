@@ -67,7 +67,7 @@ class Kernels:
     def experts(
         self,
         x: Tensor,
-        held: Mapping[str, Tensor],
+        routed: Mapping[str, Tensor],
         shared: Mapping[str, Tensor],
         index: Tensor,
         weights: Tensor,
@@ -77,7 +77,7 @@ class Kernels:
 
         Args:
             x: activations.
-            held: the routed experts' tiles and scales by the names of their parameters.
+            routed: the routed experts' tiles and scales by the names of their parameters.
             shared: the shared expert's, empty where it is elsewhere.
             index: int64 [T, 8], numbers among this rank's experts; others lie outside.
             weights: float32 [T, 8].
@@ -87,7 +87,7 @@ class Kernels:
             return None
         run = self.wrap(self.made["selective_experts"])[self.cores]
         named = {f"shared_{name}": tensor.squeeze(0) for name, tensor in tiles(shared).items()}
-        out = run(x, *tiles(held).values(), index.to(torch.int32), weights, 0, count, **named)
+        out = run(x, *tiles(routed).values(), index.to(torch.int32), weights, 0, count, **named)
         return out.reshape(x.shape)  # type: ignore[no-any-return]
 
     def attention(
@@ -128,16 +128,16 @@ class Kernels:
         )
 
 
-def tiles(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tiles(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters under the names of the kernel's arguments, in its order."""
-    if not held:
+    if not parameters:
         return {}
-    gate_up, down = held["gate_up_proj.weight"], held["down_proj.weight"]
-    if "down_proj.scale" not in held:  # the shared expert of an INT4 checkpoint
+    gate_up, down = parameters["gate_up_proj.weight"], parameters["down_proj.weight"]
+    if "down_proj.scale" not in parameters:  # the shared expert of an INT4 checkpoint
         return {"gate_up_tiles": gate_up, "down_tiles": down}
     return {
         "gate_up_tiles": gate_up,
-        "gate_up_scales": held["gate_up_proj.scale"],
+        "gate_up_scales": parameters["gate_up_proj.scale"],
         "down_tiles": down,
-        "down_scales": held["down_proj.scale"].squeeze(1),
+        "down_scales": parameters["down_proj.scale"].squeeze(1),
     }

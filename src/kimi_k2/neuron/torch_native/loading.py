@@ -82,18 +82,18 @@ def _from_checkpoint(
         converter, error = Converter(config, layout, every), ConversionError()
         for layer, tensors in of_layer.items():
             made: dict[str, Tensor] = {}
-            held = next(
+            local_experts = next(
                 (tensor.experts_of(ranks.moe_rank) for tensor in tensors if ".mlp_op." in tensor.name), range(0)
             )
             for unit in units(modules[layer], layout, shared=converter.holds_shared):
                 routed = unit.expert is not None and ".shared_experts." not in unit.modules[0]
-                if routed and unit.expert not in held:
+                if routed and unit.expert not in local_experts:
                     continue
                 stored: dict[str, Stored] = {}
                 for module in unit.modules:
                     stored[module] = {name.rpartition(".")[2]: reader.get(name) for name in modules[layer][module]}
                     reader.check_module(module, stored[module])
-                converter.report = unit.expert == held.start  # one a layer: the load is to be no slower for it
+                converter.report = unit.expert == local_experts.start  # one a layer: the load is to be no slower for it
                 parts, measured = converter.convert(unit, stored)
                 error.add(measured)
                 for part in parts:

@@ -112,9 +112,9 @@ class KimiK2ForVllmNeuron(nn.Module):
         hf_config = hf_config if hf_config is not None else vllm_config.model_config.hf_config
         self.config = config = KimiK2Config.from_engine(hf_config)
         self.dtype = torch.get_default_dtype() if vllm_config is None else vllm_config.model_config.dtype
-        held = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-        if vllm_config is None and held is not None:
-            self.dtype = getattr(torch, held) if isinstance(held, str) else held
+        config_dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        if vllm_config is None and config_dtype is not None:
+            self.dtype = getattr(torch, config_dtype) if isinstance(config_dtype, str) else config_dtype
         self.experts = getattr(neuron_config, "quantization", None) or DEFAULT_FORMAT
         self.ranks = Ranks.of_process(neuron_config)
         self.planned = planned_tensors(config, self.ranks, self.experts, self.dtype)

@@ -50,8 +50,8 @@ def check_neuron_config(neuron_config: Any) -> None:
         value = getattr(neuron_config, name)
         if value not in (default, None):
             raise ConfigError(f"Kimi-K2 has no such option here: expected {default!r}, got {value!r}", field=name)
-    if (held := neuron_config.quantization) not in (None, *FORMATS):
-        raise ConfigError(f"expected one of {', '.join(FORMATS)}, got {held!r}", field="quantization")
+    if (quantization := neuron_config.quantization) not in (None, *FORMATS):
+        raise ConfigError(f"expected one of {', '.join(FORMATS)}, got {quantization!r}", field="quantization")
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ FORCED = [[33, 34, 35, 36, 37, 38], [210, 211, 212, 213, 214, 215]]
 def configuration(directory: str | Path, experts: str, **options: Any) -> KimiK2InferenceConfig:
     """The model's configuration with its routed experts held as `experts` says: blockwise, per_channel or bf16."""
     layout = Layout(TP, EP, experts=experts)
-    held = expert_formats()[experts].for_layout(KimiK2Config.from_pretrained(directory), layout).neuron_options()
+    for_experts = expert_formats()[experts].for_layout(KimiK2Config.from_pretrained(directory), layout).neuron_options()
     neuron = KimiK2NeuronConfig(
         tp_degree=TP * EP,
         moe_tp_degree=TP,
         moe_ep_degree=EP,
         on_cpu=ON_CPU,
         save_sharded_checkpoint=not ON_CPU,
-        **held,
+        **for_experts,
         **options,
     )
     return KimiK2InferenceConfig(neuron, load_config=load_kimi_config(directory))
@@ -84,13 +84,13 @@ def logits_of(app: NeuronKimiK2ForCausalLM) -> torch.Tensor:
     ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in PROMPTS])
     mask = (torch.arange(width) < lengths[:, None]).to(torch.int32)
     positions = torch.where(mask.bool(), torch.arange(width).expand_as(ids), torch.ones_like(ids))
-    found = [app(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1]]
+    logits = [app(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1]]
     for step in range(len(FORCED[0])):
         at = lengths + step
         mask = (torch.arange(int(at.max()) + 1) < at[:, None]).to(torch.int32)
         token = torch.tensor([[row[step]] for row in FORCED])
-        found.append(app(input_ids=token, attention_mask=mask, position_ids=at[:, None]).logits[:, -1])
-    return torch.stack(found)
+        logits.append(app(input_ids=token, attention_mask=mask, position_ids=at[:, None]).logits[:, -1])
+    return torch.stack(logits)
 
 
 @torch.inference_mode()

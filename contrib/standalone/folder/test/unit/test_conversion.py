@@ -56,10 +56,10 @@ def _linears() -> dict[str, tuple[int, int]]:
     hidden, heads = TINY["hidden_size"], TINY["num_attention_heads"]
     q, kv, rope, nope, v = (TINY[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim",
                                                     "qk_nope_head_dim", "v_head_dim"))  # fmt: skip
-    found = {}
+    shapes = {}
     for layer in range(TINY["num_hidden_layers"]):
         root = f"model.layers.{layer}"
-        found |= {
+        shapes |= {
             f"{root}.self_attn.q_a_proj": (q, hidden), f"{root}.self_attn.q_b_proj": (heads * (nope + rope), q),
             f"{root}.self_attn.kv_a_proj_with_mqa": (kv + rope, hidden),
             f"{root}.self_attn.kv_b_proj": (heads * (nope + v), kv), f"{root}.self_attn.o_proj": (hidden, heads * v),
@@ -69,9 +69,9 @@ def _linears() -> dict[str, tuple[int, int]]:
             names = [f"mlp.experts.{expert}" for expert in range(TINY["n_routed_experts"])]
             mlps = dict.fromkeys([*names, "mlp.shared_experts"], TINY["moe_intermediate_size"])
         for name, width in mlps.items():
-            found |= {f"{root}.{name}.{one}_proj": (width, hidden) for one in ("gate", "up")}
-            found[f"{root}.{name}.down_proj"] = (hidden, width)
-    return found
+            shapes |= {f"{root}.{name}.{one}_proj": (width, hidden) for one in ("gate", "up")}
+            shapes[f"{root}.{name}.down_proj"] = (hidden, width)
+    return shapes
 
 
 def _fp8(name: str, shape: tuple[int, int], generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
@@ -143,9 +143,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory, write_checkpoint(directory, {"fp8": FP8, "int4": INT4, "bf16": None}[request.param])
 
 
-def dequantized(held: Tensors, name: str) -> torch.Tensor:
+def dequantized(tensors: Tensors, name: str) -> torch.Tensor:
     """A stack of experts [E, input, output] in float64, whatever its scales are."""
-    weight, scale = held[f"{name}.weight"].to(torch.float64), held.get(f"{name}.scale")
+    weight, scale = tensors[f"{name}.weight"].to(torch.float64), tensors.get(f"{name}.scale")
     if scale is None:
         return weight
     for dimension in (1, 2):
@@ -166,8 +166,8 @@ def test_ranks_hold_the_checkpoint(checkpoint: tuple[Path, Tensors], tmp_path: P
     joined = torch.cat([one["layers.1.self_attn.qkv_a_proj.weight"] for one in ranks])
     assert torch.equal(joined, torch.cat(both).bfloat16())
     bias = plain[f"{root}.mlp.gate.e_score_correction_bias"]
-    for held in ranks:
-        assert torch.equal(held["layers.1.mlp.router.e_score_correction_bias"], bias)  # float32, not rounded
+    for tensors in ranks:
+        assert torch.equal(tensors["layers.1.mlp.router.e_score_correction_bias"], bias)  # float32, not rounded
     # FP8 blocks are halved: exact but for odd subnormals, whose last bit, 2^-9, is lost to even. Other formats round.
     stored_in_blocks = (directory / "config.json").read_text().find('"fp8"') >= 0
     for expert in (0, 7, 8, 15):
@@ -194,8 +194,8 @@ def test_no_value_reads_as_nan_on_trainium2(tmp_path: Path) -> None:
     """Its e4m3 ends at 240: codes of exponent 15 are NaN there."""
     write_checkpoint(tmp_path / "model", FP8)
     Presharder(tmp_path / "model", tmp_path / "out", Layout(1, experts="blockwise")).run()
-    held = load_file(tmp_path / "out" / "weights" / "tp0_sharded_checkpoint.safetensors")
-    codes = held["layers.1.mlp.expert_mlps.mlp_op.down_proj.weight"].view(torch.uint8)
+    tensors = load_file(tmp_path / "out" / "weights" / "tp0_sharded_checkpoint.safetensors")
+    codes = tensors["layers.1.mlp.expert_mlps.mlp_op.down_proj.weight"].view(torch.uint8)
     assert int((codes & 0x7F).max()) < 0x78
 
 
