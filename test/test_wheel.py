@@ -87,7 +87,7 @@ def test_commands_run_from_a_wheel(python: Path, tmp_path: Path) -> None:
     assert Path(done.stdout.splitlines()[0]).is_relative_to(python.parents[1]), "the checkout was imported"
 
 
-def test_the_script_is_installed_and_the_contrib_model_comes_along(python: Path, tmp_path: Path) -> None:
+def test_the_script_is_installed_and_the_nxdi_model_comes_along(python: Path, tmp_path: Path) -> None:
     script = python.with_name("kimi-k2")
     done = subprocess.run([script, "--version"], cwd=tmp_path, env=isolated(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -97,5 +97,5 @@ from importlib.resources import files
 print(*(path.name for path in (files("kimi_k2") / "neuron" / "nxdi").iterdir()))
 """
     listed = subprocess.run([python, "-P", "-c", code], cwd=tmp_path, env=isolated(), capture_output=True, text=True)
-    source = ROOT / "contrib" / "models" / "Kimi-K2-Instruct-0905" / "src"
+    source = ROOT / "src" / "kimi_k2" / "neuron" / "nxdi"
     assert {path.name for path in source.glob("*.py")} <= set(listed.stdout.split())

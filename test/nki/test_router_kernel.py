@@ -40,8 +40,8 @@ def test_router_at_real_size(tokens: int, dtype: torch.dtype, cores: int) -> Non
 
 
 def contrib_kernels() -> Any:
-    """`kernels.py` of the contrib model, loaded without NxD."""
-    file = Path(__file__).parents[2] / "contrib/models/Kimi-K2-Instruct-0905/src/kernels.py"
+    """`kernels.py` of the NxDI model, loaded without NxD."""
+    file = Path(__file__).parents[2] / "src/kimi_k2/neuron/nxdi/kernels.py"
     spec = importlib.util.spec_from_file_location("contrib_kernels", file)
     assert spec is not None
     assert spec.loader is not None

@@ -33,7 +33,7 @@ def prepare(cpu: bool = True) -> list[str]:
 
 
 def leave_out(kernels: list[str]) -> None:
-    """Kernels (classes of the contrib model) that run nowhere: what stands for them does."""
+    """Kernels (classes of the NxDI model) that run nowhere: what stands for them does."""
     for name in kernels:
         module = contrib("decode_layers" if name == "DecodeLayersKernel" else "kernels")
         getattr(module, name).runs_on = lambda *_: False

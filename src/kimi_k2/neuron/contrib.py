@@ -1,8 +1,4 @@
-"""Imports the NxDI contrib model, `kimi_k2.neuron.nxdi`, which needs NxD.
-
-Its source is contrib/models/Kimi-K2-Instruct-0905/src, the layout of the upstream repository. `nxdi` is a link to it:
-a checkout, an editable install and a wheel all import it as a package.
-"""
+"""Imports the NxDI model, `kimi_k2.neuron.nxdi`, which needs NxD."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ def _imported(name: str) -> bool:
 
 
 def load(module: str) -> ModuleType:
-    """`<module>.py` of the contrib model.
+    """`<module>.py` of the NxDI model.
 
     Raises:
         NeuronUnavailableError: NxD, NxDI or torch_xla is missing.

@@ -26,7 +26,7 @@ def _installed() -> bool:
 
 
 def register() -> None:
-    """Register the model with the line that is installed; for NxDI see `registration` of the contrib model."""
+    """Register the model with the line that is installed; for NxDI see `registration` of the NxDI model."""
     if plugin.installed():
         plugin.register()
         return

@@ -71,7 +71,7 @@ def in_xla_form(raw: Any) -> Any:
     """A deployment's fields; with adapters on kernels, those of the same deployment on PyTorch operations.
 
     Raises:
-        ConfigError: what the class does not follow together with adapters (`src/lora.py` of the contrib model).
+        ConfigError: what the class does not follow together with adapters (`kimi_k2.neuron.nxdi.lora`).
     """
     options = raw.get("neuron_config") if isinstance(raw, dict) else None
     if not isinstance(options, dict) or not options.get("lora_config"):

@@ -1,6 +1,6 @@
 """What NKI kernels of ours read and write: custom calls in lowered graphs, run on the emulator with their shapes.
 
-The contrib model lowers a kernel to a custom call where there is no `nki` (`kernels.py`): its name, and the arguments
+The NxDI model lowers a kernel to a custom call where there is no `nki` (`kernels.py`): its name, and the arguments
 that are no tensors as JSON in `backend_config`. HBM bytes are those of the kernel's own DMA on all of its cores.
 """
 

@@ -1,4 +1,4 @@
-"""Kimi-K2 for NxD Inference: `from src import NeuronKimiK2ForCausalLM`, and what the model needs."""
+"""Kimi-K2 for NxD Inference, and what the model needs."""
 
 from __future__ import annotations
 
