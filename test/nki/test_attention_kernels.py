@@ -19,7 +19,7 @@ from kimi_k2.nki.kernels.attention import attention_decode
 from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.ops.embedding import apply_rotary_interleaved
 
-from .tiles import relative
+from .relative_error import relative
 
 EXPERTS = 384
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128

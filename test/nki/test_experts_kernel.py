@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.experts import selective_experts
 
+from .relative_error import relative
 from .test_router_kernel import contrib_kernels
-from .tiles import relative
 
 HIDDEN, BLOCKS, TOP_K = 7168, 56, 8
 COLUMNS = 1536 + 512 + 64

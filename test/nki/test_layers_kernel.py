@@ -19,7 +19,7 @@ from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.experts import noaux_tc_gate
 from nki_emulator.ranks import run_on_ranks
 
-from .tiles import relative
+from .relative_error import relative
 
 RANKS, HEADS, HIDDEN, EXPERTS, WIDTH, LAYERS = 4, 4, 512, 128, 32, 2
 Q_RANK, RANK, ROPE, NOPE, VALUE = 256, 128, 64, 128, 128

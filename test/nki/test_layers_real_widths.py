@@ -17,8 +17,8 @@ from torch import Tensor
 from kimi_k2.nki.kernels.layers import decode_layers
 from kimi_k2.ops.experts import noaux_tc_gate
 
+from .relative_error import relative
 from .test_layers_kernel import Layer
-from .tiles import relative
 
 HIDDEN, EXPERTS, HELD, BLOCKS, OWN = 7168, 384, 10, 56, 112
 Q_RANK, RANK, ROPE, NOPE, VALUE, DOWNS = 1536, 512, 64, 128, 128, 2112

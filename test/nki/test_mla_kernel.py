@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.mla_decode import mla_decode, mla_decode_pages
 
-from .tiles import relative
+from .relative_error import relative
 
 RANK, ROPE, SCALE = 512, 64, 0.1447
 

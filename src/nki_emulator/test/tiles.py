@@ -1,4 +1,4 @@
-"""Arrays through the emulator's SBUF, and how far results are from exact ones."""
+"""Arrays through the emulator's SBUF."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import nki
 import nki.isa as nisa
 import nki.language as nl
-import numpy as np
-import torch
 
 
 def stored(tile: Any) -> Any:
@@ -31,9 +29,3 @@ def on_tiles(body: Callable[..., Any], *arrays: Any) -> Any:
         return tuple(map(stored, made)) if isinstance(made, tuple) else stored(made)
 
     return kernel(arrays)
-
-
-def relative(got: Any, wanted: Any) -> float:
-    """Relative L2 of a kernel's result, or of a tensor, to a float64 tensor of as many values."""
-    found = got if isinstance(got, torch.Tensor) else torch.from_numpy(np.asarray(got, np.float64))
-    return float((found.double().reshape(wanted.shape) - wanted).norm() / wanted.norm())

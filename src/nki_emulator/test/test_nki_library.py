@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import nki_emulator
+
 LIBRARY = os.environ.get("NKI_LIBRARY")
 HERE = Path(__file__).parent
 TESTS = "test/integration/nkilib"
@@ -46,7 +48,7 @@ KERNELS = {
 
 def run(file: str, cases: str, each: str) -> str:
     """Run tests inside nki-library on the emulator; how many passed."""
-    source = Path(__file__).parents[2] / "src"
+    source = Path(nki_emulator.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
     environment.setdefault("NKI_EACH", each)
     command = [
