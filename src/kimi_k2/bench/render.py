@@ -231,10 +231,8 @@ def compare(a: dict[str, Any], b: dict[str, Any], drift: float = DRIFT) -> list[
     """Ratios of all cells that both sweeps finished.
 
     Raises:
-        SweepError: they have none in common, or the drift is negative.
+        SweepError: they have none in common.
     """
-    if drift < 0:
-        raise SweepError(f"drift: expected at least 0, got {drift}")
     first, second = ({tuple(c[k] for k in KEYS): c for c in s["cells"] if c["status"] == "ok"} for s in (a, b))
     ratios = []
     for key in sorted(first.keys() & second.keys()):

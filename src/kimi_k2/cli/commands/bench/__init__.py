@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.commands.bench.parts import context, convert, drafts, experts, kernels, reader, serving
+from kimi_k2.cli.commands.bench.parts import drafts, experts, kernels
 from kimi_k2.cli.commands.bench.sweep import sweep
 
 
@@ -25,7 +25,7 @@ bench = typer.Typer(
     cls=_SweepByDefault,
     help="Time prefill and decode (`sweep`, the default), or single parts of the package.",
 )
-for _part in (sweep, reader, context, convert, kernels, experts, drafts, serving):
+for _part in (sweep, kernels, experts, drafts):
     bench.command()(_part)
 
 

@@ -1,65 +1,26 @@
-"""`kimi-k2 bench reader`, `context`, `convert`, `kernels`, `experts` and `serving`: one part, or others' results."""
+"""`kimi-k2 bench kernels`, `experts` and `drafts`: single parts of the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kimi_k2.cli.options import (
     DEFAULT_MODEL,
+    BatchInvariant,
     Checkpoint,
     Configuration,
-    ModelOptions,
+    DraftTokens,
+    Dtype,
     Ranks,
-    SamplingOptions,
+    Seed,
     listed,
     listed_numbers,
     number,
-    picture,
     refuse,
-    with_groups,
 )
-
-
-def reader(
-    checkpoint: Checkpoint,
-    repeats: Annotated[int, number(1, "Runs of each combination; the median counts.")] = 5,
-) -> None:
-    """Reading speed and memory beside a plain safetensors loop, in one run."""
-    from kimi_k2.bench.reader import measure, report
-
-    report(measure(checkpoint, repeats))
-
-
-def context(
-    checkpoint: Checkpoint,
-    plot: Annotated[Path, typer.Option(help="Picture to write.", callback=picture)] = Path("decode-context.png"),
-    repeats: Annotated[int, number(1, "Steps at each length; the median counts.")] = 30,
-    threads: Annotated[int, number(1, "CPU threads.")] = 1,
-) -> None:
-    """Decode step cost against context, 64 to 4096 tokens, absorbed MLA: a table and a plot."""
-    import torch
-
-    from kimi_k2.api import load_model
-    from kimi_k2.bench.context import measure, report
-
-    torch.set_num_threads(threads)
-    report(measure(load_model(checkpoint, attention_form="absorbed"), repeats=repeats), plot)
-
-
-def convert(
-    checkpoint: Checkpoint,
-    work: Annotated[Path, typer.Argument(help="Directory to write to; emptied after each job.", file_okay=False)],
-    tp: Annotated[int, number(1, "As of `convert`.")] = 64,
-    ep: Annotated[int, number(1, "As of `convert`.")] = 1,
-    jobs: Annotated[str | None, typer.Option(metavar="A,B", help="Jobs to run; all if not given.")] = None,
-) -> None:
-    """Throughput and memory of conversion beside a plain copy and the straightforward method, in one run."""
-    from kimi_k2.bench.convert import compare
-
-    compare(checkpoint, work, tp, ep, listed(jobs) or None, typer.echo)
 
 
 def kernels(
@@ -123,44 +84,40 @@ def experts(
     run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
 
 
-@with_groups
 def drafts(
-    context: typer.Context,
     checkpoint: Checkpoint,
-    sampling: SamplingOptions,
-    model: ModelOptions,
+    draft: Annotated[str, typer.Option(metavar="HEAD", help="Eagle3 head (directory or name), or ngram.")],
+    draft_tokens: DraftTokens = 3,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Message; repeat for a batch.")] = None,
-    runs: Annotated[int, number(1, "Timed replies of each kind; the median counts.")] = 3,
+    max_new_tokens: Annotated[int, number(1, "Tokens of a reply at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Seed = 0,
+    backend: Annotated[Literal["cpu", "cuda"], typer.Option(help="Who runs the model.")] = "cpu",
+    dtype: Annotated[Dtype | None, typer.Option(help="bfloat16 on a GPU, else float32.", show_default=False)] = None,
+    batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
+    runs: Annotated[int, number(1, "Timed replies of each kind; the median counts.")] = 3,
 ) -> None:
     """Speed with --draft beside none in one run: acceptance by position, tokens a step, milliseconds a token."""
-    if model.draft is None:
-        raise typer.BadParameter("expected an Eagle3 head or ngram", param_hint="--draft")
-    if model.backend == "neuron":
-        raise typer.BadParameter("--draft goes with --backend cpu or cuda")
     from kimi_k2.api import KimiK2
     from kimi_k2.bench.drafts import PROMPTS, compare
     from kimi_k2.engine.generate import Generator
+    from kimi_k2.engine.sampler import SamplingParams
 
     texts = prompt or PROMPTS
-    options = model.options(context, batch_size=len(texts))
-    with KimiK2.open(checkpoint, params=sampling.params(), ranks=ranks, **options) as session:
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    with KimiK2.open(
+        checkpoint,
+        backend=backend,
+        params=params,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+        ranks=ranks,
+        draft=draft,
+        draft_tokens=draft_tokens,
+    ) as session:
         assert isinstance(session.generator, Generator)
         ids = [session.prompt([{"role": "user", "content": text}]).ids for text in texts]
         for line in compare(session.generator, ids, session.params, runs):
             if session.rank == 0:
                 typer.echo(line)
-
-
-def serving(
-    results: Annotated[list[Path], typer.Argument(help="Files of `vllm bench serve --save-result`.", dir_okay=False)],
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write.", dir_okay=False)] = None,
-) -> None:
-    """One table of what `vllm bench serve` measured of servers: TTFT, TPOT, ITL, E2EL and throughput."""
-    from kimi_k2.bench.serving import markdown
-    from kimi_k2.files import replace_file
-
-    table = markdown(results)
-    typer.echo(table)
-    if out is not None:
-        replace_file(out, table)

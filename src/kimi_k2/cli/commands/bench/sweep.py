@@ -58,30 +58,20 @@ def sweep(
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
     ] = False,
     published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
-    check_stopwatch: Annotated[
-        bool, typer.Option("--check-stopwatch", help="Compare TPOT with an independent watch and stop (cpu, cuda).")
-    ] = False,
     compare_files: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
     ] = None,
-    drift: Annotated[
-        float,
-        typer.Option(min=0.0, max=1e6, help="With --compare: percent that is noise."),
-    ] = 3.0,
 ) -> None:
     """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
     if compare_files is not None:
-        refuse(context, "--compare reads two results and runs nothing", but=("compare_files", "drift"))
-        _print_comparison(*compare_files, drift / 100)
+        refuse(context, "--compare reads two results and runs nothing", but=("compare_files",))
+        _print_comparison(*compare_files)
         return
-    refuse(context, "goes with --compare", "drift")
     if backend == "neuron":
-        plain = ("batch_invariant", "dtype", "keep_quantized", "kv_cache_dtype", "ranks", "check_stopwatch")
+        plain = ("batch_invariant", "dtype", "keep_quantized", "kv_cache_dtype", "ranks")
         refuse(context, OF_THE_PLAIN_MODEL, *plain)
     else:
         refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu")
-    if check_stopwatch:
-        refuse(context, "--check-stopwatch stops before there are results", "ranks", "published", "out")
     if ranks is not None and keep_quantized is False:
         raise typer.BadParameter("ranks hold weights as they are stored", param_hint="--dequantize")
 
@@ -126,9 +116,6 @@ def sweep(
             used = stack.enter_context(RanksBackend.load_ranks(*load_args))
         else:
             used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype, batch_invariant)
-        if check_stopwatch:
-            _print_stopwatch(settings, used)
-            return
         if isinstance(used, RanksBackend) and used.part.number > 0:
             used.follow()
             return
@@ -155,38 +142,15 @@ def _numbers(field: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(set(listed_numbers(text, f"--{field.replace('_', '-')}"))))
 
 
-def _print_stopwatch(settings: Settings, backend: Backend) -> None:
+def _print_comparison(first: Path, second: Path) -> None:
     from rich.table import Table
 
-    from kimi_k2.bench.backend import TorchBackend
-    from kimi_k2.bench.errors import SweepError
-    from kimi_k2.bench.stopwatch import check_tpot
-    from kimi_k2.bench.sweep import draw_prompts
-    from kimi_k2.cli.output import table_console
-
-    if not isinstance(backend, TorchBackend):
-        raise SweepError("--check-stopwatch needs the cpu or cuda backend")
-    table = Table("prompt", "batch", "output", "sweep TPOT, ms", "stopwatch, ms", "difference", "bare loop, ms")
-    for cell in settings.cells():
-        prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])
-        taken = check_tpot(backend, prompts, cell["output_length"])
-        milliseconds = [f"{taken[name] * 1e3:.4f}" for name in ("sweep", "stopwatch", "bare")]
-        difference = f"{(taken['sweep'] / taken['stopwatch'] - 1) * 100:+.2f} %"
-        shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
-        typer.echo(f"prompt {shape[0]}, batch {shape[1]}, output {shape[2]}: {difference}", err=True)
-        table.add_row(*shape, *milliseconds[:2], difference, milliseconds[2])
-    table_console().print(table)
-
-
-def _print_comparison(first: Path, second: Path, drift: float) -> None:
-    from rich.table import Table
-
-    from kimi_k2.bench.render import compare, differing, overall
+    from kimi_k2.bench.render import DRIFT, compare, differing, overall
     from kimi_k2.bench.results import load_results
     from kimi_k2.cli.output import table_console
 
     a, b = load_results(first), load_results(second)
-    ratios = compare(a, b, drift)
+    ratios = compare(a, b)
     table = Table(
         "prompt",
         "batch",
@@ -195,7 +159,7 @@ def _print_comparison(first: Path, second: Path, drift: float) -> None:
         "B / A",
         "over runs",
         "B is",
-        title=f"B against A (noise: overlapping runs, or less than {100 * drift:g} %)",
+        title=f"B against A (noise: overlapping runs, or less than {100 * DRIFT:g} %)",
     )
     for one in ratios:
         shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
