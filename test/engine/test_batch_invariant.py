@@ -28,7 +28,7 @@ CASES = [
     ("fp8", torch.bfloat16, torch.float8_e4m3fn, False),
     ("thinking", torch.float32, torch.float32, True),
 ]
-DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "2"))
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "2"))
 STEPS = 1
 PARAMS = SamplingParams(max_new_tokens=3, logprobs=2, ignore_eos=True)
 

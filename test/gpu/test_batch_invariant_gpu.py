@@ -1,6 +1,6 @@
 """Batch-invariant mode on a Hopper GPU: every row has the bits that it has alone.
 
-`KIMI_K2_DRAWN_BATCHES` is the number of drawn batches of a case of the model's tests.
+`KIMI_K2_DRAWS` is the number of drawn batches of a case of the model's tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import with_format
 
 pytestmark = NEEDS_HOPPER
-DRAWN = int(os.environ.get("KIMI_K2_DRAWN_BATCHES", "12"))
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "12"))
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, TOP_K = 7168, 8
 FOUR_BITS = {

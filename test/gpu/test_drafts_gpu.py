@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning"),
 ]
 PROMPTS = [[5, 6, 7, 8] * 20, list(range(300, 317)), [9]]
-DRAWN = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "0"))  # more of them, of drawn lengths
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "0"))  # more of them, of drawn lengths
 PARAMS = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
 
 

@@ -25,8 +25,8 @@ from kimi_k2.media.prompt import MediaProcessor, timestamp
 from kimi_k2.media.video import process_frames, sampled_indices
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-# KIMI_K2_DRAWN_MEDIA=50 draws more images and videos.
-DRAWN = int(os.environ.get("KIMI_K2_DRAWN_MEDIA", "8"))
+# KIMI_K2_DRAWS=50 draws more images and videos.
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "8"))
 
 
 @pytest.fixture(scope="module")

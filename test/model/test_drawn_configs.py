@@ -1,6 +1,6 @@
 """Drawn config.json files against transformers: the same logits within 1e-5, or a refusal that names the field.
 
-CI draws few; KIMI_K2_DRAWN_CONFIGS=2000 draws more and prints what became of them.
+CI draws few; KIMI_K2_DRAWS=2000 draws more and prints what became of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 transformers = pytest.importorskip("transformers", minversion="5.0")
 StrictDataclassError = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
 
-DRAWS = int(os.environ.get("KIMI_K2_DRAWN_CONFIGS", "60"))
+DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "60"))
 SEED = 20251130
 TOLERANCE = 1e-5
 # What may stand in a file beside the model's own fields: harmless ones, spelled wrongly or of other models.

@@ -24,7 +24,7 @@ from .relative_error import relative
 EXPERTS = 384
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128
 SCALE, EPS = 0.1447, 1e-6
-SLOW = bool(os.environ.get("KIMI_K2_NKI_ALL"))
+SLOW = bool(os.environ.get("KIMI_K2_SLOW"))
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

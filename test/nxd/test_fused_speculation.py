@@ -35,9 +35,9 @@ from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
 WORKER = Path(__file__).with_name("fused_worker.py")
 LOWERING = Path(__file__).with_name("fused_lowering_worker.py")
-PROMPTS = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "3"))
+PROMPTS = int(os.environ.get("KIMI_K2_DRAWS", "3"))
 DRAFTS, LENGTH = 3, 96
-SAMPLED, LINES_SAMPLED = int(os.environ.get("KIMI_K2_DRAFT_DRAWS", "640")), 16
+SAMPLED, LINES_SAMPLED = 640, 16
 QUALITIES = {"random": None, "half": 0.5, "perfect": 0.0}
 PRESETS = {"xla": "trn2-tp32-ep2", "kernels": "trn2-tp32-ep2-nki", "layers": "trn2-tp32-ep2-nki-layers"}
 PRESETS |= {f"{decode}_tp": name.replace("tp32-ep2", "tp64-ep1") for decode, name in PRESETS.items()}

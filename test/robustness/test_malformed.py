@@ -1,7 +1,7 @@
 """Malformed checkpoints: one error that names file, tensor or field, or rightly accepted; never a traceback.
 
-`KIMI_K2_MALFORMED=1` runs every kind with every command; otherwise some kinds with one command. Three of each mechanism
-are drawn too, or as many as `KIMI_K2_MECHANISMS` says.
+`KIMI_K2_SLOW=1` runs every kind with every command; otherwise some kinds with one command. Three of each mechanism
+are drawn too, or as many as `KIMI_K2_DRAWS` says.
 `measure.py` does the same in processes, with their time and memory.
 """
 
@@ -19,8 +19,8 @@ from damage import Kind, private_copy
 from mechanisms import MECHANISMS, drawn
 from run_commands import COMMANDS, Ending, run
 
-SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_MECHANISMS", "3"))
-ALL = bool(os.environ.get("KIMI_K2_MALFORMED"))
+SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_DRAWS", "3"))
+ALL = bool(os.environ.get("KIMI_K2_SLOW"))
 KINDS = [*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()]
 # Where time counts, every fourth of those that one command alone reads and every sixteenth of the others.
 CHOSEN = [kind for number, kind in enumerate(KINDS) if ALL or number % (16 if kind.refused == "icg" else 4) == 0]

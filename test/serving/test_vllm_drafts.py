@@ -26,7 +26,7 @@ from kimi_k2.tokenization.tokenizer import KimiTokenizer
 needs.engine("vllm")
 
 DRAFTS = 3
-PROMPTS = int(os.environ.get("KIMI_K2_DRAFT_PROMPTS", "8"))
+PROMPTS = int(os.environ.get("KIMI_K2_DRAWS", "8"))
 WITHIN = 600 + 4 * PROMPTS  # seconds
 
 

@@ -1,6 +1,6 @@
 """Our parsers behind vLLM's interface: each reported failure, peers' cases, 10,000 random cuts, through vLLM's classes.
 
-KIMI_K2_CUTS sets how often each text is cut.
+KIMI_K2_DRAWS sets how often each text is cut.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def check_cuts(
     text: str, count: int, seed: int = 0, *, tools: list[dict[str, Any]] | None = None, prefilled: bool = False
 ) -> AssistantMessage:
     """What `parser_cases.check_cuts` holds of our parser, of vLLM with it: the same message however it is cut."""
-    count = int(os.environ.get("KIMI_K2_CUTS", count))
+    count = int(os.environ.get("KIMI_K2_DRAWS", count))
     tokenizer, asked, draw = Tokenizer(prefilled), request(tools), random.Random(seed)
     first, _ = stream([(text, []), ("", [])], asked, tokenizer)
     check_nothing_is_lost(text, first)

@@ -37,7 +37,7 @@ from kimi_k2.sharding.verify import verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-KILLS = int(os.environ.get("KIMI_K2_KILLS", "4"))
+KILLS = int(os.environ.get("KIMI_K2_DRAWS", "4"))
 WORKER = """
 import sys
 import torch

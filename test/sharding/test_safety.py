@@ -32,8 +32,8 @@ from kimi_k2.sharding.verify import faults, verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
-KILLS = int(os.environ.get("KIMI_K2_KILLS", "6"))
-CORRUPTIONS = int(os.environ.get("KIMI_K2_CORRUPTIONS", "40"))
+KILLS = int(os.environ.get("KIMI_K2_DRAWS", "6"))
+CORRUPTIONS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
 LAYOUT = Layout(2, 2)
 CONVERT = """
 import sys
@@ -418,7 +418,7 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
 
 
 def test_verify_names_every_drawn_corruption(whole: Path, tmp_path: Path) -> None:
-    """`KIMI_K2_CORRUPTIONS=200 pytest -k corruption` draws as many as the issue asks for."""
+    """`KIMI_K2_DRAWS=200 pytest -k corruption` draws as many as the issue asks for."""
     chooser, seen = random.Random(11), dict[str, int]()
     assert list(faults(whole)) == []
     for number in range(CORRUPTIONS):
@@ -454,7 +454,7 @@ def test_looking_through_a_finished_conversion_writes_nothing(source: Path, fini
 
 
 def test_killed_at_drawn_times(source: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL by the clock, also while a rerun mends what the kill before left; `KIMI_K2_KILLS=100` for more of them.
+    """SIGKILL by the clock, also while a rerun mends what the kill before left; `KIMI_K2_DRAWS=100` for more of them.
 
     Forked children need no new imports, so that a hundred take a minute or two.
     """

@@ -1,6 +1,6 @@
 """Chat templates beside transformers' `apply_chat_template`: every construct that it takes, and drawn templates.
 
-KIMI_K2_DRAWN_TEMPLATES=2000 draws so many, each with a conversation of its own, and prints how many are rendered.
+KIMI_K2_DRAWS=2000 draws so many, each with a conversation of its own, and prints how many are rendered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.template import ChatTemplate, Segment
 
-DRAWN = int(os.environ.get("KIMI_K2_DRAWN_TEMPLATES", "80"))
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "80"))
 SPECIAL = special_tokens(1792)
 # What makes new text of old, so that nobody can say whose it is, and values that are no text, written out: a token of
 # the template's own that went through these is text.

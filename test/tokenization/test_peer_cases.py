@@ -1,6 +1,6 @@
 """vLLM's and SGLang's own cases, each cut at random places: no character lost, no markup in content.
 
-KIMI_K2_CUTS sets the number of ways to cut each case; 1000 for the full check.
+KIMI_K2_DRAWS sets the number of ways to cut each case; 1000 for the full check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from parser_cases import as_tuples, check_cuts
 from peer_cases import SGLANG, VLLM, Case
 
-CUTS = int(os.environ.get("KIMI_K2_CUTS", "100"))
+CUTS = int(os.environ.get("KIMI_K2_DRAWS", "100"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parsers.md"
 CASES = [*((f"vllm {case.name}", case) for case in VLLM), *((f"sglang {case.name}", case) for case in SGLANG)]
 

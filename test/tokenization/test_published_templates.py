@@ -1,6 +1,6 @@
 """The built-in templates beside public copies of the published ones, on drawn conversations.
 
-KIMI_K2_PUBLISHED_TEMPLATES names a directory with the copies, as ROW's name and `.jinja`; KIMI_K2_DRAWN_CONVERSATIONS
+KIMI_K2_PUBLISHED_TEMPLATES names a directory with the copies, as ROW's name and `.jinja`; KIMI_K2_DRAWS
 says how many are drawn for each. Copies of K2-Thinking from before its template was mended differ in two names; that of
 K2-Instruct also numbers the calls itself. K2.5 has the template of K2.6 but for preserve_thinking.
 """
@@ -64,7 +64,7 @@ def test_drawn_conversations(name: str) -> None:
         source = source.replace(old, new)
     published = ChatTemplate(source, special_tokens(1792))
     built_in = built_in_template(copy.style)
-    for seed in range(int(os.environ.get("KIMI_K2_DRAWN_CONVERSATIONS", "200"))):
+    for seed in range(int(os.environ.get("KIMI_K2_DRAWS", "200"))):
         draw = random.Random(seed)
         messages, tools = drawn_conversation(seed)
         for message in messages:
