@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from kimi_k2.media.patches import Media
 from kimi_k2.media.prompt import MediaProcessor, media_parts
 from kimi_k2.model.cache import kv_cache_dtype as cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.turns import TIMEOUT
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
 from kimi_k2.neuron.compile import draft_options
@@ -370,19 +371,26 @@ class KimiK2:
         drafting = not isinstance(self.generator, Generator) or self.generator.drafter is not None
         return self.generator.stats if drafting else None
 
-    def generate(self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), **sampling: Any) -> list[Reply]:
+    def generate(
+        self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), timeout: float = TIMEOUT, **sampling: Any
+    ) -> list[Reply]:
         """Continue texts as they are, without the chat template.
 
         Args:
             prompts: one text or several, which make a batch.
             stop: strings that end a reply, besides the model's own.
+            timeout: seconds to wait at most for other callers, whom the model serves first come, first served.
             sampling: fields of SamplingParams: max_new_tokens, temperature, top_p, ...
 
         Returns:
             A Reply each: `text`, `finish_reason`, `tokens`.
+
+        Raises:
+            GenerationError: a field of sampling is unknown or out of range, or a prompt is empty or too long.
+            BusyError: see `Generator.stream`: others' streams were open for all of the timeout, or this thread's is.
         """
         texts = [prompts] if isinstance(prompts, str) else prompts
-        return self._replies([self.bare(text) for text in texts], stop, sampling)
+        return self._replies([self.bare(text) for text in texts], stop, timeout, sampling)
 
     def chat(
         self,
@@ -391,6 +399,7 @@ class KimiK2:
         tools: Messages | None = None,
         thinking: bool = True,
         stop: Sequence[str] = (),
+        timeout: float = TIMEOUT,
         **sampling: Any,
     ) -> Reply:
         """Answer a conversation; `reply.message` has content, reasoning and tool calls apart.
@@ -399,17 +408,19 @@ class KimiK2:
             messages: OpenAI-style; a text is one message of the user.
             tools: OpenAI-style definitions.
             thinking: whether K2.5 and K2.6 reason before they answer.
-            stop, sampling: as of `generate`.
+            stop, timeout, sampling: as of `generate`, whose errors it raises too.
         """
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self._replies([self.prompt(talk, tools=tools, thinking=thinking)], stop, sampling)[0]
+        return self._replies([self.prompt(talk, tools=tools, thinking=thinking)], stop, timeout, sampling)[0]
 
-    def _replies(self, prompts: Sequence[Prompt], stop: Sequence[str], sampling: dict[str, Any]) -> list[Reply]:
+    def _replies(
+        self, prompts: Sequence[Prompt], stop: Sequence[str], timeout: float, sampling: dict[str, Any]
+    ) -> list[Reply]:
         unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
         if unknown:
             raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
         call = replace(self, params=replace(self.params, **sampling), stop=(*self.stop, *stop))
-        return [reply for _, reply in sorted(call.answer(prompts), key=lambda pair: pair[0])]
+        return [reply for _, reply in sorted(call.answer(prompts, timeout=timeout), key=lambda pair: pair[0])]
 
     def prompt(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as tokens; options as for `ChatTemplate.render_segments` (tools, thinking).
@@ -432,7 +443,11 @@ class KimiK2:
         return Prompt(self.tokenizer.encode(text), {"parse": False})
 
     def answer(
-        self, prompts: Sequence[Prompt], show: Show = lambda *_: None, timing: Timing | None = None
+        self,
+        prompts: Sequence[Prompt],
+        show: Show = lambda *_: None,
+        timing: Timing | None = None,
+        timeout: float = TIMEOUT,
     ) -> Iterator[tuple[int, Reply]]:
         """Generate until every sequence has ended; replies come, with their rows, in the order in which they end.
 
@@ -440,27 +455,30 @@ class KimiK2:
             prompts: of one batch.
             show: told of every token: its row, the reply, and what it adds.
             timing: gets every step's seconds.
+            timeout: as of `generate`. The model is held from the first `next` until all have ended, or `close`.
         """
         end_ids = self.params.eos_token_ids
         replies = [Reply(self.tokenizer, end_ids, stop=self.stop, **prompt.options) for prompt in prompts]
         running = dict(enumerate(replies))
         ids = [prompt.ids for prompt in prompts]
-        options: dict[str, Any] = {"chunk_size": self.chunk_size}
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "timeout": timeout}
         if self.media_reader is not None and any(prompt.media for prompt in prompts):
-            options["media"] = self.media_reader.encoder.rows(ids, [prompt.media for prompt in prompts])
-        for step in self.generator.stream(ids, self.params, **options):
-            if timing is not None:
-                timing.seconds.append(step.seconds)
-            for row, reply in list(running.items()):
-                token = step.tokens[row]
-                if token is not None:
-                    if step.logprobs:
-                        reply.logprobs.append((token, step.logprobs[row]))
-                    show(row, reply, reply.feed(token))
-                if reply.finish_reason is not None:
-                    yield row, running.pop(row)
-            if not running:
-                return
+            encoder, media = self.media_reader.encoder, [prompt.media for prompt in prompts]
+            options["media"] = partial(encoder.rows, ids, media)
+        with closing(self.generator.stream(ids, self.params, **options)) as steps:
+            for step in steps:
+                if timing is not None:
+                    timing.seconds.append(step.seconds)
+                for row, reply in list(running.items()):
+                    token = step.tokens[row]
+                    if token is not None:
+                        if step.logprobs:
+                            reply.logprobs.append((token, step.logprobs[row]))
+                        show(row, reply, reply.feed(token))
+                    if reply.finish_reason is not None:
+                        yield row, running.pop(row)
+                if not running:
+                    return
         for row, reply in running.items():
             show(row, reply, reply.finish())
             yield row, reply

@@ -92,6 +92,10 @@ class GenerationError(KimiK2Error, ValueError):
     """A generation request is malformed (empty prompt, bad temperature, context overflow ...)."""
 
 
+class BusyError(GenerationError):
+    """Another generation holds the model: its stream is open."""
+
+
 class DoesNotFitError(KimiK2Error):
     """A deployment needs more memory than its device has; the command line ends with a status of its own."""
 

@@ -37,4 +37,4 @@ def media_rows(model: KimiK2, prompts: Sequence[Prompt]) -> MediaRows | None:
 def answers(model: KimiK2, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[int]]:
     """New tokens of a batch whose prompts may have images and videos."""
     ids = [prompt.ids for prompt in prompts]
-    return generate(parts(model)[0], ids, params, media=media_rows(model, prompts)).token_ids
+    return generate(parts(model)[0], ids, params, media=lambda: media_rows(model, prompts)).token_ids

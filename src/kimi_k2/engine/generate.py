@@ -6,6 +6,7 @@ Where the sequences' lengths differ so much that pages take less than half the m
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,13 @@ from kimi_k2.engine.draft_length import DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.engine.prompt_step import Media, PromptStep
-from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, check_finite
+from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, Steps, check_finite
 from kimi_k2.engine.speculate import PromptReader, speculative_steps
 from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.turns import TIMEOUT, checked_timeout
 
 # Slots of a kept cache come in this many: a slightly longer generation finds its graph again.
 SLOTS = 1024
@@ -165,10 +167,10 @@ class GenerationOutput:
 
 
 class Generator:
-    """Generations of one model, one after another: two at a time would share a cache.
+    """Generations of one model, one after another: an open stream holds the model, other callers wait.
 
     Args:
-        model: whole, or a rank's part, whose ranks must make the same calls.
+        model: whole, or a rank's part, whose ranks must make the same calls, in one order: from the main thread alone.
         reduce, gather: see DecodeStep.
         keep: a prompt that begins as the one before and its reply did, as a chat's next turn does, is read from where
             they part; for one sequence of text at a time, and not in batch-invariant mode, as decode steps wrote the
@@ -209,13 +211,20 @@ class Generator:
 
         Args:
             slots: what each sequence fills, at most `length`; None is `length`.
+
+        Raises:
+            BusyError: a stream of the model is open.
         """
+        with self.model.turns.take():
+            return self._prepare(batch, length, slots)
+
+    def _prepare(self, batch: int, length: int, slots: Sequence[int] | None) -> tuple[PagedCache, DecodeStep]:
         step = self._step
         if step is not None and step.cache.fits(slots or [length] * batch):
             step.cache.assign(slots or [length] * batch)
             return step.cache, step
         step = None  # its memory goes before the next one's comes
-        self.close()
+        self._close()
         kept = capturable(self.model, batch)
         paged = kept and self.drafter is not None  # kernels take a block table of pages alone
         cache = new_cache(self.model, batch, length, slots, SLOTS if kept else 1, paged=paged)
@@ -232,7 +241,15 @@ class Generator:
         return cache, step
 
     def close(self) -> None:
-        """Give the cache and its graphs up; the next generation makes them anew."""
+        """Give the cache and its graphs up; the next generation makes them anew.
+
+        Raises:
+            BusyError: a stream of the model is open.
+        """
+        with self.model.turns.take():
+            self._close()
+
+    def _close(self) -> None:
         if self.prompt is not None:
             self.prompt.close()
         for one in (self._verify, self.drafter, self._step):
@@ -246,27 +263,47 @@ class Generator:
         params: SamplingParams,
         *,
         chunk_size: int | None = None,
-        media: MediaRows | None = None,
-    ) -> Iterator[Step]:
+        media: Callable[[], MediaRows | None] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Steps:
         """Generate step by step; the first step contains the prefill.
+
+        The stream holds the model from its first `next` until it ends, fails, is closed or has no reference left, on
+        whatever threads. Others wait, first come, first served.
 
         Args:
             prompts: token ids a sequence; lengths may differ.
             params: how tokens are chosen, and when a sequence ends.
             chunk_size: see `prefill`; None bounds a chunk's memory.
-            media: embeddings of the prompts' images and videos.
+            media: gives embeddings of the prompts' images and videos, once the model is held.
+            timeout: seconds to wait at most for other callers' streams.
 
         Raises:
             GenerationError: a prompt is empty; prompt and new tokens exceed max_position_embeddings; the prompt's
-                logits are not finite.
+                logits are not finite; ranks are asked by another thread than the main one.
+            BusyError: (at the first `next`) others' streams were open for all of the timeout, or this thread's own is.
         """
-        needed = slots_needed(self.model, prompts, params)
+        slots_needed(self.model, prompts, params)
+        begin = partial(self._steps, prompts, params, chunk_size, media)
+        return self.model.turns.stream(begin, checked_timeout(timeout))
+
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        chunk_size: int | None,
+        encode: Callable[[], MediaRows | None] | None,
+    ) -> Iterator[Step]:
+        """The steps, of a model that is held."""
+        if self.reduce is not alone and threading.current_thread() is not threading.main_thread():
+            raise GenerationError("ranks make the same calls in the same order: from each process's main thread alone")
+        media, needed = None if encode is None else encode(), slots_needed(self.model, prompts, params)
         kept, self._kept = self._kept, None  # an abandoned generation leaves nothing that is known
         if self.keep:
             needed = min(-(-needed // SLOTS) * SLOTS, self.model.config.max_position_embeddings)
-        cache, decode = self.prepare(len(prompts), needed, sequence_slots(prompts, params))
-        cached, alone = 0, len(prompts) == 1 and media is None
-        if kept is not None and cache is kept[0] and alone and not self.model.batch_invariant:
+        cache, decode = self._prepare(len(prompts), needed, sequence_slots(prompts, params))
+        cached, single = 0, len(prompts) == 1 and media is None
+        if kept is not None and cache is kept[0] and single and not self.model.batch_invariant:
             pairs = zip(kept[1], prompts[0][:-1], strict=False)
             cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         sampler, read = Sampler(params, prompts), self._reader(cache, prompts)
@@ -279,7 +316,7 @@ class Generator:
 
         if self._verify is not None:
             steps = self._speculate(prompts, sampler, first)
-            return self._noted(cache, prompts[0], steps) if self.keep and alone else steps
+            return self._noted(cache, prompts[0], steps) if self.keep and single else steps
         steps = token_steps(
             [len(prompt) for prompt in prompts],
             params,
@@ -288,7 +325,7 @@ class Generator:
         )
         if params.logprobs is not None:
             steps = (replace(step, logprobs=sampler.logprobs) for step in steps)
-        return self._noted(cache, prompts[0], steps) if self.keep and alone else steps
+        return self._noted(cache, prompts[0], steps) if self.keep and single else steps
 
     def _reader(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> Read:
         """What reads chunks of the prompts, for the drafter too if there is one."""
@@ -323,7 +360,7 @@ class Generator:
             yield step
 
 
-def stream(model: KimiK2ForCausalLM, *args: Any, **named: Any) -> Iterator[Step]:
+def stream(model: KimiK2ForCausalLM, *args: Any, **named: Any) -> Steps:
     """`Generator.stream` of a model that nothing is kept for."""
     return Generator(model).stream(*args, **named)
 
@@ -373,12 +410,13 @@ def generate(
     params: SamplingParams,
     *,
     chunk_size: int | None = None,
-    media: MediaRows | None = None,
+    media: Callable[[], MediaRows | None] | None = None,
+    timeout: float = TIMEOUT,
 ) -> GenerationOutput:
     """Generate until every sequence has ended; arguments and errors as for `Generator.stream`."""
     token_ids: list[list[int]] = [[] for _ in prompts]
     seconds = []
-    for step in stream(model, prompts, params, chunk_size=chunk_size, media=media):
+    for step in stream(model, prompts, params, chunk_size=chunk_size, media=media, timeout=timeout):
         seconds.append(step.seconds)
         for sequence, token in zip(token_ids, step.tokens, strict=True):
             if token is not None:

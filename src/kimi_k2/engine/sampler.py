@@ -9,7 +9,7 @@ there. Greedily a token is kept where it is the likeliest.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -241,6 +241,10 @@ class Step:
     tokens: tuple[int | None, ...]
     seconds: float
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+# What `stream` gives: it holds the model from the first `next` to the end or `close`.
+Steps = Generator[Step, None, None]
 
 
 class Proposal(NamedTuple):

@@ -19,6 +19,7 @@ from kimi_k2.model.cache import LatentCache, kv_cache_dtype
 from kimi_k2.model.linear import Embedding, Linear, RMSNorm
 from kimi_k2.model.moe import MLP, Experts, MoE
 from kimi_k2.model.rope import RotaryEmbedding
+from kimi_k2.model.turns import Turns
 from kimi_k2.ops.embedding import place_embeddings
 from kimi_k2.ops.linear import dense_linear
 from kimi_k2.ops.registry import computing
@@ -131,6 +132,7 @@ class KimiK2ForCausalLM(nn.Module):
     Attributes:
         kv_cache_dtype: of new caches; None for `dtype`. The checkpoint's own at first.
         batch_invariant: a sequence's logits have the same bits in any batch and in any chunks; False at first.
+        turns: of generations, which hold the model one after another; a pass with a cache of its own needs none.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class KimiK2ForCausalLM(nn.Module):
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype("auto", config)
         self.batch_invariant = False
+        self.turns = Turns()
         self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized, form=attention_form)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head.weight.requires_grad_(False)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.generate import prompt_lengths, token_steps
-from kimi_k2.engine.sampler import Sampler, SamplingParams, Step
+from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, Steps
 from kimi_k2.engine.speculate import ended, steps_of, up_to_end
 from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.files import read_json
+from kimi_k2.model.turns import TIMEOUT, Turns, checked_timeout
 from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application, environment, runtime_environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
@@ -117,7 +119,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 class NeuronApplication:
-    """Prefill, decode and generation of one loaded application, one generation after another.
+    """Prefill, decode and generation of one loaded application, one after another: an open stream holds it.
 
     Args:
         app: NeuronKimiK2ForCausalLM, loaded.
@@ -133,6 +135,7 @@ class NeuronApplication:
         self.on_device_sampling = self.options.on_device_sampling_config
         self.batch_size, self.length = self.options.batch_size, self.options.seq_len
         self.longest_prompt = self.options.max_context_length
+        self.turns = Turns()
         self.stats: DraftStats | None = DraftStats() if self.options.enable_fused_speculation else None
 
     @classmethod
@@ -197,7 +200,6 @@ class NeuronApplication:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], sampling: Tensor | None = None) -> Output:
         """Run prompts of any lengths; the cache then holds them and nothing else.
 
@@ -207,7 +209,13 @@ class NeuronApplication:
 
         Raises:
             GenerationError: there are too many, or one is empty or too long.
+            BusyError: a stream is open.
         """
+        with self.turns.take():
+            return self._prefill(prompts, sampling)
+
+    @torch.inference_mode()
+    def _prefill(self, prompts: Sequence[Sequence[int]], sampling: Tensor | None) -> Output:
         lengths = prompt_lengths(prompts)
         if len(prompts) > self.batch_size:
             raise GenerationError(f"{len(prompts)} prompts: {self.name} has a batch size of {self.batch_size}")
@@ -233,9 +241,13 @@ class NeuronApplication:
             outputs.append(self._pass(1, ids[own], mask[own], positions[own], sampling, torch.tensor([row])))
         return _stacked(outputs)
 
-    @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Output:
-        """One token a sequence, each at its own position: int64 [B], int64 [B]."""
+        """One token a sequence, each at its own position: int64 [B], int64 [B]; BusyError while a stream is open."""
+        with self.turns.take():
+            return self._decode(tokens, positions, sampling)
+
+    @torch.inference_mode()
+    def _decode(self, tokens: Tensor, positions: Tensor, sampling: Tensor | None) -> Output:
         count, spare = len(tokens), self.batch_size - len(tokens)
         tokens, positions = (torch.cat((part, part[:1].expand(spare))) for part in (tokens, positions))
         # NxDI's decode mask covers the cache only; the current token is not in it yet.
@@ -304,12 +316,18 @@ class NeuronApplication:
         return torch.tensor([row], dtype=torch.float32).expand(self.batch_size, -1).contiguous()
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, chunk_size: int | None = None
-    ) -> Iterator[Step]:
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        chunk_size: int | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Steps:
         """Generate step by step, as `engine.generate.stream`; on-device sampling takes no seed.
 
         Raises:
             GenerationError: prompt and new tokens exceed the compiled length, see also `prefill`; a chunk size.
+            BusyError: (at the first `next`) others' streams were open for all of the timeout, or this thread's own is.
         """
         if chunk_size is not None:
             raise GenerationError(f"chunk_size: {self.name} prefills whole prompts")
@@ -322,9 +340,16 @@ class NeuronApplication:
                 f"prompt of {max(lengths)} and {params.max_new_tokens} new tokens{drafts} exceed the {self.length}"
                 f" tokens a sequence of {self.name}"
             )
-        sampling, sampler = self.sampling_params(params), Sampler(params, prompts)
+        begin = partial(self._steps, prompts, params, self.sampling_params(params))
+        return self.turns.stream(begin, checked_timeout(timeout))
+
+    def _steps(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, sampling: Tensor | None
+    ) -> Iterator[Step]:
+        """The steps, of an application that is held."""
         if self.stats is not None:
             return self._fused(prompts, params, sampling)
+        lengths, sampler = prompt_lengths(prompts), Sampler(params, prompts)
 
         def choose(output: Output) -> Tensor:
             if output.tokens is not None:
@@ -335,8 +360,8 @@ class NeuronApplication:
         steps = token_steps(
             lengths,
             params,
-            lambda: choose(self.prefill(prompts, sampling)),
-            lambda tokens, positions: choose(self.decode(tokens, positions, sampling)),
+            lambda: choose(self._prefill(prompts, sampling)),
+            lambda tokens, positions: choose(self._decode(tokens, positions, sampling)),
         )
         return steps if params.logprobs is None else (replace(step, logprobs=sampler.logprobs) for step in steps)
 
@@ -346,7 +371,7 @@ class NeuronApplication:
         """Steps of graphs that draft and verify: several tokens a sequence of each pass."""
         self.stats = stats = DraftStats()
         began = time.perf_counter()
-        new = [[int(row[0])] for row in _of_graph(self.prefill(prompts, sampling))]
+        new = [[int(row[0])] for row in _of_graph(self._prefill(prompts, sampling))]
         last, at = torch.tensor([own[0] for own in new]), torch.tensor(prompt_lengths(prompts))
         left = [params.max_new_tokens] * len(new)
         while True:
@@ -357,7 +382,7 @@ class NeuronApplication:
             if not any(left):
                 return
             began = time.perf_counter()
-            made = _of_graph(self.decode(last, at, sampling))
+            made = _of_graph(self._decode(last, at, sampling))
             for row, tokens in enumerate(made):
                 new[row] = tokens[tokens >= 0].tolist() if left[row] else []
                 # An ended sequence stays where it is: its row goes on being computed, and is ignored.

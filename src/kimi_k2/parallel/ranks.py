@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import Generator
-from kimi_k2.errors import ConfigError, KimiK2Error
+from kimi_k2.errors import BusyError, ConfigError, KimiK2Error
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.layout import Layout
@@ -170,7 +171,8 @@ class Rank:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
-        self.generator.close()
+        with suppress(BusyError) if kind is not None else nullcontext():  # the error's frames may hold an open stream
+            self.generator.close()
         if kind is None:
             leave_ranks()
         elif _WATCHES:
