@@ -17,13 +17,13 @@ import kimi_k2
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error
 from kimi_k2.files import LOCK, open_output, read_bytes
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 SOURCE = Path(kimi_k2.__file__).parent
@@ -55,7 +55,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tiktoken.model": KimiTokenizer.from_pretrained,
     "tokenizer_config.json": KimiTokenizer.from_pretrained,
     "chat_template.jinja": KimiTokenizer.from_pretrained,
-    "generation_config.json": lambda directory: load_eos_token_ids(directory, KimiK2Config.from_pretrained(directory)),
+    "generation_config.json": lambda directory: GenerationDefaults.from_pretrained(
+        directory, KimiK2Config.from_pretrained(directory)
+    ),
     IMAGE_FILE: MediaConfig.from_pretrained,
 }
 KINDS: dict[str, Callable[[Path], object]] = {

@@ -7,7 +7,7 @@ before the first use.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from kimi_k2.checkpoint.hub import resolve_checkpoint
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.engine.device import check_device
 from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.drafters import Drafter, HeadDrafter, NgramDrafter
@@ -46,7 +47,6 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import VISION_FILE
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify_vision
-from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.message import Delta, opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
@@ -240,6 +240,7 @@ class KimiK2:
         generator: makes the tokens.
         tokenizer, config: of the checkpoint.
         params: how tokens are chosen where a call does not say otherwise; its end tokens are the checkpoint's.
+        defaults: what of generation_config.json depends on the prompt.
         stop: strings that end a reply.
         chunk_size: tokens of a prompt that are read at a time; None for what is best.
         rank: of this process; ranks above 0 make the same steps and show nothing.
@@ -254,6 +255,7 @@ class KimiK2:
     chunk_size: int | None = None
     rank: int = 0
     media_reader: MediaReader | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @classmethod
     def from_pretrained(cls, checkpoint: str | Path, **options: Any) -> KimiK2:
@@ -285,7 +287,8 @@ class KimiK2:
         batch_invariant: bool = False,
         download: bool = False,
         style: str | None = None,
-        params: SamplingParams | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        otherwise: Mapping[str, Any] | None = None,
         stop: Sequence[str] = (),
         chunk_size: int | None = None,
         ranks: Path | None = None,
@@ -305,7 +308,9 @@ class KimiK2:
             batch_invariant: a sequence's logits have the same bits in any batch and in any chunks.
             download: fetch what the Hugging Face cache lacks.
             style: chat format; None for what the checkpoint says.
-            params, stop, chunk_size: see KimiK2.
+            sampling: fields of SamplingParams that win over generation_config.json.
+            otherwise: fields that hold where that file does not say them.
+            stop, chunk_size: see KimiK2.
             ranks: output of `convert --target cuda`, of which this process takes its file.
             neuron: the NxDI model that the backend `neuron` loads.
             keep_cache: see `Generator`: for one conversation after another turn.
@@ -334,10 +339,12 @@ class KimiK2:
         directory = resolve_checkpoint(checkpoint, download=download)
         config = KimiK2Config.from_pretrained(directory)
         tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
-        params = replace(params or SamplingParams(), eos_token_ids=load_eos_token_ids(directory, config))
+        defaults, sampling = GenerationDefaults.from_pretrained(directory, config), _checked(sampling or {})
+        params = defaults.params(sampling, otherwise or {})
         name, stored = compute_defaults(backend, dtype, keep_quantized)
         compute: torch.dtype = getattr(torch, name)
         options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+        options["defaults"] = defaults.without(sampling)
         if draft is not None and draft_tokens < 1:
             raise ConfigError(f"expected at least 1 token, got {draft_tokens}", field="draft_tokens")
         if neuron is not None:
@@ -416,10 +423,8 @@ class KimiK2:
     def _replies(
         self, prompts: Sequence[Prompt], stop: Sequence[str], timeout: float, sampling: dict[str, Any]
     ) -> list[Reply]:
-        unknown = set(sampling) - set(SamplingParams.__dataclass_fields__)
-        if unknown:
-            raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
-        call = replace(self, params=replace(self.params, **sampling), stop=(*self.stop, *stop))
+        params, defaults = replace(self.params, **_checked(sampling)), self.defaults.without(sampling)
+        call = replace(self, params=params, defaults=defaults, stop=(*self.stop, *stop))
         return [reply for _, reply in sorted(call.answer(prompts, timeout=timeout), key=lambda pair: pair[0])]
 
     def prompt(self, messages: Messages, **options: Any) -> Prompt:
@@ -457,15 +462,16 @@ class KimiK2:
             timing: gets every step's seconds.
             timeout: as of `generate`. The model is held from the first `next` until all have ended, or `close`.
         """
-        end_ids = self.params.eos_token_ids
-        replies = [Reply(self.tokenizer, end_ids, stop=self.stop, **prompt.options) for prompt in prompts]
-        running = dict(enumerate(replies))
         ids = [prompt.ids for prompt in prompts]
+        params = self.defaults.bounded(self.params, max(map(len, ids), default=0))
+        own: dict[str, Any] = {"stop": self.stop, "min_tokens": params.min_tokens}
+        replies = [Reply(self.tokenizer, params.eos_token_ids, **own, **prompt.options) for prompt in prompts]
+        running = dict(enumerate(replies))
         options: dict[str, Any] = {"chunk_size": self.chunk_size, "timeout": timeout}
         if self.media_reader is not None and any(prompt.media for prompt in prompts):
             encoder, media = self.media_reader.encoder, [prompt.media for prompt in prompts]
             options["media"] = partial(encoder.rows, ids, media)
-        with closing(self.generator.stream(ids, self.params, **options)) as steps:
+        with closing(self.generator.stream(ids, params, **options)) as steps:
             for step in steps:
                 if timing is not None:
                     timing.seconds.append(step.seconds)
@@ -482,3 +488,10 @@ class KimiK2:
         for row, reply in running.items():
             show(row, reply, reply.finish())
             yield row, reply
+
+
+def _checked(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of SamplingParams; GenerationError for others."""
+    if unknown := set(sampling) - set(SamplingParams.__dataclass_fields__):
+        raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
+    return sampling

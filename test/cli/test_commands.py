@@ -17,12 +17,12 @@ from kimi_k2.cli import app, main
 from kimi_k2.cli.app import find_commands
 from kimi_k2.cli.command import Command
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.tokenization.chat import ChatStyle
-from kimi_k2.tokenization.eos import load_eos_token_ids
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 runner = CliRunner()
@@ -145,7 +145,7 @@ def test_generate_streams_what_the_library_generates(checkpoints: dict[str, Path
     config = KimiK2Config.from_pretrained(directory)
     tokenizer = KimiTokenizer.from_pretrained(directory)
     prompt = tokenizer.encode_chat([{"role": "user", "content": "Hello"}], style=ChatStyle.K25)
-    eos = load_eos_token_ids(directory, config)
+    eos = GenerationDefaults.from_pretrained(directory, config).sampling["eos_token_ids"]
     out = generate(
         KimiK2ForCausalLM.from_pretrained(directory), [prompt], SamplingParams(max_new_tokens=6, eos_token_ids=eos)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from typer.testing import CliRunner
 
 from kimi_k2.api import KimiK2
 from kimi_k2.cli import app
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.tokenization.eos import load_eos_token_ids
 
 runner = CliRunner()
 
@@ -31,7 +30,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def expected(directory: Path, content: Any) -> str:
     model = KimiK2.from_pretrained(directory)
-    params = SamplingParams(8, eos_token_ids=load_eos_token_ids(directory, model.config))
+    params = replace(model.params, max_new_tokens=8)
     [tokens] = answers(model, [model.prompt([{"role": "user", "content": content}])], params)
     return model.tokenizer.decode([token for token in tokens if token not in params.eos_token_ids])
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate, prefill, stream
 from kimi_k2.engine.sampler import Sampler, SamplingParams
-from kimi_k2.errors import ConfigError, GenerationError
+from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.tokenization.eos import load_eos_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +163,3 @@ def test_streamed_steps_are_the_generated_tokens(model: KimiK2ForCausalLM) -> No
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     steps = list(stream(model, [[3, 4, 5]], params))
     assert [step.tokens[0] for step in steps] == generate(model, [[3, 4, 5]], params).token_ids[0]
-
-
-def test_eos_ids_come_from_generation_config_and_im_end(tmp_path: Path) -> None:
-    config = KimiK2Config.from_preset("kimi-k2-instruct")
-    assert load_eos_token_ids(tmp_path, config) == {163585, 163586}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [163593]}))
-    assert load_eos_token_ids(tmp_path, config) == {163593, 163586}
-    wrong: object
-    wrongs: tuple[object, ...] = ({"eos_token_id": "x"}, {"eos_token_id": 163840}, {"eos_token_id": [True]}, [])
-    for wrong in wrongs:
-        (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
-        with pytest.raises(ConfigError, match=r"generation_config\.json"):
-            load_eos_token_ids(tmp_path, config)

@@ -50,6 +50,29 @@ def test_stop_strings_cut_where_the_first_of_them_begins(tokenizer: KimiTokenize
     assert any(text.startswith(one, len(reply.text)) for one in stop)
 
 
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.text(alphabet="ab \n", max_size=20),
+    stop=st.lists(st.text(alphabet="ab \n", min_size=1, max_size=4), max_size=3),
+    least=st.integers(0, 8),
+)
+def test_no_stop_string_counts_that_is_whole_within_min_tokens(
+    tokenizer: KimiTokenizer, text: str, stop: list[str], least: int
+) -> None:
+    """By vLLM's rule: one counts whose end comes later, though it may begin before."""
+    tokens = tokenizer.encode(text)
+    early, expected = len(tokenizer.decode(tokens[:least])), text
+    for count in range(least + 1, len(tokens) + 1):
+        so_far = tokenizer.decode(tokens[:count])
+        found = [place for one in stop if (place := so_far.find(one, max(0, early - len(one) + 1))) >= 0]
+        if found:
+            expected = text[: min(found)]
+            break
+    reply = Reply(tokenizer, {0}, stop=stop, parse=False, min_tokens=least)
+    run(reply, tokens)
+    assert reply.text == expected
+
+
 @pytest.mark.parametrize("prefilled", [False, True])
 def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled: bool) -> None:
     text = ("" if prefilled else "<think>") + "Bern, surely.</think>I look.\n" + CALL

@@ -300,11 +300,20 @@ class Certain(Table):
         return super().propose(last, wanted, lambda logits, place: (logits.argmax(dim=-1), None))
 
 
-def test_penalties_count_what_was_drafted_before() -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"min_tokens": 13, "eos_token_ids": frozenset(range(0, 64, 3))},
+        {"min_tokens": 13, "eos_token_ids": frozenset(range(0, 64, 3)), "repetition_penalty": 1.4},
+    ],
+)
+def test_penalties_and_least_lengths_count_what_was_drafted_before(setting: dict[str, Any]) -> None:
     """Of a target that repeats a token until it is penalized enough."""
     table, prompts = Table(1), [[token] for token in range(8)]
-    table.target += 3 * torch.eye(64)
-    params = SamplingParams(max_new_tokens=24, repetition_penalty=1.4, frequency_penalty=0.4, presence_penalty=0.2)
+    if "repetition_penalty" in setting:
+        table.target += 3 * torch.eye(64)
+    params = SamplingParams(24, **setting)
     sampler, token = Sampler(params, prompts), torch.arange(8)
     wanted = []
     for _ in range(24):
@@ -320,6 +329,11 @@ def test_penalties_count_what_was_drafted_before() -> None:
     for step in steps:
         for reply, one in zip(found, step.tokens, strict=True):
             reply += [] if one is None else [one]
+    ends = params.eos_token_ids
+    for row, own in enumerate(replies):
+        last = next((place for place, token in enumerate(own) if token in ends), len(own))
+        assert last >= params.min_tokens
+        replies[row] = own[: last + 1]
     assert found == replies and stats.accepted == stats.drafted
 
 

@@ -184,18 +184,27 @@ def _in(panel: str, *names: str, **options: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, **options)
 
 
+def _sampled(otherwise: str, text: str, *names: str, **options: Any) -> Any:
+    """An option of generation_config.json's; `otherwise` where neither says it."""
+    return _in(SAMPLING, *names, help=text, show_default=f"generation_config.json, else {otherwise}", **options)
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen; names and meanings of vLLM and Hugging Face."""
+    """How tokens are chosen; names and meanings of vLLM and Hugging Face. None is what generation_config.json says."""
 
     max_new_tokens: Annotated[
-        int, _in(SAMPLING, "--max-new-tokens", "--max-tokens", min=1, max=MOST, help="Tokens to generate at most.")
-    ] = 128
-    temperature: Annotated[float, _in(SAMPLING, min=0.0, help="0 is greedy.")] = 0.0
-    top_p: Annotated[float, _in(SAMPLING, help="Nucleus size in (0, 1].")] = 1.0
-    top_k: Annotated[int, _in(SAMPLING, min=0, max=MOST, help="Tokens to choose from; 0 for all.")] = 0
-    min_p: Annotated[float, _in(SAMPLING, help="Least share of the likeliest token's probability; 0 for all.")] = 0.0
-    repetition_penalty: Annotated[float, _in(SAMPLING, help="Of tokens in the prompt or the reply; 1 for none.")] = 1.0
+        int | None,
+        _sampled("128; 1024 in chat", "Tokens at most.", "--max-new-tokens", "--max-tokens", min=1, max=MOST),
+    ] = None
+    min_tokens: Annotated[int | None, _sampled("0", "Tokens of a reply at least.", min=0, max=MOST)] = None
+    temperature: Annotated[float | None, _sampled("0; 0.6 in chat", "0 is greedy.", min=0.0)] = None
+    top_p: Annotated[float | None, _sampled("1", "Nucleus size in (0, 1].")] = None
+    top_k: Annotated[int | None, _sampled("0", "Tokens to choose from; 0 for all.", min=0, max=MOST)] = None
+    min_p: Annotated[float | None, _sampled("0", "Least share of the likeliest token's probability; 0 for all.")] = None
+    repetition_penalty: Annotated[float | None, _sampled("1", "Of tokens in the prompt or the reply; 1 for none.")] = (
+        None
+    )
     presence_penalty: Annotated[float, _in(SAMPLING, help="Of tokens in the reply; 0 for none.")] = 0.0
     frequency_penalty: Annotated[float, _in(SAMPLING, help="Times how often a token is in the reply.")] = 0.0
     seed: Annotated[int, _in(SAMPLING, min=0, max=2**63 - 1, help="Of the random choices.")] = 0
@@ -203,22 +212,10 @@ class SamplingOptions:
         list[str] | None, _in(SAMPLING, callback=_not_empty, help="End a reply before this text; may be repeated.")
     ] = None
 
-    def params(self, **more: Any) -> Any:
-        """As SamplingParams; GenerationError if a value is out of range."""
-        from kimi_k2.engine.sampler import SamplingParams
-
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"}
-        return SamplingParams(**own, **more)
-
-
-@dataclass(frozen=True)
-class ChatSamplingOptions(SamplingOptions):
-    """The same, for conversations."""
-
-    max_new_tokens: Annotated[
-        int, _in(SAMPLING, "--max-new-tokens", "--max-tokens", min=1, max=MOST, help="Tokens of a reply at most.")
-    ] = 1024
-    temperature: Annotated[float, _in(SAMPLING, min=0.0, help="0 is greedy.")] = 0.6
+    def chosen(self, **more: Any) -> dict[str, Any]:
+        """Fields of SamplingParams that win over generation_config.json."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"} | more
+        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class _Piece:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    early: bool = False  # of the tokens that min_tokens asks for
 
 
 class Reply:
@@ -30,6 +31,7 @@ class Reply:
         tools: of the request; see MessageStream.
         prefilled: the prompt left <think> open; see `opens_reasoning`.
         parse: split reasoning and tool calls off; without it everything is content.
+        min_tokens: of the reply, before which a stop string ends nothing.
 
     Attributes:
         text: all that the model wrote, markup included.
@@ -50,6 +52,7 @@ class Reply:
         tools: Sequence[Mapping[str, Any]] | None = None,
         prefilled: bool = False,
         parse: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         if not all(stop):
             raise GenerationError("stop: expected strings of at least one character")
@@ -57,7 +60,7 @@ class Reply:
         self.logprobs: list[tuple[int, TokenLogprobs]] = []
         self.finish_reason: FinishReason | None = None
         self._decoder = tokenizer.incremental_decoder()
-        self._end_ids, self._stop = end_ids, tuple(stop)
+        self._end_ids, self._stop, self._min_tokens = end_ids, tuple(stop), min_tokens
         self._parser = MessageStream(tools=tools, prefilled=prefilled, tokenizer=tokenizer) if parse else None
         self._held = [_Piece()]  # may begin a stop string; the last piece may be part of a character
         self._deltas: list[Delta] = []
@@ -85,10 +88,13 @@ class Reply:
         """Pass on what can no longer be part of a stop string; end at one."""
         if not text:
             return []
-        self._held[-1].text = text
+        self._held[-1].text, self._held[-1].early = text, self.tokens <= self._min_tokens
         self._held.append(_Piece())
         pending = "".join(piece.text for piece in self._held)
-        stops = [place for stop in self._stop if (place := pending.find(stop)) >= 0]
+        # One that is whole within the early tokens ends nothing.
+        early = sum(len(piece.text) for piece in self._held if piece.early)
+        starts = [(stop, max(0, early - len(stop) + 1)) for stop in self._stop]
+        stops = [place for stop, start in starts if (place := pending.find(stop, start)) >= 0]
         if stops:
             deltas = self._pass_on(min(stops))
             self._held = [_Piece()]
@@ -99,7 +105,11 @@ class Reply:
         """How much of the held text begins no stop string, whatever follows."""
         longest = max(map(len, self._stop), default=1) - 1
         starts = range(max(0, len(text) - longest), len(text))
-        return next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), len(text))
+        rests = ((start, text[start:]) for start in starts)
+        return next(
+            (start for start, rest in rests if any(stop.startswith(rest) and stop != rest for stop in self._stop)),
+            len(text),
+        )
 
     def _pass_on(self, length: int, *, whole_pieces: bool = False) -> list[Delta]:
         """The deltas of the held text's first `length` characters; a piece that is cut counts as plain text."""

@@ -40,6 +40,7 @@ class SamplingParams:
         seed: of the random choice; sequence i of a batch uses its own generator, seeded seed + i.
         eos_token_ids: tokens that end a sequence; they are returned as its last token.
         ignore_eos: generate max_new_tokens in any case (for benchmarks).
+        min_tokens: none of `eos_token_ids` is chosen, and no stop string looked for, before so many.
 
     Raises:
         GenerationError: a value is out of range.
@@ -57,6 +58,7 @@ class SamplingParams:
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, valid, expected in (
@@ -73,6 +75,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
         ):
             if not valid:
@@ -153,6 +156,7 @@ class Sampler:
         self.generators = [random.Random(params.seed + i) for i in range(len(prompts))]
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self._prompts, self._counts = prompts, torch.empty(0)
+        self._made = [0] * len(prompts)  # tokens of each sequence
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [B, vocab_size] to token ids int64 [B].
@@ -162,7 +166,7 @@ class Sampler:
         """
         if not logits.is_cuda:  # a GPU's would have to be waited for
             check_finite(logits)
-        penalized = self._penalized(logits) if self.params.penalizes else logits
+        penalized = self._processed(logits)
         if self.params.temperature == 0:
             tokens = penalized.argmax(dim=-1)
         else:
@@ -170,33 +174,47 @@ class Sampler:
             tokens = draw(self.probabilities(penalized.float()), uniform.to(logits.device))
         if self.params.penalizes:
             self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
+        self._made = [made + 1 for made in self._made]
         if self.params.logprobs is not None:
             self.logprobs = token_logprobs(logits, tokens, self.params.logprobs)
         return tokens
 
     def along(self, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Penalized logits of places in a row, as if the drafted tokens before each were in the reply.
+        """Processed logits of places in a row, as if the drafted tokens before each were in the reply.
 
         Args:
             logits: [B, K + 1, vocab_size].
             drafted: int64 [B, K].
         """
-        if not self.params.penalizes:
+        if not self.params.penalizes and min(self._made) >= self.params.min_tokens:
             return logits
-        first, counts = self._penalized(logits[:, 0]), self._counts.clone()
-        made, one = [first], torch.ones_like(counts[:, :1])
+        made = [self._processed(logits[:, 0])]
+        counts = self._counts.clone()
         for place in range(drafted.shape[1]):
-            self._counts.scatter_add_(1, drafted[:, place, None], one)
-            made.append(self._penalized(logits[:, place + 1]))
+            if self.params.penalizes:
+                self._counts.scatter_add_(1, drafted[:, place, None], torch.ones_like(counts[:, :1]))
+            made.append(self._processed(logits[:, place + 1], place + 1))
         self._counts = counts
         return torch.stack(made, dim=1)
 
     def count(self, taken: Sequence[Sequence[int]]) -> None:
         """Take note of tokens of each sequence that were chosen elsewhere."""
+        self._made = [made + len(tokens) for made, tokens in zip(self._made, taken, strict=True)]
         if self.params.penalizes:
             for row, tokens in zip(self._counts, taken, strict=True):
                 for token in tokens:
                     row[token] += 1
+
+    def _processed(self, logits: Tensor, ahead: int = 0) -> Tensor:
+        """Logits [B, vocab_size] with penalties, and without end tokens where a sequence has fewer than min_tokens."""
+        params = self.params
+        logits = self._penalized(logits) if params.penalizes else logits
+        early = [made + ahead < params.min_tokens for made in self._made]
+        if not any(early) or params.ignore_eos:
+            return logits
+        ends = torch.zeros(logits.shape[1], dtype=torch.bool)
+        ends[list(params.eos_token_ids)] = True
+        return logits.masked_fill((torch.tensor(early)[:, None] & ends).to(logits.device), float("-inf"))
 
     def _penalized(self, logits: Tensor) -> Tensor:
         if not self._counts.numel():

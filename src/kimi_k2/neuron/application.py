@@ -292,9 +292,10 @@ class NeuronApplication:
         compiled = self.on_device_sampling
         if compiled is None:
             return None
-        if params.penalizes or params.min_p or params.logprobs is not None:
+        if params.penalizes or params.min_p or params.min_tokens or params.logprobs is not None:
             raise GenerationError(
-                f"min_p, penalties, logprobs: {self.name} chooses tokens on the device, by top_k, top_p and temperature"
+                f"min_p, min_tokens, penalties, logprobs: {self.name} chooses tokens on the device, by top_k, top_p and"
+                " temperature"
             )
         if compiled.dynamic:
             greedy = params.temperature == 0

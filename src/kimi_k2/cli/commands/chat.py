@@ -11,10 +11,10 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
-    ChatSamplingOptions,
     Checkpoint,
     ModelOptions,
     PreserveThinking,
+    SamplingOptions,
     Style,
     System,
     Thinking,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kimi_k2.api import KimiK2
     from kimi_k2.tokenization.message import ToolCall
 
+OTHERWISE = {"max_new_tokens": 1024, "temperature": 0.6}
 HELP = """\
 /system TEXT   set the system prompt (without TEXT: show it)
 /tools FILE    offer the tools of a JSON file (without FILE: none)
@@ -46,7 +47,7 @@ A line that ends in \\ goes on in the next. Ctrl-C stops a reply."""
 def chat(
     context: typer.Context,
     checkpoint: Checkpoint,
-    sampling: ChatSamplingOptions,
+    sampling: SamplingOptions,
     model: ModelOptions,
     system: System = None,
     tools: Tools = None,
@@ -73,11 +74,10 @@ def chat(
     computed = compute_defaults(model.backend, model.dtype, model.keep_quantized)[0]
     if model.compiled is not None:
         computed = "as compiled"
-    with KimiK2.open(
-        checkpoint, params=sampling.params(), stop=sampling.stop or (), style=style, keep_cache=True, **options
-    ) as session:
+    options |= {"sampling": sampling.chosen(), "otherwise": OTHERWISE, "stop": sampling.stop or ()}
+    with KimiK2.open(checkpoint, style=style, keep_cache=True, **options) as session:
         most = session.config.max_position_embeddings
-        if sampling.max_new_tokens >= most:
+        if session.params.max_new_tokens >= most:
             raise GenerationError(f"max_new_tokens: expected fewer than max_position_embeddings ({most})")
         talk = Chat(session, console, thinking=thinking, preserve_thinking=preserve_thinking)
         if messages is not None:

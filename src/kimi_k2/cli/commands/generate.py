@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kimi_k2.cli.display import View
     from kimi_k2.engine.reply import Reply
 
+OTHERWISE = {"max_new_tokens": 128}
+
 
 @with_groups
 def generate(
@@ -83,18 +85,17 @@ def generate(
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
     if (stream or logprobs is not None) and not as_json:
         raise typer.BadParameter("--stream and --logprobs go with --json; text appears as it is made in any case")
-    if n > 1 and sampling.temperature == 0:
-        raise typer.BadParameter("greedy replies to one prompt are the same: give a --temperature", param_hint="--n")
-
     from kimi_k2.api import KimiK2, Timing
 
     texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
     conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
     options = model.options(context, batch_size=n * (len(conversations) or len(texts)))
-    params = sampling.params(logprobs=logprobs)
-    with KimiK2.open(
-        checkpoint, params=params, stop=sampling.stop or (), ranks=ranks, style=style, **options
-    ) as session:
+    options |= {"sampling": sampling.chosen(logprobs=logprobs), "otherwise": OTHERWISE, "stop": sampling.stop or ()}
+    with KimiK2.open(checkpoint, ranks=ranks, style=style, **options) as session:
+        if n > 1 and session.params.temperature == 0:
+            raise typer.BadParameter(
+                "greedy replies to one prompt are the same: give a --temperature", param_hint="--n"
+            )
         if raw:
             prompts = [session.bare(text) for text in texts]
         else:

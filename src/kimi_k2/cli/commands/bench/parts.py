@@ -102,14 +102,12 @@ def drafts(
     from kimi_k2.api import KimiK2
     from kimi_k2.bench.drafts import PROMPTS, compare
     from kimi_k2.engine.generate import Generator
-    from kimi_k2.engine.sampler import SamplingParams
 
     texts = prompt or PROMPTS
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     with KimiK2.open(
         checkpoint,
         backend=backend,
-        params=params,
+        sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
         dtype=dtype,
         batch_invariant=batch_invariant,
         ranks=ranks,
