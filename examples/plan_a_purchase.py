@@ -13,6 +13,6 @@ for preset in presets or preset_names():
     except ConfigError as error:  # the ranks cannot share this model's sizes
         print(f"{preset:32} no: {error}")
         continue
-    memory, tpot = report["rank_memory"], report["modelled"]["tpot"]
-    share = f"{memory['needed'] / 1e9:6.1f} of {memory['usable'] / 1e9:6.1f} GB a rank"
-    print(f"{preset:32} {'fits' if memory['fits'] else 'too large':10} {share}, TPOT {tpot * 1e3:.2f} ms (modelled)")
+    time = report["tpot"]["expected"]
+    words = f"expected {time['low'] * 1e3:.0f} to {time['high'] * 1e3:.0f} ms a token, " if time else ""
+    print(f"{preset:32} {words}bound {report['tpot']['bound'] * 1e3:.2f} ms; {report['rank_memory']['verdict']}")

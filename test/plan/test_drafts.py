@@ -110,7 +110,7 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
     assert report["kernels"]["rates"]["efficiency"] == pytest.approx(70)
     assert step["tpot"] == pytest.approx(sensitivity["sensitivity"]["70"]["10"], rel=1e-3)
     assert any("70 % of 368 GB/s a core (measured)" in line for line in report["kernels"]["assumptions"])
-    assert "as measured (nccom-test)" in report["modelled"]["machine"]["source"]
+    assert "as measured (nccom-test)" in report["machine"]["source"]
     measured = read_measured([tmp_path / "nccom.json"])
     machine = measured.on(TRN2_LNC2)
     sizes = (100, 1024, 30512, 60000, 2000000)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kimi_k2.bench.kernels.profile import floor
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.memory import WORKSPACE_BYTES
 from kimi_k2.plan.presets import ServedRow, served_rows
 from kimi_k2.sharding.layout import Layout
 
@@ -53,12 +54,12 @@ def test_bounds_lie_above_what_others_reached(rows: Rows) -> None:
 
 def test_what_fits_is_shown_up_to_the_most(rows: Rows) -> None:
     assert [row.fits for row in rows["kimi-k2-instruct-0905", "h100", "TP8"]] == [False]
-    assert rows["kimi-k2.5", "h100", "TP8"][0].fits
+    assert [row.fits for row in rows["kimi-k2.5", "h100", "TP8"]] == [False]  # by an engine's workspaces
     for found in rows.values():
         assert len(found) == 1 or all(row.fits for row in found)
         last = found[-1]
         if last.fits and last.requests < 512:
-            assert last.needed + (last.needed - last.weights) / last.requests > last.usable
+            assert last.needed + (last.needed - last.weights - WORKSPACE_BYTES) / last.requests > last.usable
         # A step of more sequences reads and takes more, and makes more tokens.
         for less, more in pairwise(found):
             assert more.read > less.read
@@ -76,7 +77,7 @@ def test_the_command_prints_rows_and_records() -> None:
     table = CliRunner().invoke(app, words, env={"COLUMNS": "170"})
     assert table.exit_code == 0
     assert "DP32+EP32" in table.output
-    assert "2,200 tokens/s an H200 (reported)" in table.output
+    assert "2,200 tokens/s a GPU (reported)" in table.output
 
 
 @pytest.mark.parametrize(("requests", "milliseconds"), [(1, 1.76), (16, 13.2), (64, 33.4)])

@@ -18,12 +18,12 @@ from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.neuron.compile import compiler_args
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.against_hlo import against_hlo
+from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
 from kimi_k2.plan.expert_blocks import expert_blocks
 from kimi_k2.plan.instructions import prefill_instructions
 from kimi_k2.plan.memory import memory_plan, read_index
-from kimi_k2.plan.published import published_memory
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.scratch import live_bytes, reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
@@ -53,8 +53,7 @@ def test_published_memory_figures_within_5_percent() -> None:
 def test_scratch_is_the_reported_one_at_the_reported_lengths_and_marked_beyond() -> None:
     for context, gib in ((128, 3.0), (512, 4.1), (1024, 5.5)):
         assert reported_scratch(context).nbytes / GIB == pytest.approx(gib)
-        assert not reported_scratch(context).extrapolated
-    assert reported_scratch(4096).extrapolated
+    assert reported_scratch(4096).longest == 1024
     assert reported_scratch(4096).nbytes > reported_scratch(1024).nbytes
 
 
@@ -192,13 +191,13 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     result = runner.invoke(app, ["plan", "kimi-k2.5", "--preset", "h200-tp8", "--json", "--chart", str(chart)])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
-    assert report["schema"] == "kimi-k2/plan/1"
+    assert report["schema"] == "kimi-k2/plan/2"
     assert report["rank_memory"]["fits"]
     assert report["rank_memory"]["resident"] == sum(report["rank_memory"]["parts"].values())
     assert chart.read_bytes().startswith(b"\x89PNG")
     tables = runner.invoke(app, ["plan", "kimi-k2-instruct-0905", "--published", "--verbose"], env={"COLUMNS": "160"})
     assert tables.exit_code == 0
-    for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55"):
+    for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55", "165.5", "6.99 ms a token"):
         assert word in tables.output
 
 

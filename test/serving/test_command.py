@@ -105,7 +105,7 @@ def test_lengths_leave_room_for_the_weights(model: str, checkpoints: dict[str, P
     config = KimiK2Config.load(model)
     weights = dry_run(config, Layout(8, 1, "cuda", "stored")).rank_bytes
     ranks, length = command.gpu_lengths(config, 8, H200, None)
-    room = command.UTILIZATION * H200 - weights - command.RESERVE
+    room = 0.95 * H200 - weights - 3e9  # an engine's share of a card, and its workspaces
     assert ranks == 8
     assert length % command.STEP == 0
     assert length * 70_272 <= room

@@ -110,7 +110,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     rows = [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in plan.parts.items()]
     if plan.scratch is not None:
         rows.append(f"  {'scratch (modelled)':<24}{plan.scratch.nbytes / GIB:8.2f} GiB")
-    return [*rows, plan.verdict, *([plan.caution] if plan.caution else [])]
+    return [*rows, plan.verdict]
 
 
 def check_fit(
@@ -132,8 +132,7 @@ def check_fit(
     if not plan.fits:
         name, size = plan.largest
         raise DoesNotFitError(
-            f"{preset.name} needs {plan.needed / GIB:.1f} GiB a core with scratch, {plan.memory.usable / GIB:.1f} GiB"
-            f" are usable (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
+            f"{preset.name} {plan.verdict} (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
             f" {' or with '.join(advice(config, target, plan))}"
         )
     return plan

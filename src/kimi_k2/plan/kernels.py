@@ -14,8 +14,9 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
+from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.memory import local_bytes
-from kimi_k2.plan.roofline import TRN2_LNC2, Machine
+from kimi_k2.plan.roofline import TRN2_LNC2, Machine, roofline
 from kimi_k2.plan.scratch import FLOAT32
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import ShardingPlan
@@ -116,6 +117,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
     return {
+        "deployed": forms[0] if forms[0] in counted else None,
         "assumptions": [
             *(line.format(**rates._asdict()) for line in ASSUMPTIONS),
             *(_FORMS[form] for form in forms),
@@ -132,6 +134,21 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
             for slots in counted[forms[-1]]
         },
     }
+
+
+def step_bound(decode: GraphCounts, target: Target, kernels: dict[str, Any] | None) -> tuple[float, str]:
+    """Seconds of a step in the deployed form, by its name, and what they are of."""
+    if kernels is not None and kernels["deployed"] is not None:
+        slots = nearest_counted(kernels, target.context)
+        seconds = kernels["contexts"][slots][kernels["deployed"]]["tpot"]
+        return seconds, f"our kernels instruction by instruction, {int(slots):,} tokens"
+    return roofline(decode, target.machine).bound, "bytes and collectives at peak rates, no real run is as fast"
+
+
+def nearest_counted(kernels: dict[str, Any], context: int) -> str:
+    """The counted context, of those of the deployed form, that is nearest to the deployment's."""
+    counted: list[str] = [slots for slots, forms in kernels["contexts"].items() if kernels["deployed"] in forms]
+    return min(counted, key=lambda slots: abs(int(slots) - context))
 
 
 def _other(name: str) -> bool:

@@ -22,6 +22,9 @@ from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
 MICROCODE_BYTES = 2 * 96 * 10**6
+# Of a GPU, beside weights and cache: graphs of prompts and steps of 8,192 tokens, each about 1.1 GB beside K2-0905's
+# slices, and what the allocator keeps. Measured inside vLLM on an H200.
+WORKSPACE, WORKSPACE_BYTES = "engine's workspaces", 3 * 10**9
 
 WEIGHTS = (
     "expert weights",
@@ -77,27 +80,30 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> str:
-        """One line that says what is known and what is not."""
-        if self.scratch is None:
-            if not self.fits:
-                return f"does not fit: {-self.room / GIB:.2f} GiB too much"
-            return f"fits: {self.room / GIB:.2f} GiB left for scratch and activations"
-        parts = f"{self.resident / GIB:.1f} GiB resident and {self.scratch.nbytes / GIB:.1f} of scratch (modelled)"
+        """One line: fits, fits if scratch stays below what is left, or does not fit."""
+        usable = self.memory.usable / GIB
         if not self.fits:
-            return f"does not fit: {parts}, {(self.needed - self.memory.usable) / GIB:.1f} GiB too much"
-        return f"fits: {parts} of {self.memory.usable / GIB:.1f}"
+            return (
+                f"does not fit: needs {self.needed / GIB:.1f} of {usable:.1f} GiB a rank,"
+                f" {(self.needed - self.memory.usable) / GIB:.1f} too much"
+            )
+        if self.scratch is None:
+            return f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank"
+        modelled, theirs = self.scratch.nbytes / GIB, self.scratch.reported
+        if theirs.nbytes <= self.room:
+            return (
+                f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank, {modelled:.1f} of them scratch (modelled)"
+            )
+        return (
+            f"fits if scratch stays below {self.room / GIB:.1f} GiB a rank beside {self.resident / GIB:.1f} resident:"
+            f" we model {modelled:.1f}, the published K2.5 port took {theirs.largest / GIB:.1f} at {theirs.longest:,}"
+            f" tokens ({theirs.nbytes / GIB:.1f} here at that pace)"
+        )
 
     @property
-    def caution(self) -> str | None:
-        """What the published port's own scratch would mean for this plan, where that is more than there is."""
-        reported = self.scratch.reported if self.scratch else None
-        if reported is None or not self.fits or reported.nbytes <= self.room:
-            return None
-        how = "extrapolated to" if reported.extrapolated else "reported at"
-        return (
-            f"scratch as of the published K2.5 port, {how} this context, is {reported.nbytes / GIB:.1f} GiB and would"
-            f" not fit in the {self.room / GIB:.1f} left; ours is modelled, not measured"
-        )
+    def certain(self) -> bool:
+        """Whether it fits with the published port's scratch too."""
+        return self.fits and (self.scratch is None or self.scratch.reported.nbytes <= self.room)
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -145,12 +151,17 @@ def cache_bytes_read(config: KimiK2Config, target: Target, context: int) -> int:
     return _slot_bytes(config, target) * target.batch * -(-context // target.cache_ranks)
 
 
+def cache_tokens(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
+    """Of cache, over all sequences, that a rank has room for beside the rest of its plan; below 0: for none."""
+    return (plan.memory.usable - plan.needed + plan.parts["KV cache"]) // _slot_bytes(config, target)
+
+
 def _slot_bytes(config: KimiK2Config, target: Target) -> int:
     return config.num_hidden_layers * config.cache_dim * BF16 * target.arrangement.cache_copies
 
 
 def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:
-    """One rank's memory; tensors are counted exactly, scratch is modelled on Trainium and left to `room` on a GPU.
+    """One rank's memory; tensors are counted exactly, Trainium's scratch is modelled, GPUs' workspaces a constant.
 
     Args:
         config: of the model.
@@ -171,8 +182,7 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
             config, target.layout.ranks, target.batch, target.layout.dtype.itemsize
         )
     parts["KV cache"] = cache_bytes(config, target)
-    if target.is_neuron:
-        parts["runtime micro-code"] = MICROCODE_BYTES
+    parts.update({"runtime micro-code": MICROCODE_BYTES} if target.is_neuron else {WORKSPACE: WORKSPACE_BYTES})
     used = {name: size for name, size in parts.items() if size}
     return MemoryPlan(used, target.memory, make_scratch(config, target) if target.is_neuron else None)
 

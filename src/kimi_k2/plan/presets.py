@@ -19,10 +19,13 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.advice import advice
+from kimi_k2.plan.comparison import gpu_lines
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Deployment, preset_names
-from kimi_k2.plan.memory import category, memory_plan
-from kimi_k2.plan.roofline import GIB, INSTANCES, Instance, roofline
+from kimi_k2.plan.expectation import expect
+from kimi_k2.plan.kernels import kernel_step, step_bound
+from kimi_k2.plan.memory import WORKSPACE, WORKSPACE_BYTES, category, memory_plan
+from kimi_k2.plan.roofline import GIB, INSTANCES, UTILIZATION, Instance, roofline
 from kimi_k2.plan.scratch import BF16
 from kimi_k2.plan.target import Target, make_target
 from kimi_k2.sharding.layout import Layout, ShardingPlan
@@ -36,8 +39,9 @@ class PresetRow:
     """One preset; sizes in bytes a rank, times in seconds (modelled, see `roofline`).
 
     Attributes:
-        fits: whether what it needs is usable.
+        fits: whether what it needs is usable; `certain`: with the published port's scratch too.
         why_not: one line, where it does not fit or the model's sizes do not divide among its ranks.
+        tpot: of the deployed form, a bound; `expected`, and its `low` and `high`: by published runs, on Trainium.
     """
 
     name: str
@@ -54,6 +58,11 @@ class PresetRow:
     decode_bytes: int = 0
     tpot: float = 0.0
     ttft: float = 0.0
+    needed: int = 0
+    certain: bool = False
+    expected: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 def preset_rows(config: KimiK2Config) -> list[PresetRow]:
@@ -79,11 +88,13 @@ def _row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingP
         return PresetRow(preset.name, layout, preset.experts, *lengths, fits=False, why_not=str(error))
     decode = decode_counts(config, target, sharding)
     why = "" if memory.fits else f"{memory.verdict}; it would fit with {advice(config, target, memory)[0]}"
+    step = expect(config, target, decode)
+    time = (step.time.seconds, step.time.low, step.time.high) if step else ()
     return PresetRow(
         preset.name, layout, preset.experts, *lengths, memory.fits, why, memory.resident,
         memory.scratch.nbytes if memory.scratch else None, memory.memory.usable, decode.memory_bytes,
-        roofline(decode, target.machine).bound,
-        roofline(prefill_counts(config, target, sharding), target.machine).bound,
+        step_bound(decode, target, kernel_step(config, target, sharding))[0],
+        roofline(prefill_counts(config, target, sharding), target.machine).bound, memory.needed, memory.certain, *time,
     )  # fmt: skip
 
 
@@ -96,17 +107,20 @@ def print_presets(rows: list[PresetRow], console: Console) -> None:
     """The rows as a table; what does not fit has a line below it."""
     table = Table(
         "preset", "layout", "experts", "batch", "context", "prompt", "held, GiB", "scratch", "of", "fits",
-        "GB a step", "TPOT, ms", "tokens/s", "TTFT, ms", title="presets: one rank's memory, modelled times",
+        "GB a step", "TPOT bound, ms", "expected", "TTFT bound, ms",
+        title="presets: one rank's memory, modelled times",
     )  # fmt: skip
     table.columns[0].no_wrap = True
     for column in table.columns[3:]:
         column.justify = "right"
     for row in rows:
         scratch = "" if row.scratch is None else f"{row.scratch / GIB:.1f}"
-        times = (f"{row.tpot * 1e3:.2f}", f"{row.batch / row.tpot:,.0f}", f"{row.ttft * 1e3:,.0f}") if row.fits else ()
+        expected = (row.expected, row.low, row.high)
+        words = "{:.0f} ({:.0f} to {:.0f})".format(*(1e3 * time for time in expected if time)) if row.expected else ""
+        times = (f"{row.tpot * 1e3:.2f}", words, f"{row.ttft * 1e3:,.0f}") if row.fits else ()
         table.add_row(
             row.name, row.layout, row.experts, str(row.batch), f"{row.context:,}", f"{row.prompt:,}",
-            f"{row.resident / GIB:.1f}", scratch, f"{row.usable / GIB:.1f}", "yes" if row.fits else "no",
+            f"{row.resident / GIB:.1f}", scratch, f"{row.usable / GIB:.1f}", _fits(row),
             f"{row.decode_bytes / 1e9:.2f}", *times,
         )  # fmt: skip
     console.print(table)
@@ -114,22 +128,21 @@ def print_presets(rows: list[PresetRow], console: Console) -> None:
         if row.why_not:
             console.print(f"{row.name}: {row.why_not}", highlight=False, soft_wrap=True)
     console.print(
-        "held: weights, cache and micro-code, computed. scratch: modelled, its fixed part reported for the published"
-        " K2.5 port. Times: a roofline of peak rates, modelled, at the whole context; prefill in its PyTorch form.",
+        "held: weights, cache, and micro-code or an engine's workspaces. scratch: modelled, its fixed part reported for"
+        " the published K2.5 port; 'if': only with less scratch than that port took. Bounds: peak rates, at the whole"
+        " context; prefill in its PyTorch form. Expected: by published runs, `plan` names them.",
         style="dim", highlight=False,
     )  # fmt: skip
+
+
+def _fits(row: PresetRow) -> str:
+    return "yes" if row.certain else "if" if row.fits else "no"
 
 
 HOST = 8  # GPUs
 REQUESTS, MOST = (1, 16, 64), 512  # of a GPU's share; beside these the most that fit, up to 512
 # A GPU's part of the network between hosts: NVIDIA's DGX H100 and H200 have a port of 400 Gb/s for each.
 NETWORK_BYTES_A_SECOND = 50e9
-PUBLISHED = (
-    "DeepSeek-V3, vLLM, wide EP: 2,200 tokens/s an H200 (reported)",
-    "DeepSeek-V3, SGLang, part of a larger cluster: 22,300 output tokens/s on 8 H100s, 2,790 a GPU (reported)",
-    "Kimi-K2.5 INT4, vLLM, 8 H200s, 8k in, 1k out, 64 users: 16.7 tokens/s a user, 134 a GPU (reported)",
-    "Kimi-K2.5 INT4, SGLang, 8 H200s, one user: 9.22 ms a token, 14 tokens/s a GPU (reported)",
-)
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ class ServedRow:
 
     Attributes:
         requests: of a GPU's share: all sequences over all GPUs.
-        weights, needed: bytes of the weights, and with the sequences' cache.
+        weights, needed: bytes of the weights, and with the sequences' cache and an engine's workspaces.
         read: bytes of a step.
         exchanges, exchanged: collectives of a step and what they send.
         tpot: of a step, all stages of it.
@@ -199,7 +212,8 @@ def served_rows(config: KimiK2Config, context: int, requests: int | None = None)
             one = _served_row(config, name, instance, way, context, requests or 1)
             rows.append(one)
             if requests is None and one.fits:
-                most = min((one.usable - one.weights) // (one.needed - one.weights), MOST)
+                fixed = one.weights + WORKSPACE_BYTES
+                most = min((one.usable - fixed) // (one.needed - fixed), MOST)
                 loads = sorted({each for each in (*REQUESTS, most) if 1 < each <= most})
                 rows += [_served_row(config, name, instance, way, context, each) for each in loads]
     return rows
@@ -217,7 +231,7 @@ def _served_row(
     )
     plan = target.sharding(config)
     counts, parts = decode_counts(config, target, plan), memory_plan(config, target, plan).parts
-    weights = {name: size for name, size in parts.items() if name != "KV cache"}
+    weights = {name: size for name, size in parts.items() if name not in ("KV cache", WORKSPACE)}
     cache = parts["KV cache"] * (sequences / batch if way.tensor > 1 else 1) / way.stages
     exchanges, exchanged = sum(counts.collectives.values()), 0.0
     machine = instance.machine
@@ -238,7 +252,7 @@ def _served_row(
     step = roofline(replace(counts, collectives={}), machine).bound + exchanges * machine.collective_latency
     step += max(between / NETWORK_BYTES_A_SECOND, (exchanged - between) / machine.link_bytes_per_second)
     resident = sum(weights.values()) // way.stages
-    needed = resident + round(cache)
+    needed = resident + round(cache) + parts[WORKSPACE]
     return ServedRow(
         gpu, way.name, way.gpus, requests, resident, needed, instance.memory.usable, needed <= instance.memory.usable,
         counts.memory_bytes // way.stages, exchanges, round(exchanged), step, batch * way.stages / step
@@ -248,13 +262,13 @@ def _served_row(
 
 def served_as_json(rows: list[ServedRow]) -> dict[str, Any]:
     """For `--json`."""
-    return {"modelled": [asdict(row) for row in rows], "published": list(PUBLISHED)}
+    return {"modelled": [asdict(row) for row in rows], "published": gpu_lines()}
 
 
 def print_served(rows: list[ServedRow], context: int, console: Console) -> None:
     """The rows as a table, and what others published."""
     table = Table(
-        "GPU", "layout", "GPUs", "requests a GPU", "weights, GiB", "with caches", "of", "fits", "GB a step",
+        "GPU", "layout", "GPUs", "requests a GPU", "weights, GiB", "needed", "of", "fits", "GB a step",
         "exchanges", "GB sent", "TPOT, ms", "tokens/s a GPU",
         title=f"GPUs, {context:,} tokens a sequence; modelled bounds",
     )  # fmt: skip
@@ -270,10 +284,11 @@ def print_served(rows: list[ServedRow], context: int, console: Console) -> None:
     console.print(table)
     console.print(
         "Modelled: bytes or arithmetic at peak rates, whichever takes longer, and exchanges behind them, none of which"
-        " hides another; uniform routing; activations and workspaces not counted; exchanges 2.5 us each beside their"
+        f" hides another; uniform routing; needed: with caches and {WORKSPACE_BYTES / GIB:.1f} GiB of an engine's"
+        f" workspaces, of {UTILIZATION:.0%} of the card; exchanges 2.5 us each beside their"
         f" bytes (sums of four H200s, measured),"
         f" {NETWORK_BYTES_A_SECOND / 1e9:.0f} GB/s a GPU between hosts. Published by others:",
         style="dim", highlight=False,
     )  # fmt: skip
-    for line in PUBLISHED:
+    for line in gpu_lines():
         console.print(f"  {line}", highlight=False)

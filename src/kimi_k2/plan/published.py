@@ -1,64 +1,140 @@
-"""The planner held against memory figures that others published for real Trainium machines.
+"""What others published: decode steps on Trainium with a bound of each, memory of a rank, and figures of GPUs.
 
-The figures are reported, not reproduced. Both READMEs say GB; the sizes agree with the tensors that the published code
-declares when they are read as GiB, as Neuron's tools print them (24 GB of bank and 23.363 GB usable likewise).
+All of it is in published.json with its sources and with the rules by which it is used. Reported, not reproduced.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
-from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.memory import MICROCODE_BYTES, MemoryPlan, memory_plan
-from kimi_k2.plan.scratch import reported_scratch
-from kimi_k2.plan.target import GIB, PUBLISHED_PORT, load_target
+COLLECTIVE = 15e-6  # seconds of a small collective, as in the bound of a deployment
 
 
 @dataclass(frozen=True)
-class PublishedMemory:
-    """A published figure beside the plan of the same arrangement.
+class Model:
+    """Sizes of a model, as published.json has them: parameters, and values of the cache a token a layer."""
+
+    layers: int
+    dense_layers: int
+    hidden: int
+    attention: int
+    down_projections: int
+    expert: int
+    experts: int
+    chosen: int
+    shared: int
+    dense_mlp: int
+    vocabulary: int
+    cache: int
+    cache_heads: int
+    inferred: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published decode step.
 
     Attributes:
-        what: which figure, of which model and layout.
-        published: in GiB (see the module's text on units).
-        terms: of the plan, in GiB, by name.
+        form: `xla`, `kernels` or `whole layers`.
+        cores: logical cores over which the model lies, `ep` groups of them over which its experts do.
+        tp: ranks that share dense weights; all cores if None.
+        batch, context: of the compiled graph.
+        weight_bytes, expert_bytes: of a value; of an expert's as of the others if None.
+        all_local_experts: a step reads every expert of a core, chosen or not.
+        whole_down_projections: MLA's are on every core.
+        cache_copies: of a latent cache.
+        block_scales: its experts are FP8 with a scale a block.
+        tpot_ms, ttft_ms: published.
+        set_apart: key of the rules; of a run that no fit takes.
     """
 
-    what: str
-    published: float
-    terms: dict[str, float]
+    name: str
+    source: str
+    form: str
+    sdk: str
+    hardware: str
+    model: str
+    cores: int
+    batch: int
+    context: int
+    weight_bytes: int
+    tpot_ms: float
+    tp: int | None = None
+    ep: int = 1
+    expert_bytes: int | None = None
+    all_local_experts: bool = False
+    whole_down_projections: bool = False
+    cache_copies: int = 1
+    block_scales: bool = False
+    ttft_ms: float | None = None
+    note: str = ""
+    set_apart: str | None = None
 
     @property
-    def planned(self) -> float:
-        """Sum of the terms in GiB."""
-        return sum(self.terms.values())
+    def sizes(self) -> Model:
+        """Of its model."""
+        return _models()[self.model]
 
     @property
-    def difference(self) -> float:
-        """Planned over published, minus 1."""
-        return self.planned / self.published - 1
+    def rate(self) -> float:
+        """Bytes a second of one core's share of HBM, at peak."""
+        return float(data()["hardware"][self.hardware]["bytes_per_second"])
+
+    @property
+    def expert_read(self) -> float:
+        """Bytes of routed experts that a core reads a step: expected distinct ones under uniform routing, or all."""
+        m = self.sizes
+        if not m.experts:
+            return 0.0
+        distinct = m.experts * (1 - (1 - m.chosen / m.experts) ** self.batch)
+        count = m.experts / self.ep if self.all_local_experts else distinct
+        size = m.expert * (self.expert_bytes or self.weight_bytes)
+        return (m.layers - m.dense_layers) * count * size * self.ep / self.cores
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes that a core reads a step, as the run's layout has them: weights once, and the cache of the bucket."""
+        m, ranks = self.sizes, self.tp or self.cores
+        moe, wide = m.layers - m.dense_layers, self.weight_bytes
+        dense = (m.layers * m.attention + moe * m.shared + m.dense_layers * m.dense_mlp) * wide / ranks
+        dense += m.vocabulary * m.hidden * 2 / ranks + (moe * m.experts * m.hidden * 2)  # the router is on every core
+        if self.whole_down_projections:
+            dense += m.layers * m.down_projections * 2 * (1 - 1 / ranks)
+        cache = m.layers * self.batch * self.context * m.cache * 2
+        cache *= 1 / min(ranks, m.cache_heads) if m.cache_heads else self.cache_copies
+        return dense + self.expert_read + cache
+
+    @property
+    def bound_ms(self) -> float:
+        """Bytes at peak, and behind them two collectives a layer and one of the head."""
+        return (self.bytes_read / self.rate + (2 * self.sizes.layers + 1) * COLLECTIVE) * 1e3
 
 
-def published_memory() -> list[PublishedMemory]:
-    """All figures that there are."""
-    plan = _port_plan("kimi-k2-instruct-0905", "trn2-tp32-ep2", 1024)
-    # "I/O" are a NEFF's tensors, so the runtime's micro-code and scratch are not in it.
-    rows = [PublishedMemory("K2-0905, TP=32 EP=2, LNC=2, 1024 tokens: NEFF I/O", 17.55, _terms(plan))]
-    for context, published in ((128, 20.9), (512, 21.9), (1024, 23.4)):
-        plan = _port_plan("kimi-k2.5", "trn2-tp64-ep1", context)
-        terms = _terms(plan) | {
-            "runtime micro-code": MICROCODE_BYTES / GIB,
-            "decode scratch, as its README states it": reported_scratch(context).nbytes / GIB,
-        }
-        rows.append(PublishedMemory(f"K2.5, TP=64 EP=1, LNC=2, {context} tokens: one bank", published, terms))
-    return rows
+def source_words(name: str) -> str:
+    """Repository, pull request and commit of a source."""
+    source = data()["sources"][name]
+    pull = f" pull request {source['pull_request']}" if "pull_request" in source else ""
+    return f"{source['repository']}{pull}" + (f" at {source['commit']}" if "commit" in source else "")
 
 
-def _port_plan(model: str, preset: str, context: int) -> MemoryPlan:
-    config = KimiK2Config.from_preset(model)
-    target = replace(load_target(preset, config), context=context, batch=1, arrangement=PUBLISHED_PORT)
-    return memory_plan(config, target)
+@cache
+def data() -> dict[str, Any]:
+    """The file."""
+    text = (files("kimi_k2.plan") / "published.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
-def _terms(plan: MemoryPlan) -> dict[str, float]:
-    return {name: size / GIB for name, size in plan.parts.items() if name != "runtime micro-code"}
+@cache
+def _models() -> dict[str, Model]:
+    return {name: Model(**sizes) for name, sizes in data()["models"].items()}
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """All runs, in the file's order."""
+    return tuple(Run(**row) for row in data()["runs"])

@@ -16,11 +16,11 @@ from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import LINE
 from kimi_k2.plan.drafts import drafts_report, print_drafts
+from kimi_k2.plan.expectation import WIDE, expect
 from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.instructions import prefill_instructions
-from kimi_k2.plan.kernels import Rates, kernel_step, print_kernel_step
-from kimi_k2.plan.memory import TOWER, MemoryPlan, category, host_plan, memory_plan
-from kimi_k2.plan.published import published_memory
+from kimi_k2.plan.kernels import Rates, kernel_step, nearest_counted, print_kernel_step, step_bound
+from kimi_k2.plan.memory import TOWER, MemoryPlan, cache_tokens, category, host_plan, memory_plan
 from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
@@ -85,10 +85,10 @@ def print_stored_form(form: dict[str, Any], console: Console) -> None:
         )
 
 
-SCHEMA = "kimi-k2/plan/1"
+SCHEMA = "kimi-k2/plan/2"
 _OF_TARGET = ("name", "batch", "context", "prompt", "prefill_sequences", "cache_ranks")
 _OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
-_OF_MEMORY = ("parts", "resident", "fits", "room", "needed", "verdict", "caution")
+_OF_MEMORY = ("parts", "resident", "fits", "certain", "room", "needed", "verdict")
 
 
 def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "scratch": asdict(memory.scratch) if memory.scratch else None,
             "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
+            "cache_tokens": cache_tokens(config, target, memory),
         },
         "vision": vision_report(config, memory.room + memory.parts.get(TOWER, 0)),
         "stored_form": stored_form(config, target, memory.parts.get("expert weights", 0)),
@@ -122,12 +123,12 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "decode": step(decode, target),
         "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
         "kernels": kernels,
-        "uses_kernels": target.folded,
-        "modelled": {
-            "tpot": roofline(decode, target.machine).bound,
-            "ttft": roofline(prefill, target.machine).bound,
-            "machine": asdict(target.machine),
+        "tpot": {
+            **dict(zip(("bound", "bound_of"), step_bound(decode, target, kernels), strict=True)),
+            "expected": expected.as_json() if (expected := expect(config, target, decode)) else None,
         },
+        "ttft": {"bound": roofline(prefill, target.machine).bound},
+        "machine": asdict(target.machine),
         "advice": advice(config, target, memory),
         "drafts": None,
         "lora": LINE if target.lora is not None else None,
@@ -135,7 +136,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     if target.positions > 1:
         plain = make_report(config, replace(target, positions=1, head=None))
         rates = Rates(**kernels["rates"]) if target.folded and kernels else None
-        report["drafts"] = drafts_report(target, _tpot(report)[0], _tpot(plain)[0], rates)
+        report["drafts"] = drafts_report(target, report["tpot"]["bound"], plain["tpot"]["bound"], rates)
     return report
 
 
@@ -192,41 +193,52 @@ def print_answer(report: dict[str, Any], console: Console) -> None:
     """Whether it fits, one TPOT with its kind, the three largest items, and what would make it fit."""
     target, memory = report["target"], report["rank_memory"]
     lengths = f"batch {target['batch']}, {target['context']:,} tokens"
+    style = "green" if memory["certain"] else "yellow" if memory["fits"] else "bold red"
     console.print(
-        f"{target['name']}, {target['ranks']} ranks, {lengths}: {'fits' if memory['fits'] else 'does not fit'},"
-        f" {memory['needed'] / GIB:.1f} of {memory['usable'] / GIB:.1f} GiB a rank",
-        style="green" if memory["fits"] else "bold red", highlight=False,
-    )  # fmt: skip
+        f"{target['name']}, {target['ranks']} ranks, {lengths}: {memory['verdict']}", style=style, highlight=False
+    )
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
     if report["lora"]:
         console.print(report["lora"], highlight=False)
-    tpot, kind = _tpot(report)
-    console.print(f"{'a step' if report['drafts'] else 'TPOT'} {tpot * 1e3:.2f} ms, {kind}", highlight=False)
+    _print_time(report, console)
     if report["drafts"]:
         print_drafts(report["drafts"], console)
-    scratch = sum(size for _, size in _scratch_rows(memory["scratch"]))
+    scratch = memory["needed"] - memory["resident"]
     items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
     largest = sorted(items.items(), key=lambda item: -item[1])[:3]
     console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest), highlight=False)
+    console.print(f"{_longest(memory)}; --verbose has the rest", highlight=False)
+
+
+def _range(time: dict[str, float]) -> str:
+    return f"{time['seconds'] * 1e3:.0f} ms ({time['low'] * 1e3:.0f} to {time['high'] * 1e3:.0f})"
+
+
+def _print_time(report: dict[str, Any], console: Console) -> None:
+    """Expectation and bound, and what the expectation is from."""
+    tpot, name = report["tpot"], "a step" if report["drafts"] else "TPOT"
+    expected, bound = tpot["expected"], f"bound {tpot['bound'] * 1e3:.2f} ms (modelled: {tpot['bound_of']})"
+    if expected is None:
+        console.print(f"{name}: {bound}", highlight=False)
+        return
+    fused = expected["if_scales_fuse"]
+    words = f"expected {_range(expected)}" + (f", {_range(fused)} if the compiler fuses block scales" if fused else "")
+    console.print(f"{name}: {words}; {bound}", highlight=False)
+    wide = f" (wider than {WIDE})" if expected["wide"] else ""
+    near = "; ".join(f"{one['run']}, {one['tpot'] * 1e3:.1f} ms" for one in expected["nearest"])
     console.print(
-        f"longest context that fits: {memory['longest_context']:,} tokens; --verbose has the rest", highlight=False
-    )
+        f"  expected by {expected['fitted']['runs']} published runs of {expected['fitted']['models']} models in this"
+        f" form ({expected['form']}): nine of ten left out lie within a factor {expected['factor']:.2f} each way{wide}."
+        f" Nearest: {near}",
+        style="dim", highlight=False,
+    )  # fmt: skip
 
 
-def _tpot(report: dict[str, Any]) -> tuple[float, str]:
-    """Seconds and what kind of figure they are."""
-    slots = _contexts(report)
-    if report["uses_kernels"] and slots:
-        form = list(report["kernels"]["contexts"][slots[0]].values())[-1]
-        return form["tpot"], f"modelled: our kernels instruction by instruction, {int(slots[0]):,} tokens"
-    return report["modelled"]["tpot"], "modelled lower bound: bytes and collectives at peak rates"
-
-
-def _contexts(report: dict[str, Any]) -> list[str]:
-    """The counted context of the kernels that is nearest to the deployment's."""
-    counted = (report["kernels"] or {"contexts": {}})["contexts"]
-    return sorted(counted, key=lambda slots: abs(int(slots) - report["target"]["context"]))[:1]
+def _longest(memory: dict[str, Any]) -> str:
+    beside = memory["longest_context_with_reported_scratch"]
+    ending = "" if beside is None else f", {beside:,} with scratch at the published port's pace"
+    return f"longest context that fits: {memory['longest_context']:,} tokens{ending}"
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -248,16 +260,12 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", f"{100 * size / memory['usable']:.1f}")
     table.add_row("usable", f"{memory['usable'] / 1e9:.3f}", f"{memory['usable'] / GIB:.3f}", "100.0")
     console.print(table)
-    console.print(memory["verdict"], style="green" if memory["fits"] else "bold red", highlight=False)
+    console.print(memory["verdict"], style="green" if memory["certain"] else "bold red", highlight=False)
     if report["lora"]:
         console.print(report["lora"], highlight=False)
-    if memory["caution"]:
-        console.print(memory["caution"], style="yellow", highlight=False)
     for line in report["advice"]:
         console.print(f"  it would fit with {line}", highlight=False)
-    longest, beside = memory["longest_context"], memory["longest_context_with_reported_scratch"]
-    ending = "" if beside is None else f", {beside:,} with scratch as reported for the published port"
-    console.print(f"longest context: {longest:,} tokens{ending}", highlight=False)
+    console.print(_longest(memory), highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
     if report["stored_form"] is not None:
         print_stored_form(report["stored_form"], console)
@@ -310,10 +318,12 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
             f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes: {counted['follows']}",
             highlight=False,
         )
-    source = report["modelled"]["machine"]["source"]
-    console.print(f"modelled from peak rates, not measured: {source}", style="dim", highlight=False)
-    if report["uses_kernels"] and report["kernels"] is not None:
-        shown = {slots: report["kernels"]["contexts"][slots] for slots in _contexts(report)}
+    _print_time(report, console)
+    source = report["machine"]["source"]
+    console.print(f"bounds are modelled from peak rates, not measured: {source}", style="dim", highlight=False)
+    if report["kernels"] is not None and report["kernels"]["deployed"]:
+        slots = nearest_counted(report["kernels"], report["target"]["context"])
+        shown = {slots: report["kernels"]["contexts"][slots]}
         print_kernel_step(report["kernels"] | {"contexts": shown}, console)
 
 
@@ -331,16 +341,6 @@ def _print_host(report: dict[str, Any], console: Console) -> None:
     if index is not None:
         stated = "no size" if index["total_size"] is None else _size(index["total_size"])
         table.add_row("index states", f"{stated}, {index['shards']} shards, {index['tensors']:,} tensors")
-    console.print(table)
-
-
-def print_published(console: Console) -> None:
-    """The planner's check against published memory figures."""
-    table = Table("published figure", "reported", "planned", "difference", title="published arrangement, GiB")
-    for row in published_memory():
-        table.add_row(row.what, f"{row.published:.2f}", f"{row.planned:.2f}", f"{100 * row.difference:+.1f} %")
-        for name, size in row.terms.items():
-            table.add_row(f"  {name}", "", f"{size:.3f}", "", style="dim")
     console.print(table)
 
 

@@ -128,8 +128,17 @@ TRN2_BANK = Memory(
     source="AWS Neuron documentation: 96 GiB a chip, about 24 GiB a rank at LNC=2; 23.363 of it usable as reported in"
     " the README of the published Kimi-K2.5 port",
 )
-H100_MEMORY = Memory(total=80 * 10**9, usable=80 * 10**9, source="NVIDIA H100 specification: 80 GB HBM3")
-H200_MEMORY = Memory(total=141 * 10**9, usable=141 * 10**9, source="NVIDIA H200 specification: 141 GB HBM3e")
+# Of a GPU's memory, for the engine: vLLM's --gpu-memory-utilization as `kimi-k2 serve` sets it.
+UTILIZATION = 0.95
+
+
+def gpu_memory(total: int, source: str) -> Memory:
+    """Of a GPU with so many bytes."""
+    return Memory(total, int(UTILIZATION * total), f"{source}; {UTILIZATION:.0%} of it for the engine")
+
+
+H100_MEMORY = gpu_memory(80 * 10**9, "NVIDIA H100 specification: 80 GB HBM3")
+H200_MEMORY = gpu_memory(141 * 10**9, "NVIDIA H200 specification: 141 GB HBM3e")
 
 # Peak rates of NVIDIA's H200 SXM specification: 4.8 TB/s, 989 BF16 TFLOP/s dense, NVLink 900 GB/s both ways together.
 H200 = Machine(

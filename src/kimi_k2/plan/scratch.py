@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.expert_blocks import blocks_at_once, expert_blocks
+from kimi_k2.plan.published import data
 from kimi_k2.plan.roofline import GIB
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.sharding.experts.format import expert_formats
 
 BF16, FLOAT32 = 2, 4
-# Decode scratch by cache length, reported for the published K2.5 port on 64 ranks (on the unit see `published_memory`).
-REPORTED_SCRATCH_GIB = ((128, 3.0), (512, 4.1), (1024, 5.5))
-REPORTED_SOURCE = "README of the published Kimi-K2.5 port (TP=64, EP=1): 3.0 / 4.1 / 5.5 GB at 128 / 512 / 1024 tokens"
 SMALL_ARRAYS = 1.1  # what the formulas leave out; test/nxd holds them to the lowered graphs
 
 
@@ -29,14 +27,13 @@ class Reported:
     """Scratch of another implementation, as its source states it.
 
     Attributes:
-        nbytes: interpolated at the context.
-        extrapolated: the context lies outside the reported range.
-        source: who reported it.
+        nbytes: interpolated at the context, or on at the pace of the last two lengths.
+        longest, largest: tokens that it was last reported at, and its bytes there.
     """
 
     nbytes: int
-    extrapolated: bool
-    source: str
+    longest: int
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Scratch:
 
 def make_scratch(config: KimiK2Config, target: Target) -> Scratch:
     """The scratch of a Trainium target."""
-    fixed = int(REPORTED_SCRATCH_GIB[0][1] * GIB)
+    fixed = int(_points()[0][1] * GIB)
     return Scratch(
         fixed, *live_bytes(config, target), tower_live_bytes(config, target), reported_scratch(target.context)
     )
@@ -203,11 +200,17 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     return elements * ((stored.itemsize if slots < local else 0) + BF16)
 
 
+def _points() -> list[tuple[int, float]]:
+    """Cache length and GiB of scratch, of the published K2.5 port on 64 ranks."""
+    points: list[tuple[int, float]] = data()["memory"]["scratch"]["points"]
+    return points
+
+
 def reported_scratch(context: int) -> Reported:
     """Piecewise linear through the reported points, and beyond the last along its last section."""
-    points = REPORTED_SCRATCH_GIB
+    points = _points()
     upper = next((i for i, (length, _) in enumerate(points) if i and context <= length), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     size = max(y0 + (y1 - y0) * (context - x0) / (x1 - x0), 0.0)
-    extrapolated = not points[0][0] <= context <= points[-1][0]
-    return Reported(int(size * GIB), extrapolated, REPORTED_SOURCE)
+    longest, largest = points[-1]
+    return Reported(int(size * GIB), longest, int(largest * GIB))

@@ -15,15 +15,13 @@ from pathlib import Path
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
 from kimi_k2.plan.deployment import Deployment
-from kimi_k2.plan.memory import local_bytes
+from kimi_k2.plan.memory import cache_tokens, memory_plan
+from kimi_k2.plan.roofline import H200, UTILIZATION, gpu_memory
+from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import SERVED_EXPERTS, STORED, Layout
-from kimi_k2.sharding.plan import make_plan
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-UTILIZATION = 0.95  # of a GPU's memory, for vLLM
-# Of that: graphs of prompts and steps of 8,192 tokens, each about 1.1 GB beside K2-0905's slices, and the allocator's.
-RESERVE = 3 * 10**9
 STEP = 1024  # a length that is not asked for is a multiple of this
 # vllm-neuron's torch-native line (its docs/model-dev/cpu-development.md): graphs are made for trn2 and not run; then a
 # graph that was not made is an error.
@@ -87,12 +85,12 @@ def _tokens(config: KimiK2Config, ranks: int, memory: int, experts: str) -> int 
 
     None if so many ranks would cut a block of scales.
     """
+    there = gpu_memory(memory, "as the device reports it")
     try:
-        plan = make_plan(config, Layout(ranks, 1, "cuda", experts))
+        target = Target("", Layout(ranks, 1, "cuda", experts), H200, there, batch=1, context=STEP, prompt=STEP)
+        return cache_tokens(config, target, memory_plan(config, target))
     except ConfigError:
         return None
-    weights = sum(local_bytes(tensor) for tensor in plan.tensors)
-    return int(UTILIZATION * memory - RESERVE - weights) // (2 * config.num_hidden_layers * config.cache_dim)
 
 
 def vllm_command(

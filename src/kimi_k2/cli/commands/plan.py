@@ -61,11 +61,12 @@ def plan(
     from kimi_k2.drafts.config import FORMS, DraftConfig
     from kimi_k2.plan import presets as served
     from kimi_k2.plan.against_hlo import against_hlo
+    from kimi_k2.plan.comparison import comparison, print_comparison
     from kimi_k2.plan.drafts import with_drafts
     from kimi_k2.plan.measured import read_measured
     from kimi_k2.plan.memory import read_index
     from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
-    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_published, print_report
+    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, check_context, load_target
     from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
@@ -75,7 +76,7 @@ def plan(
         lengths = ("max_model_len", "batch_size")
         refuse(context, "not of --gpus", but=("gpus", "model", "as_json", "download", *lengths))
     if as_json:
-        refuse(context, "prints tables: not with --json", "verbose", "published", "hlo")
+        refuse(context, "prints tables: not with --json", "verbose", "hlo")
     if draft is None:
         refuse(context, "goes with --draft", "draft_tokens")
     directory = resolve_checkpoint(model, download=download, weights=False)
@@ -114,6 +115,8 @@ def plan(
             raise typer.BadParameter(f"arranges weights for Trainium, not for {preset}", param_hint="--port")
         target = replace(target, arrangement=PUBLISHED_PORT)
     report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}
+    if published:
+        report["published"] = comparison()
     if chart is not None:
         plot(config, target, chart)
     if as_json:
@@ -121,7 +124,7 @@ def plan(
     else:
         (print_report if verbose else print_answer)(report, console)
         if published:
-            print_published(console)
+            print_comparison(report["published"], console)
         if hlo is not None:
             print_against_hlo(against_hlo(config, target, hlo), console)
     if not report["rank_memory"]["fits"]:

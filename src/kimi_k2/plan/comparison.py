@@ -1,0 +1,128 @@
+"""The planner beside what others published: a step's bound and expectation, each model held out, and memory; and GPUs.
+
+The figures are reported, not reproduced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.expectation import Range, features, fit
+from kimi_k2.plan.memory import MICROCODE_BYTES, memory_plan
+from kimi_k2.plan.published import Run, data, runs, source_words
+from kimi_k2.plan.scratch import reported_scratch
+from kimi_k2.plan.target import GIB, PUBLISHED_PORT, load_target
+
+DENSE = "a dense model, of a form with enough runs of mixtures of experts"
+
+
+@dataclass(frozen=True)
+class PublishedMemory:
+    """A published figure beside the plan of the same arrangement.
+
+    Attributes:
+        what: which figure, of which model and layout.
+        published: in GiB (published.json says why not GB).
+        terms: of the plan, in GiB, by name.
+        source: repository and where in it.
+    """
+
+    what: str
+    published: float
+    terms: dict[str, float]
+    source: str
+
+    @property
+    def planned(self) -> float:
+        """Sum of the terms in GiB."""
+        return sum(self.terms.values())
+
+    @property
+    def difference(self) -> float:
+        """Planned over published, minus 1."""
+        return self.planned / self.published - 1
+
+
+def published_memory() -> list[PublishedMemory]:
+    """All figures that there are, in the arrangement of the published ports."""
+    rows = []
+    for row in data()["memory"]["rows"]:
+        config = KimiK2Config.from_preset(row["model"])
+        target = load_target(row["preset"], config)
+        plan = memory_plan(config, replace(target, context=row["context"], batch=1, arrangement=PUBLISHED_PORT))
+        # A NEFF's tensors are without the runtime's micro-code and scratch.
+        terms = {name: size / GIB for name, size in plan.parts.items() if name != "runtime micro-code"}
+        if row["of"] == "bank":
+            terms["runtime micro-code"] = MICROCODE_BYTES / GIB
+            terms["decode scratch, as its README states it"] = reported_scratch(row["context"]).nbytes / GIB
+        rows.append(PublishedMemory(row["what"], row["gib"], terms, source_words(row["source"])))
+    return rows
+
+
+def held_out(run: Run) -> Range:
+    """What a run's step is expected to take by the runs of other models, of the same form; seconds."""
+    found = fit(run.form, run.model)
+    return Range.around(sum(a * b for a, b in zip(found.terms, features(run), strict=True)), found.factor)
+
+
+def comparison() -> dict[str, Any]:
+    """For `--json`: every published run with bound and, unless it is set apart, what the others make of it."""
+    apart, steps = data()["rules"]["set_apart"], []
+    for run in runs():
+        fitted = run in fit(run.form).rows
+        expected = held_out(run) if fitted else None
+        steps.append(
+            {
+                "run": run.name, "form": run.form, "source": source_words(run.source), "tpot": run.tpot_ms / 1e3,
+                "bound": run.bound_ms / 1e3, "expected": asdict(expected) if expected else None,
+                "within": expected.low <= run.tpot_ms / 1e3 <= expected.high if expected else None,
+                "set_apart": None if fitted else apart[run.set_apart] if run.set_apart else DENSE,
+            }
+        )  # fmt: skip
+    memory = [
+        {**asdict(row), "planned": row.planned, "difference": row.difference, "unit": "GiB"}
+        for row in published_memory()
+    ]
+    return {"steps": steps, "rules": data()["rules"], "memory": memory, "gpus": data()["gpus"]}
+
+
+def print_comparison(found: dict[str, Any], console: Console) -> None:
+    """The same as tables."""
+    table = Table("published decode step", "form", "ms", "bound", "expected (held out)", "within", title="Trainium, ms")
+    for row in found["steps"]:
+        expected, words = row["expected"], ("set apart", "")
+        if expected:
+            low, middle, high = (expected[name] * 1e3 for name in ("low", "seconds", "high"))
+            words = f"{middle:.1f} ({low:.1f} to {high:.1f})", "yes" if row["within"] else "no"
+        times = (f"{row['tpot'] * 1e3:.1f}", f"{row['bound'] * 1e3:.1f}")
+        table.add_row(row["run"], row["form"], *times, *words)
+    console.print(table)
+    for cause in dict.fromkeys(row["set_apart"] for row in found["steps"] if row["set_apart"]):
+        count = sum(row["set_apart"] == cause for row in found["steps"])
+        console.print(f"  set apart, {count}: {cause}", style="dim", highlight=False)
+    table = Table("published memory", "reported", "planned", "difference", title="published arrangement, GiB")
+    for row in found["memory"]:
+        table.add_row(
+            row["what"], f"{row['published']:.2f}", f"{row['planned']:.2f}", f"{100 * row['difference']:+.1f} %"
+        )
+        for name, size in row["terms"].items():
+            table.add_row(f"  {name}", "", f"{size:.3f}", "", style="dim")
+    console.print(table)
+    for line in gpu_lines():
+        console.print(f"  {line}", highlight=False)
+
+
+def gpu_lines() -> list[str]:
+    """What others reported of GPUs, a line each."""
+    units = {"tpot_ms": "ms a token", "ttft_ms": "ms to the first", "tokens_a_second_a_gpu": "tokens/s a GPU"}
+    return [
+        f"{row['what']}, {row['cards']}: "
+        + ", ".join(f"{row[name]:,} {unit}" for name, unit in units.items() if name in row)
+        + " (reported)"
+        for row in data()["gpus"]
+    ]

@@ -1,0 +1,91 @@
+"""One memory model: whatever prints a rank's bytes prints the same ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.axes
+import pytest
+from typer.testing import CliRunner
+
+from kimi_k2.cli import app
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import DoesNotFitError
+from kimi_k2.neuron.compile import check_fit, plan_lines
+from kimi_k2.plan.deployment import Deployment, preset_names
+from kimi_k2.plan.memory import memory_plan
+from kimi_k2.plan.report import plot
+from kimi_k2.plan.target import GIB, load_target
+from kimi_k2.serving.command import gpu_lengths
+
+MODEL = "kimi-k2-instruct-0905"
+
+
+def printed(*words: str) -> str:
+    return CliRunner().invoke(app, ["plan", MODEL, *words], env={"COLUMNS": "200"}).stdout
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, object]]:
+    return {row["name"]: row for row in json.loads(printed("--all-presets", "--json"))}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_plan_table_compile_and_chart_have_one_figure(
+    name: str, rows: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = json.loads(printed("--preset", name, "--json"))
+    memory, row = report["rank_memory"], rows[name]
+    assert (row["needed"], row["fits"], row["certain"]) == tuple(memory[key] for key in ("needed", "fits", "certain"))
+    assert row["expected"] == (report["tpot"]["expected"] or {"seconds": None})["seconds"]
+    assert row["tpot"] == report["tpot"]["bound"]
+    assert printed("--preset", name).splitlines()[0].endswith(memory["verdict"])
+    config, preset = KimiK2Config.from_preset(MODEL), Deployment.load(name)
+    if preset.hardware.target == "neuron" and preset.vision is None:
+        try:
+            lines = plan_lines(check_fit(config, preset))
+            total = sum(float(found[1]) for line in lines if (found := re.search(r" ([\d.]+) GiB$", line)))
+            assert lines[-1] == memory["verdict"] and total == pytest.approx(memory["needed"] / GIB, abs=0.1)
+        except DoesNotFitError as error:
+            assert memory["verdict"] in str(error)
+    drawn: dict[str, float] = {}
+    bar = matplotlib.axes.Axes.bar
+
+    def sums(axes: object, labels: object, heights: object, *args: object, **options: object) -> object:
+        for label, height in [(labels, heights)] if isinstance(labels, str) else zip(labels, heights, strict=True):  # type: ignore[call-overload]
+            drawn[label] = drawn.get(label, 0.0) + height
+        return bar(axes, labels, heights, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "bar", sums)
+    plot(config, load_target(name, config), tmp_path / "chart.png")
+    asked = next(height for label, height in drawn.items() if "asked for" in label)
+    assert asked == pytest.approx(memory["needed"] / GIB, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", [MODEL, "kimi-k2-thinking", "kimi-k2.5"])
+def test_gpus_are_planned_as_they_are_served(model: str) -> None:
+    """Of eight H200s: `plan`, `plan --gpus` and `serve`, workspaces in all of them."""
+    config = KimiK2Config.from_preset(model)
+    lengths = ["--max-model-len", "4096", "--json", "--batch-size"]
+    table = json.loads(CliRunner().invoke(app, ["plan", model, "--gpus", *lengths, "1"]).stdout)["modelled"]
+    eight = ["plan", model, "--preset", "h200-tp8", *lengths, "8"]  # a request a GPU
+    planned = json.loads(CliRunner().invoke(app, eight).stdout)
+    row = next(row for row in table if (row["gpu"], row["way"]) == ("h200", "TP8"))
+    assert row["needed"] == planned["rank_memory"]["needed"] and row["usable"] == planned["rank_memory"]["usable"]
+    memory = memory_plan(config, load_target("h200-tp8", config)).memory
+    ranks, tokens = gpu_lengths(config, 8, memory.total, None)
+    assert ranks == 8
+    most = planned["rank_memory"]["cache_tokens"]
+    assert tokens == min(config.max_position_embeddings, most // 1024 * 1024)
+
+
+def test_the_verdict_has_three_forms() -> None:
+    config = KimiK2Config.from_preset(MODEL)
+    target = load_target("trn2-tp32-ep2", config)
+    for context, begins in ((512, "fits: "), (4096, "fits if scratch stays below 7.5 GiB"), (32768, "does not fit: ")):
+        plan = memory_plan(config, replace(target, context=context))
+        assert plan.verdict.startswith(begins)
+        assert (plan.fits, plan.certain) == (context < 32768, context == 512)
