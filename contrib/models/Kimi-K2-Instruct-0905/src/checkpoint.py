@@ -1,0 +1,251 @@
+"""From a checkpoint's tensors to the model's parameters: the one mapping, streamed module by module."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from .moe import EXPERT_CUTS
+from .quantization import Stored, dequantized, held
+
+SUFFIXES = ("weight", "weight_scale_inv", "weight_scale", "weight_packed", "weight_shape")
+# Of files that other programs wrote, and of K2.5's vision tower, which is not computed here.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.")
+
+
+class CheckpointError(ValueError):
+    """A tensor is missing, not the model's, or not of the form that config.json says."""
+
+
+class Parameter(NamedTuple):
+    """A parameter of the model, uncut.
+
+    Attributes:
+        name: as in `NeuronKimiK2Model.named_parameters()`.
+        tensor: [out, in] of a linear layer; of one expert's projection [in, out].
+        expert: number of the expert; None for what is no expert's.
+    """
+
+    name: str
+    tensor: Tensor
+    expert: int | None = None
+
+
+class Module(NamedTuple):
+    """Parameters that are read together: their module's name, the expert, and what reads them by suffix."""
+
+    name: str
+    read: Callable[[], Mapping[str, Tensor]]
+    expert: int | None = None
+
+
+class CheckpointReader:
+    """Tensors of a directory of safetensors, one at a time; files are mapped, not read whole.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its index names a file that is not there.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        index = self.directory / "model.safetensors.index.json"
+        if index.exists():
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            found = sorted(self.directory.glob("*.safetensors"))
+            if not found:
+                raise CheckpointError(f"{directory}: no safetensors")
+            self.files = {name: file.name for file in found for name in _names(file)}
+        for file in sorted(set(self.files.values())):
+            if not (self.directory / file).exists():
+                raise CheckpointError(f"{self.directory / file}: missing, though the index names it")
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> set[str]:
+        """All tensors."""
+        return set(self.files)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor."""
+        file = self.files[name]
+        if file not in self._open:
+            if len(self._open) > 3:  # a layer may begin in one file and end in the next
+                self._open.pop(next(iter(self._open)))
+            self._open[file] = safe_open(self.directory / file, "pt")
+        return self._open[file].get_tensor(name)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+class StateDictReader:
+    """The same of a state dict in memory, which is emptied on the way; names with or without `model.`."""
+
+    def __init__(self, state_dict: dict[str, Tensor]) -> None:
+        self.state_dict = state_dict
+        self.stored = {n if n.startswith(("model.", "lm_head.")) else f"model.{n}": n for n in state_dict}
+
+    def names(self) -> set[str]:
+        """All tensors."""
+        return set(self.stored)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, once."""
+        return self.state_dict.pop(self.stored[name])
+
+
+class CheckpointMapping:
+    """What each parameter is made of. `modules_of` one layer may be overridden; nothing else knows names.
+
+    Args:
+        config: KimiK2InferenceConfig.
+        reader: of the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing, or is none of the model's.
+    """
+
+    def __init__(self, config: Any, reader: Any) -> None:
+        self.config, self.reader = config, reader
+        self.form, self.dtype = config.stored_form, config.neuron_config.torch_dtype
+        prefix = getattr(config, "tensor_prefix", "")
+        self.stored = {n.removeprefix(prefix): n for n in reader.names() if not IGNORED.search(n.removeprefix(prefix))}
+        self.unread = set(self.stored)
+
+    def parameters(self, wanted: Callable[[str], bool] = lambda module: True) -> Iterator[Parameter]:
+        """All parameters in the order of the layers; one module's tensors are in memory at a time.
+
+        Args:
+            wanted: whether a module of this name is to be read; what is not is passed over unread.
+        """
+        everything = True
+        for module in self.modules():
+            if not wanted(module.name):
+                everything = False
+                continue
+            for suffix, tensor in module.read().items():
+                yield Parameter(f"{module.name}.{suffix}", tensor, module.expert)
+        if everything and self.unread:
+            raise CheckpointError(f"no tensors of this model: {', '.join(sorted(self.unread)[:5])}")
+
+    def modules(self) -> Iterator[Module]:
+        """All modules with parameters."""
+        ranks = torch.arange(self.config.neuron_config.tp_degree, dtype=torch.int32)
+        yield Module("rank_util", lambda: {"rank": ranks})  # NxD cuts the ranks' numbers like a weight
+        yield self.linear("embed_tokens", "model.embed_tokens")
+        for layer in range(self.config.num_hidden_layers):
+            yield from self.modules_of(layer)
+        yield self.linear("norm", "model.norm")
+        yield self.linear("lm_head", "lm_head")
+
+    def modules_of(self, layer: int) -> Iterator[Module]:
+        """The modules of a decoder layer."""
+        own, stored = f"layers.{layer}", f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield self.linear(f"{own}.{norm}", f"{stored}.{norm}")
+        yield from self.attention(f"{own}.self_attn", f"{stored}.self_attn")
+        if layer < self.config.first_k_dense_replace:
+            yield from self.mlp(f"{own}.mlp", f"{stored}.mlp")
+            return
+        yield self.linear(f"{own}.mlp.router.linear_router", f"{stored}.mlp.gate")
+        bias = f"{stored}.mlp.gate.e_score_correction_bias"
+        yield Module(f"{own}.mlp.router", lambda: {"e_score_correction_bias": self.take(bias).to(torch.float32)})
+        if self.config.n_shared_experts:
+            yield from self.mlp(f"{own}.mlp.shared_experts", f"{stored}.mlp.shared_experts")
+        for expert in range(self.config.n_routed_experts):
+            yield from self.expert(f"{own}.mlp.experts", f"{stored}.mlp.experts.{expert}", expert)
+
+    def attention(self, own: str, stored: str) -> Iterator[Module]:
+        """MLA's; both down projections are one matrix."""
+        yield self.linear(f"{own}.qkv_a_proj", f"{stored}.q_a_proj", f"{stored}.kv_a_proj_with_mqa")
+        for name in ("q_a_layernorm", "kv_a_layernorm", "q_b_proj", "kv_b_proj", "o_proj"):
+            yield self.linear(f"{own}.{name}", f"{stored}.{name}")
+
+    def mlp(self, own: str, stored: str) -> Iterator[Module]:
+        """A dense MLP's, or a shared expert's."""
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield self.linear(f"{own}.{name}", f"{stored}.{name}")
+
+    def linear(self, own: str, *stored: str) -> Module:
+        """Weights one below the other, in the model's dtype."""
+        return Module(own, lambda: {"weight": torch.cat([self.plain(name) for name in stored]).to(self.dtype)})
+
+    def expert(self, own: str, stored: str, expert: int) -> Iterator[Module]:
+        """One routed expert's, [in, out], gate and up side by side."""
+
+        def joined(*names: str) -> dict[str, Tensor]:
+            parts = [held(self.weight(f"{stored}.{name}"), self.form, self.config.neuron_config) for name in names]
+            return {suffix: _side_by_side([part[suffix] for part in parts]) for suffix in parts[0]}
+
+        yield Module(f"{own}.gate_up_proj", lambda: joined("gate_proj", "up_proj"), expert)
+        yield Module(f"{own}.down_proj", lambda: joined("down_proj"), expert)
+
+    def plain(self, name: str) -> Tensor:
+        """A weight without its quantization; float32 if it had one."""
+        stored = self.weight(name)
+        quantized = len(stored) > 1 or "weight" not in stored
+        try:
+            return dequantized(stored, self.form) if quantized else stored["weight"]
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+
+    def weight(self, name: str) -> Stored:
+        """A weight's tensors by suffix."""
+        found = {one: self.take(f"{name}.{one}") for one in SUFFIXES if f"{name}.{one}" in self.stored}
+        if not {"weight", "weight_packed"} & set(found):
+            raise CheckpointError(f"{name}.weight: missing")
+        return found
+
+    def take(self, name: str) -> Tensor:
+        """One tensor of the checkpoint."""
+        if name not in self.stored:
+            raise CheckpointError(f"{name}: missing")
+        self.unread.discard(name)
+        return self.reader.get(self.stored[name])
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """[N, K] tensors as [K, N + N]."""
+    bits = {1: torch.uint8}.get(parts[0].dtype.itemsize)
+    if bits is None:
+        return torch.cat(parts).T.contiguous()
+    return torch.cat([part.view(bits) for part in parts]).T.contiguous().view(parts[0].dtype)
+
+
+def cut(tensor: Tensor, dimension: int, sections: int, part: int, parts: int) -> Tensor:
+    """Part `part` of `parts` of a tensor along a dimension, of each of its `sections`; a single row is for all."""
+    if tensor.shape[dimension] == 1 or parts == 1:
+        return tensor
+    width = tensor.shape[dimension] // (sections * parts)
+    pieces = [tensor.narrow(dimension, (one * parts + part) * width, width) for one in range(sections)]
+    if sections == 1:
+        return pieces[0]
+    bits = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
+    return torch.cat([piece.view(bits) for piece in pieces], dim=dimension).view(tensor.dtype)
+
+
+def state_dict(parameters: Iterator[Parameter], config: Any) -> dict[str, Tensor]:
+    """All parameters whole, as NxD's own loader takes them: the ranks' stacks of experts one behind the other."""
+    state: dict[str, Tensor] = {}
+    tp, ep = config.neuron_config.moe_tp_degree, config.neuron_config.moe_ep_degree
+    local = config.n_routed_experts // ep
+    for name, tensor, expert in parameters:
+        if expert is None:
+            state[name] = tensor
+            continue
+        dimension, sections = EXPERT_CUTS[name.split(".")[-2]]
+        for part in range(tp):
+            piece = cut(tensor, dimension, sections, part, tp)
+            if name not in state:
+                state[name] = torch.empty((tp * ep * local, *piece.shape), dtype=piece.dtype)
+            state[name][((expert // local) * tp + part) * local + expert % local] = piece
+    return state

@@ -1,0 +1,106 @@
+"""The folder of a pull request to NxDI, copied elsewhere, real NxD, no `kimi_k2`; beside transformers' model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kimi_k2.config import KimiK2Config
+from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+from kimi_k2.synthetic.config import tiny_config, with_format
+
+SOURCE = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905"
+WORKER = Path(__file__).with_name("folder_worker.py")
+BLOCKS = {"quantized": True, "quantization_type": "blockwise_symmetric"}
+# More experts than a step has choices, so that they are loaded selectively; odd heads, and blocks that end part empty.
+ODD: dict[str, Any] = {
+    "n_routed_experts": 24, "hidden_size": 320, "moe_intermediate_size": 192, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "v_head_dim": 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """contrib/models/NAME of a checkout that has nothing else."""
+    path = tmp_path_factory.mktemp("neuronx-distributed-inference") / "contrib" / "models" / SOURCE.name
+    shutil.copytree(SOURCE, path, ignore=shutil.ignore_patterns("__pycache__"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a checkpoint in a stored form."""
+    made: dict[str, Path] = {}
+
+    def get(form: str, config: KimiK2Config) -> Path:
+        if form not in made:
+            made[form] = tmp_path_factory.mktemp(form)
+            write_synthetic_checkpoint(made[form], with_format(config, form), seed=3)
+        return made[form]
+
+    return get
+
+
+def plain(checkpoint: Path, directory: Path) -> Path:
+    """The checkpoint dequantized to float32, by arithmetic that is written out here, for transformers to load."""
+    directory.mkdir()
+    stored: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        stored |= load_file(file)
+    found = {}
+    for name, tensor in stored.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            rows, columns = stored[f"{module}.weight_shape"].tolist()
+            nibbles = torch.stack([(tensor >> shift) & 15 for shift in range(0, 32, 4)], dim=-1)
+            values = nibbles.reshape(rows, -1)[:, :columns].float() - 8
+            found[f"{module}.weight"] = values * stored[f"{module}.weight_scale"].float().repeat_interleave(32, 1)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scale = stored.get(f"{module}.weight_scale_inv", stored.get(f"{module}.weight_scale"))
+            assert scale is not None
+            if scale.shape[1] > 1 or len(scale) < len(tensor):
+                scale = scale.repeat_interleave(128, 0)[: len(tensor)].repeat_interleave(128, 1)[:, : tensor.shape[1]]
+            found[name] = tensor.float() * scale.float()
+        elif not suffix.startswith("weight_"):
+            found[name] = tensor.float()
+    save_file(found, directory / "model.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "batch", "options"),
+    [
+        ("bf16", "TP1", 4, {}),
+        ("bf16", "TP2", 1, {}),
+        ("fp8", "EP2", 1, BLOCKS),
+        ("fp8", "TP2xEP2", 4, BLOCKS),
+        ("fp8-channel", "TP4", 1, {}),
+        ("int4", "EP2", 4, {}),
+    ],
+)
+def test_logits(
+    form: str, layout: str, batch: int, options: dict[str, Any], folder: Path, stored: Any, tmp_path: Path
+) -> None:
+    checkpoint = stored(form, tiny_config(**ODD))
+    reference = load_transformers_model(plain(checkpoint, tmp_path / "plain"))
+    case = harness.sequences(batch, 512, steps=6)
+    job = {
+        "folder": str(folder),
+        "checkpoint": checkpoint,
+        "neuron_config": harness.neuron_config(*harness.LAYOUTS[layout], batch, **options),
+        "cases": [case],
+    }
+    (found,) = harness.launch(job, tmp_path, WORKER)
+    harness.check(f"{form} {layout}", found, harness.expected_logits(reference, case))
+    assert torch.isfinite(found).all()
