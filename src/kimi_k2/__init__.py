@@ -25,4 +25,6 @@ def __getattr__(name: str) -> Any:
             return "0+unknown"
     if name in ("KimiK2", "convert"):
         return getattr(import_module("kimi_k2.api"), name)
+    if name == "plan":
+        return import_module("kimi_k2.plan")  # the package is the function too
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

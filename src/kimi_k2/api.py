@@ -54,6 +54,13 @@ Show = Callable[[int, Reply, list[Delta]], None]
 Messages = Sequence[dict[str, Any]]
 
 
+def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    """Several; GenerationError for a single one, whose every character would be taken for one."""
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise GenerationError(f"stop: expected a list of strings, got {stop!r}")
+    return tuple(stop)
+
+
 def compute_defaults(backend: str, dtype: str | None, keep_quantized: bool | None) -> tuple[str, bool]:
     """Compute dtype, and whether weights are held as stored: what our kernels take on a GPU, where it is not said."""
     on_gpu = backend == "cuda"
@@ -141,8 +148,8 @@ class Timing:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
-        return self.seconds[0]
+        """Seconds to the first token; NaN before it."""
+        return self.seconds[0] if self.seconds else float("nan")
 
     @property
     def tpot(self) -> float:
@@ -343,7 +350,7 @@ class KimiK2:
         params = defaults.params(sampling, otherwise or {})
         name, stored = compute_defaults(backend, dtype, keep_quantized)
         compute: torch.dtype = getattr(torch, name)
-        options: dict[str, Any] = {"stop": tuple(stop), "chunk_size": chunk_size}
+        options: dict[str, Any] = {"stop": stop_strings(stop), "chunk_size": chunk_size}
         options["defaults"] = defaults.without(sampling)
         if draft is not None and draft_tokens < 1:
             raise ConfigError(f"expected at least 1 token, got {draft_tokens}", field="draft_tokens")
@@ -424,7 +431,7 @@ class KimiK2:
         self, prompts: Sequence[Prompt], stop: Sequence[str], timeout: float, sampling: dict[str, Any]
     ) -> list[Reply]:
         params, defaults = replace(self.params, **_checked(sampling)), self.defaults.without(sampling)
-        call = replace(self, params=params, defaults=defaults, stop=(*self.stop, *stop))
+        call = replace(self, params=params, defaults=defaults, stop=(*self.stop, *stop_strings(stop)))
         return [reply for _, reply in sorted(call.answer(prompts, timeout=timeout), key=lambda pair: pair[0])]
 
     def prompt(self, messages: Messages, **options: Any) -> Prompt:
@@ -459,8 +466,11 @@ class KimiK2:
         Args:
             prompts: of one batch.
             show: told of every token: its row, the reply, and what it adds.
-            timing: gets every step's seconds.
+            timing: gets every step's seconds; one without any so far.
             timeout: as of `generate`. The model is held from the first `next` until all have ended, or `close`.
+
+        Raises:
+            KimiK2Error: (subclasses) as `generate` does; MediaError where the backend takes no media.
         """
         ids = [prompt.ids for prompt in prompts]
         params = self.defaults.bounded(self.params, max(map(len, ids), default=0))
@@ -468,7 +478,11 @@ class KimiK2:
         replies = [Reply(self.tokenizer, params.eos_token_ids, **own, **prompt.options) for prompt in prompts]
         running = dict(enumerate(replies))
         options: dict[str, Any] = {"chunk_size": self.chunk_size, "timeout": timeout}
-        if self.media_reader is not None and any(prompt.media for prompt in prompts):
+        if timing is not None and timing.seconds:
+            raise GenerationError("timing: it holds another generation's steps")
+        if any(prompt.media for prompt in prompts):
+            if self.media_reader is None:
+                raise MediaError("this backend takes text only")
             encoder, media = self.media_reader.encoder, [prompt.media for prompt in prompts]
             options["media"] = partial(encoder.rows, ids, media)
         with closing(self.generator.stream(ids, params, **options)) as steps:

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -18,15 +19,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from PIL import Image
 
-from kimi_k2.api import KimiK2
-from kimi_k2.engine.generate import Generator, generate, stream
+import kimi_k2
+from kimi_k2.api import KimiK2, Timing
+from kimi_k2.engine.generate import Generator, generate, prefill, stream
 from kimi_k2.engine.sampler import SamplingParams, Step
-from kimi_k2.errors import BusyError, GenerationError
+from kimi_k2.errors import BusyError, ConfigError, GenerationError, MediaError, TokenizerError
 from kimi_k2.model import turns
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.synthetic.draft import write_synthetic_head
+from kimi_k2.tokenization.message import MessageStream
+from kimi_k2.tokenization.reasoning import ReasoningStream
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(20, 50)), [3], [8, 8, 8, 8, 8, 8]]
@@ -160,7 +165,7 @@ def seeing(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     directory = checkpoints["k2.5"]
     head = tmp_path_factory.mktemp("head")
     write_synthetic_head(head, KimiK2.from_pretrained(directory).config, "llama")
-    return KimiK2.from_pretrained(directory, draft=str(head), params=PARAMS)
+    return KimiK2.from_pretrained(directory, draft=str(head), sampling={"max_new_tokens": 8, "ignore_eos": True})
 
 
 def asked(folder: Path) -> list[list[dict[str, Any]] | str]:
@@ -175,6 +180,11 @@ def asked(folder: Path) -> list[list[dict[str, Any]] | str]:
     return made
 
 
+def odd(value: Any) -> Any:
+    """A value of a type that its argument does not take."""
+    return value
+
+
 def reply_of(model: KimiK2, question: list[dict[str, Any]] | str, **options: Any) -> str:
     if isinstance(question, str):
         return model.generate(question, **options)[0].text
@@ -185,7 +195,7 @@ def test_five_hundred_requests(seeing: KimiK2, tmp_path: Path) -> None:
     """Chat and generate, with drafts and pictures, in two and in eight threads; streams are read to their end, handed
     to another thread in the middle, closed or left there.
     """
-    seeing, questions = replace(seeing, params=replace(PARAMS, max_new_tokens=6)), asked(tmp_path)
+    seeing, questions = replace(seeing, params=replace(seeing.params, max_new_tokens=6)), asked(tmp_path)
     prompts = [seeing.bare(one) if isinstance(one, str) else seeing.prompt(one) for one in questions]
     texts = [reply_of(seeing, question) for question in questions]
     wanted = [
@@ -250,7 +260,7 @@ def test_under_starlette(checkpoints: dict[str, Path]) -> None:
     responses = pytest.importorskip("starlette.responses", reason="needs starlette")
     import anyio
 
-    model = KimiK2.from_pretrained(checkpoints["fp8"], params=PARAMS)
+    model = KimiK2.from_pretrained(checkpoints["fp8"], sampling={"max_new_tokens": 8, "ignore_eos": True})
     questions = [f"Question {number}" for number in range(5)]
     alone = [model.generate(question)[0].text for question in questions]
     counts: Counter[str] = Counter()
@@ -303,3 +313,45 @@ def test_under_starlette(checkpoints: dict[str, Path]) -> None:
     assert (counts["right"], counts["left"]) == (18, 6)
     gc.collect()
     assert model.generate(questions[0], timeout=0)[0].text == alone[0]
+
+
+def test_what_comments_asked_for_is_checked(model: KimiK2ForCausalLM, seeing: KimiK2, tmp_path: Path) -> None:
+    """Of the public objects: a call out of order, or an argument that would mean something else, is refused by name."""
+    text = replace(seeing, media_reader=None)
+    picture = next(seeing.prompt(one) for one in asked(tmp_path) if isinstance(one, list))
+    finished = MessageStream()
+    finished.finish("stop")
+    reasoned = ReasoningStream()
+    reasoned.flush()
+    used = Timing([0.1])
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: seeing.generate("a", stop="END"), GenerationError, "stop: expected a list of strings, got 'END'"),
+        (lambda: list(text.answer([picture])), MediaError, "text only"),
+        (lambda: list(seeing.answer([seeing.bare("a")], timing=used)), GenerationError, "another generation's steps"),
+        (lambda: SamplingParams(max_new_tokens=odd(2.5)), GenerationError, "max_new_tokens: expected int, got 2.5"),
+        (lambda: SamplingParams(top_k=True), GenerationError, "top_k: expected int, got True"),
+        (lambda: SamplingParams(temperature=odd("0.6")), GenerationError, "temperature: expected float, got '0.6'"),
+        (lambda: SamplingParams(ignore_eos=odd("no")), GenerationError, "ignore_eos: expected bool, got 'no'"),
+        (lambda: Generator(model, draft_tokens=0), GenerationError, "draft_tokens: expected at least 1"),
+        (lambda: prefill(model, [[1, 2]], model.new_cache(1, 8), cached=2), GenerationError, "cached: expected fewer"),
+        (lambda: finished.feed("more"), TokenizerError, "a stream of its own"),
+        (finished.finish, TokenizerError, "a stream of its own"),
+        (lambda: MessageStream().finish(odd("end")), TokenizerError, "expected stop, length or None, got 'end'"),
+        (lambda: reasoned.feed("more"), TokenizerError, "a stream of its own"),
+        (lambda: kimi_k2.plan("kimi-k2-instruct-0905", batch_size=odd(1.5)), ConfigError, "expected an integer"),
+        (lambda: kimi_k2.plan("kimi-k2-instruct-0905", max_model_len=odd("8")), ConfigError, "expected an integer"),
+    ]
+    for call, error, message in calls:
+        with pytest.raises(error, match=re.escape(message)):
+            call()
+    assert str(Timing()) == "TTFT nan s, TPOT 0.0000 s, 0 steps"
+
+
+def test_a_models_modes_are_read_for_each_generation(checkpoints: dict[str, Path]) -> None:
+    """A kept cache is of the dtype that the model had; another one is asked for, another cache is made."""
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+    generator = Generator(model)
+    first = generator.prepare(1, 8)[0].data
+    assert generator.prepare(1, 8)[0].data is first
+    model.kv_cache_dtype = torch.bfloat16
+    assert generator.prepare(1, 8)[0].data.dtype is torch.bfloat16

@@ -78,10 +78,12 @@ def prefill(
         Logits of each prompt's last token, [B, vocab_size].
 
     Raises:
-        GenerationError: a prompt is empty or longer than the cache, chunk_size is below 1, or there are media in
-            batch-invariant mode.
+        GenerationError: a prompt is empty or longer than the cache, all of one is cached, chunk_size is below 1, or
+            there are media in batch-invariant mode.
     """
     lengths = prompt_lengths(prompts)
+    if not 0 <= cached < min(lengths):
+        raise GenerationError(f"cached: expected fewer tokens than the shortest prompt's {min(lengths)}, got {cached}")
     if chunk_size is not None and chunk_size < 1:
         raise GenerationError(f"chunk_size: expected at least 1, got {chunk_size}")
     if media is not None and model.batch_invariant:
@@ -177,9 +179,12 @@ class Generator:
             reply's part of the cache.
         drafter: proposes tokens, which are then verified several at a time; what is generated stays the same, greedily
             token for token, sampled in its distribution. None decodes token by token.
-        draft_tokens: tokens that are drafted at most.
+        draft_tokens: tokens that are drafted at most, at least 1.
         adaptive: draft fewer, or none, where that pays by `DraftLength`; None on a GPU alone. A sampled sequence then
             depends on what else is in the batch, in its random choices though not in its distribution.
+
+    Raises:
+        GenerationError: draft_tokens is below 1.
 
     Attributes:
         prompt: reads prompts into the cache that `prepare` gave last.
@@ -197,12 +202,15 @@ class Generator:
         draft_tokens: int = 3,
         adaptive: bool | None = None,
     ) -> None:
+        if draft_tokens < 1:
+            raise GenerationError(f"draft_tokens: expected at least 1, got {draft_tokens}")
         self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
         self.drafter, self.draft_tokens, self.adaptive = drafter, draft_tokens, adaptive
         self.stats = DraftStats()
         self._verify: VerifyStep | None = None
         self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
+        self._modes: tuple[torch.dtype | None, bool] | None = None  # of the model, when the cache was made
         self.prompt: PromptStep | None = None
         self._layers: list[LayerStep] | None = None
 
@@ -219,12 +227,13 @@ class Generator:
             return self._prepare(batch, length, slots)
 
     def _prepare(self, batch: int, length: int, slots: Sequence[int] | None) -> tuple[PagedCache, DecodeStep]:
-        step = self._step
-        if step is not None and step.cache.fits(slots or [length] * batch):
+        step, modes = self._step, (self.model.kv_cache_dtype, self.model.batch_invariant)
+        if step is not None and modes == self._modes and step.cache.fits(slots or [length] * batch):
             step.cache.assign(slots or [length] * batch)
             return step.cache, step
         step = None  # its memory goes before the next one's comes
         self._close()
+        self._modes = modes
         kept = capturable(self.model, batch)
         paged = kept and self.drafter is not None  # kernels take a block table of pages alone
         cache = new_cache(self.model, batch, length, slots, SLOTS if kept else 1, paged=paged)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from kimi_k2.errors import GenerationError
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20  # as OpenAI's API
+_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "int | None": (int, type(None))}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class SamplingParams:
         min_tokens: none of `eos_token_ids` is chosen, and no stop string looked for, before so many.
 
     Raises:
-        GenerationError: a value is out of range.
+        GenerationError: a value is of another type, or out of range.
     """
 
     max_new_tokens: int = 64
@@ -61,6 +62,10 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            types, value = _TYPES.get(str(field.type), (object,)), getattr(self, field.name)
+            if not isinstance(value, types) or (isinstance(value, bool) and int in types):
+                raise GenerationError(f"{field.name}: expected {field.type}, got {value!r}")
         for name, valid, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (

@@ -161,8 +161,9 @@ def plan(
         ConfigError: there is no such model or preset, or a length is out of range.
     """
     config = KimiK2Config.load(model)
+    target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
     check_context(config, max_model_len)
-    return make_report(config, load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length))
+    return make_report(config, target)
 
 
 def step(counts: GraphCounts, target: Target) -> dict[str, Any]:

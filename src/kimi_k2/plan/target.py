@@ -144,11 +144,11 @@ class Target:
         """The same with other lengths; a prompt longer than the context is cut to it.
 
         Raises:
-            ConfigError: a length is below 1, or the prompt is longer than the context.
+            ConfigError: a length is no integer or below 1, or the prompt is longer than the context.
         """
         for field, value in (("context", context), ("batch", batch), ("prompt", prompt)):
-            if value is not None and value < 1:
-                raise ConfigError(f"expected at least 1, got {value}", field=field)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"expected an integer, at least 1, got {value!r}", field=field)
         slots = context or self.context
         if prompt is not None and prompt > slots:
             raise ConfigError(f"expected at most the context ({slots}), got {prompt}", field="prompt")

@@ -66,7 +66,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class MessageStream:
-    """Incremental parser: feed text or tokens as they come, then `finish` once.
+    """Incremental parser: feed text or tokens as they come, then `finish`; TokenizerError for anything after it.
 
     Args:
         tools: OpenAI-style definitions of the request's tools; they tell the function of a call whose id does not.
@@ -97,15 +97,17 @@ class MessageStream:
 
     def feed(self, text: str) -> list[Delta]:
         """What this text adds; a marker spelled out in it counts as the marker."""
+        self._unfinished()
         self._is_text = True
         return merged(self._eraser.push(self._push(self._text.feed(text))))
 
     def feed_token(self, token: int) -> list[Delta]:
-        """What this token adds; only special tokens count as markers. Tokens that end a turn are not to be fed.
+        """What this token adds; only special tokens count as markers. One that ends a turn would be text.
 
         Raises:
             TokenizerError: the id is outside the vocabulary, or the stream was made without a tokenizer.
         """
+        self._unfinished()
         if self._tokens is None:
             raise TokenizerError("feed_token needs a MessageStream made with a tokenizer")
         text_deltas = [*self._eraser.push(self._push(self._text.flush())), *self._eraser.finish()]
@@ -119,6 +121,9 @@ class MessageStream:
             reason: `length` if the token limit ended the message, `stop` if the model did; None if nobody knows: then
                 a message that ends inside a call or inside its reasoning counts as cut off.
         """
+        self._unfinished()
+        if reason not in (None, "stop", "length"):
+            raise TokenizerError(f"reason: expected stop, length or None, got {reason!r}")
         text_deltas = [*self._eraser.push(self._push(self._text.flush()))]
         last = [*self._push(self._tokens.flush() if self._tokens else []), *self._through(self._reasoning.finish())]
         cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
@@ -126,6 +131,10 @@ class MessageStream:
         last = [*text_deltas, *(self._eraser.push(last) if self._is_text else last), *self._eraser.finish()]
         self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
         return merged(last)
+
+    def _unfinished(self) -> None:
+        if self._finish_reason is not None:
+            raise TokenizerError("the message is finished: another one needs a stream of its own")
 
     def _push(self, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
         for lexeme in lexemes:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.deltas import Reasoning
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 
@@ -97,7 +98,9 @@ class ReasonedText:
 
 
 class ReasoningStream:
-    """Incremental parser: `feed` text as it comes, then `flush` once; for engines that parse tool calls by themselves.
+    """Incremental parser: `feed` text as it comes, then `flush`; for engines that parse tool calls by themselves.
+
+    TokenizerError for text after `flush`.
 
     Args:
         prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on). Pass True as well to take a
@@ -106,7 +109,7 @@ class ReasoningStream:
 
     def __init__(self, *, prefilled: bool = False) -> None:
         self._lexer = TextLexer()
-        self._machine = ReasoningMachine(prefilled=prefilled)
+        self._machine, self._over = ReasoningMachine(prefilled=prefilled), False
 
     @property
     def closed(self) -> bool:
@@ -115,10 +118,13 @@ class ReasoningStream:
 
     def feed(self, text: str) -> ReasonedText:
         """What this text adds to reasoning and content."""
+        if self._over and text:
+            raise TokenizerError("the message is finished: another one needs a stream of its own")
         return self._split(piece for lexeme in self._lexer.feed(text) for piece in self._machine.push(lexeme))
 
     def flush(self) -> ReasonedText:
         """What was held back, at the end of the text."""
+        self._over = True
         last = [piece for lexeme in self._lexer.flush() for piece in self._machine.push(lexeme)]
         return self._split([*last, *self._machine.finish()])
 
