@@ -48,6 +48,16 @@ def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "1.13.1 (works with >=2" in line
 
 
+def test_a_version_older_than_an_extra_asks_for_keeps_nothing_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' interpreter wants a newer Triton than torch 2.11 brings to a GPU, where all kernels run with it."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.6.0" if name == "triton" else real(name))
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    found = next(one for one in report["findings"] if one["name"] == "triton")
+    assert found["status"] == "note" and found["expected"].startswith("works with >=")
+    assert "triton" not in next(one["missing"] for one in report["parts"] if one["name"] == "fast decode on a GPU")
+
+
 def test_a_package_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its source folder alone there is no metadata that says what is required."""
     real = importlib.metadata.version

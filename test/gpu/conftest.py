@@ -1,8 +1,15 @@
-"""Tests that need a GPU."""
+"""Tests that need a GPU; several processes test on one, and share its memory through `share_of_the_card`."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import math
+import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +17,45 @@ import torch
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.rowwise import decode
 
+# GiB that a process may hold in a test without a mark `memory`, and of its context and libraries beside PyTorch's.
+USUAL, CONTEXT = 5.0, 1.0
+LEDGER = Path(tempfile.gettempdir()) / f"kimi-k2-gpu-tests-{os.getuid()}.json"
 
-@pytest.fixture(autouse=True)
-def memory_given_back() -> Iterator[None]:
-    """Several processes test on one GPU: what one caches is out of memory for the next."""
-    yield
+
+def enter(gibibytes: float, card: float) -> bool:
+    """Say what this process holds of a card's memory, if those that are alive leave so much."""
+    with LEDGER.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = json.loads(LEDGER.read_text()) if LEDGER.exists() else {}
+        held = {pid: size for pid, size in held.items() if pid != str(os.getpid()) and Path("/proc", pid).exists()}
+        fits = sum(held.values()) + gibibytes <= card or not held
+        if fits:
+            LEDGER.write_text(json.dumps(held | {str(os.getpid()): gibibytes}))
+        return fits
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Several processes test on one GPU: a test waits for the memory that it is marked with, and gets no more.
+
+    Before its fixtures, whose memory is the test's. None waits behind another, so that a test for which there is no
+    room yet keeps nobody from ending.
+    """
+    if not torch.cuda.is_available():
+        return
+    mark, card = item.get_closest_marker("memory"), torch.cuda.get_device_properties(0).total_memory / 2**30
+    share = min(max(mark.args[0] if mark else USUAL, torch.cuda.memory_reserved() / 2**30 + 2), card - CONTEXT)
+    while not enter(share + CONTEXT, card):
+        time.sleep(0.05)
+    torch.cuda.set_per_process_memory_fraction(share / card)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What one process caches is out of memory for the next; what a module's fixtures hold stays entered."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        enter(torch.cuda.memory_reserved() / 2**30 + CONTEXT, math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import with_format
 
-pytestmark = NEEDS_HOPPER
+pytestmark = [*NEEDS_HOPPER, pytest.mark.memory(7)]
 DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "12"))
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, TOP_K = 7168, 8

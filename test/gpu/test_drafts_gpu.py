@@ -26,6 +26,7 @@ from kimi_k2.sharding.layout import Layout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
+    pytest.mark.memory(9.5),
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
     pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning"),

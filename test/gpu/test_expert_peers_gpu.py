@@ -32,6 +32,7 @@ def experts(request: pytest.FixtureRequest) -> RandomExperts:
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf:1.5", "same"])
 @pytest.mark.parametrize("tokens", [1, 8, 700])
+@pytest.mark.memory(7)
 def test_ours_is_near_float64(experts: RandomExperts, tokens: int, routing: str) -> None:
     found = compare(experts, [], CASE, "TP8", routing, tokens, replays=1)
     assert found.errors["ours"] < LARGEST[experts.name] and found.microseconds["ours"] > 0

@@ -147,6 +147,7 @@ def test_graph_replay_follows_its_inputs(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.memory(10)
 def test_offsets_beyond_32_bits(strategy: str) -> None:
     tokens = 2**31 // 384 + 1000
     logits, bias = torch.empty(tokens, 384, device="cuda").normal_(), torch.randn(384, device="cuda") * 0.1

@@ -220,6 +220,7 @@ def test_graph_replay_follows_lengths_and_inputs(heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.memory(6)
 def test_offsets_beyond_32_bits(heads: int) -> None:
     pages = 2**31 // (PAGE * 576) + 100
     cache = torch.zeros(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)

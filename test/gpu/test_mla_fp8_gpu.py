@@ -52,7 +52,7 @@ def exact_case(lengths: Sequence[int], rows: Tensor, cache: Tensor, shape: tuple
 @pytest.mark.parametrize("heads", HEADS)
 def test_against_float64(lengths: Sequence[int], heads: int) -> None:
     """Within what three bits allow; to BF16's bits where three bits hold queries and weights; the same bits again."""
-    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, min(8192, 2**19 // len(lengths)))
     rows, cache = rows.to(E4M3), cache.to(E4M3)
     plan = plan_of(seq_lens, table.shape[1] * PAGE, heads)
     empty = seq_lens == 0
@@ -128,7 +128,7 @@ def pinned() -> Iterator[None]:
 def test_through_the_table(heads: int, dtype: torch.dtype) -> None:
     """Pages, one piece, and a graph whose lengths change; a BF16 cache is served as ever."""
     lengths, error = [8192, 1, 64, 65, 5000, 127] * 3, ROUNDED if dtype == E4M3 else EXACT
-    q, rows, cache, table, seq_lens = paged_case(lengths, heads, 8192)
+    q, rows, cache, table, seq_lens = paged_case(lengths, heads, min(8192, 2**19 // len(lengths)))
     rows, cache = rows.to(dtype), cache.to(dtype)
 
     def paged() -> Tensor:

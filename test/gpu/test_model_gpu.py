@@ -194,6 +194,7 @@ def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: py
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("mixed", [False, True], ids=["packed", "bf16 down_proj"])
 @pytest.mark.parametrize("preset", [FP8, INT4])
+@pytest.mark.memory(14)
 def test_decode_is_no_further_from_float64_than_plain_bfloat16(preset: str, mixed: bool, batch: int) -> None:
     if mixed and preset == FP8:
         pytest.skip("FP8 checkpoints quantize both projections")
@@ -208,6 +209,7 @@ def test_decode_is_no_further_from_float64_than_plain_bfloat16(preset: str, mixe
 @pytest.mark.parametrize(
     "layout", [Layout(1, 4, target="cuda", experts="stored"), Layout(1, target="cuda", experts="stored")]
 )
+@pytest.mark.memory(62)
 def test_other_divisions_of_the_model(layout: Layout) -> None:
     """Expert parallel over four (96 experts of 2048, 16 heads) and undivided (384 experts, 64 heads)."""
     ours, plain, _ = decode_errors(rank_of_many(real(FP8, 2), layout), 1)
@@ -216,6 +218,7 @@ def test_other_divisions_of_the_model(layout: Layout) -> None:
 
 
 @on_gpu
+@pytest.mark.memory(14)
 def test_decode_over_an_e4m3_cache() -> None:
     """Each rounds its own new entries to e4m3, of which float64's stay what they are."""
     ours, plain, _ = decode_errors(rank_of_many(real(FP8)), 2, cache_dtype=torch.float8_e4m3fn)
@@ -225,6 +228,7 @@ def test_decode_over_an_e4m3_cache() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("preset", [FP8, INT4])
+@pytest.mark.memory(14)
 def test_decode_of_eight(preset: str) -> None:
     """Beyond four tokens: the FP8 experts round activations to e4m3, which the plain model does not; INT4's do not."""
     ours, plain, used = decode_errors(rank_of_many(real(preset)), 8)
@@ -296,6 +300,7 @@ def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(monkeypatch: pytest.M
 
 @on_gpu
 @torch.inference_mode()
+@pytest.mark.memory(14)
 def test_prefill_in_chunks_with_kernels() -> None:
     """Prefill through the kernels against float64; the experts' activations are rounded to e4m3."""
     registry.pin("")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kimi_k2.bench.kernels.harness import event_times
+from kimi_k2.bench.kernels.model import make_step
 from kimi_k2.bench.kernels.routing import DrawnDecodeStep, Routing
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
@@ -105,7 +106,10 @@ def time_draft(head: Eagle3Head, target: KimiK2ForCausalLM, contexts: Sequence[i
 def lines(
     model: KimiK2ForCausalLM, batches: Sequence[int], context: int, width: int, routing: Routing | None
 ) -> Iterator[str]:
-    """Passes of a rank's part of a head, and steps of one and of `width` tokens, as text."""
+    """Passes of a rank's part of a head, and steps of one and of `width` tokens, as text.
+
+    A plain step is the one that a sequence without drafts takes.
+    """
     for form in FORMS:
         head = synthetic_head(model, form, parts=8)
         for batch in batches:
@@ -114,7 +118,9 @@ def lines(
             yield f"measured: {form} head, a part of 8, batch {batch}: {passes}"
         del head
     for batch in batches:
-        plain, wide = (time_verify(model, [context] * batch, one, routing=routing) for one in (1, width))
+        plain_step = make_step(model, [context] * batch, communicate=False, routing=routing)
+        plain = statistics.median(event_times(plain_step, 20))
+        wide = time_verify(model, [context] * batch, width, routing=routing)
         yield (
             f"measured: batch {batch}, {model.config.num_hidden_layers} layers: plain step {plain / 1e3:.3f} ms,"
             f" step of {width} tokens {wide / 1e3:.3f} ms, {wide / plain:.2f} plain steps"
