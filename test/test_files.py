@@ -17,10 +17,12 @@ import kimi_k2
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.head import other_member
 from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error
-from kimi_k2.files import LOCK, open_output, read_bytes
+from kimi_k2.files import LOCK, open_output, parse_yaml, read_bytes
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
+from kimi_k2.plan.deployment import Deployment
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
@@ -139,6 +141,7 @@ OWN = {
     "nki/step_counts": "a table of the package",
     "parity/golden": "SafeTensors after open_regular",
     "parity/kernels": "a recording that the same command wrote",
+    "plan/published": "a table of the package",
     "serving/paged/support": "source of an installed package",
     "tokenization/rendering": "/proc",
     "tokenization/chat": "a template of the package",
@@ -146,6 +149,53 @@ OWN = {
 CALLS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "safe_open", "load_file"}
 # Of other things than names of files, or methods that are called so.
 OTHERS = {"Image", "av", "CheckpointIndex", "KimiK2", "NeuronApplication", "files", "cls", "self"}
+
+
+# What yaml.safe_load takes, multiplies, or fails at with an error that is none of YAML's.
+YAML = {
+    "nested": "[" * 5000,
+    "nested in blocks": "".join(f"{' ' * level}a:\n" for level in range(200)),
+    "an alias": "a: &a [1]\nb: *a",
+    "itself": "&a [*a]",
+    "a bomb": "a: &a [x, x]\n"
+    + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "a day that is none": "a: 2026-13-45",
+    "a day": "a: 2026-01-02",
+    "a number that is none": "a: !!int x",
+    "a float that is none": "a: !!float x",
+    "no value": "a: .nan",
+    "not finite": "a: .inf",
+    "bytes": "a: !!binary aGFsbG8=",
+    "a set": "a: !!set {b}",
+    "numbers for names": "1: 2",
+    "a list for a name": "? [a]\n: b",
+    "twice": "a: 1\na: 2",
+    "an object": "a: !!python/object/apply:os.system [ls]",
+    "two documents": "a: 1\n---\nb: 2",
+    "a control character": "a: \x07",
+    "open": "a: [",
+    "a tab": "a:\n\t- b",
+    "long": f"a: {'x' * 70_000}",
+}
+
+
+@pytest.mark.parametrize("kind", YAML)
+def test_yaml_that_is_none_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"\S") as error:
+        parse_yaml(YAML[kind])
+    assert "\n" not in str(error.value)
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(YAML[kind])
+    with pytest.raises(ConfigError, match=r"mine\.yaml: \S") as refused:
+        Deployment.load(str(preset))
+    assert "\n" not in str(refused.value)
+    (tmp_path / "README.md").write_text(f"---\nbase_model: moonshotai/Kimi-K2-Thinking\n{YAML[kind]}\n---\n")
+    (tmp_path / "kimi-k2.5").mkdir()
+    other_member(tmp_path, tmp_path / "kimi-k2.5")  # a card that cannot be read says nothing
+
+
+def test_yaml_of_json_s_values_is_read() -> None:
+    assert parse_yaml("a: {b: [1, 2.5, true, null, 'x']}\n# end") == {"a": {"b": [1, 2.5, True, None, "x"]}}
 
 
 def opened(path: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from kimi_k2.errors import CheckpointError, CorruptHeaderError, KimiK2Error
-from kimi_k2.limits import JSON_BYTES, JSON_NESTING
+from kimi_k2.limits import JSON_BYTES, JSON_NESTING, YAML_BYTES
 
 # An error that takes `file`.
 FileError = Callable[..., KimiK2Error]
@@ -102,17 +102,18 @@ def read_text(path: Path, limit: int, error: FileError) -> str:
         raise error(f"expected UTF-8: {reason}", file=path) from None
 
 
-def read_json(path: Path, error: FileError = CorruptHeaderError) -> Any:
+def read_json(path: Path, error: FileError = CorruptHeaderError, limit: int = JSON_BYTES) -> Any:
     """The content of a JSON file.
 
     Args:
         path: of the file.
         error: raised where the file is no JSON, too large or too deeply nested.
+        limit: bytes that it may have.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
-    data = read_bytes(path, JSON_BYTES, error)
+    data = read_bytes(path, limit, error)
     try:
         return parse_json(data)
     except ValueError as reason:
@@ -136,6 +137,54 @@ def parse_json(data: bytes) -> Any:
         children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
         level = [child for child in children if isinstance(child, (dict, list))]
     raise ValueError(f"nested more than {JSON_NESTING} deep")
+
+
+def read_yaml(path: Path, error: FileError) -> Any:
+    """The content of a YAML file; errors as for `read_json`, each in one line."""
+    text = read_text(path, YAML_BYTES, error)
+    try:
+        return parse_yaml(text)
+    except ValueError as reason:
+        raise error(f"not valid YAML: {reason}", file=path) from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Parsed YAML of JSON's values: mappings by texts, lists, texts, numbers, true, false and null.
+
+    Raises:
+        ValueError: it is none, is too long or too deeply nested, has another value (a date), a field twice, or an
+            alias, which a few lines can multiply without end; in one line.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="an alias", problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            made = super().construct_mapping(node, deep)
+            if len(made) != len(node.value):
+                raise yaml.MarkedYAMLError(problem="a field twice", problem_mark=node.start_mark)
+            return made
+
+    try:
+        if len(text) > YAML_BYTES:
+            raise ValueError(f"{len(text)} characters; at most {YAML_BYTES} are read")
+        content = yaml.load(text, Loader)
+        plain = json.dumps(content, allow_nan=False)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(place + " ".join(str(error.problem or error.context).split())) from None
+    except RecursionError:
+        raise ValueError(f"nested more than {JSON_NESTING} deep") from None
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if parse_json(plain.encode()) != content:
+        raise ValueError("expected texts as the names of fields")
+    return content
 
 
 def open_output(path: Path, *, truncate: bool = False) -> int:

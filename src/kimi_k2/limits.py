@@ -6,7 +6,11 @@ from __future__ import annotations
 SAFETENSORS_HEADER_BYTES = 100_000_000
 # Bytes of any JSON file: an index of a million tensors has about this size.
 JSON_BYTES = 200_000_000
-# Levels of nesting in JSON; a config.json has four.
+# Bytes of a vocabulary or a template: the published ones have 2.8 MB and 10 kB.
+TOKENIZER_BYTES = 2**26
+# Bytes of YAML, which is read slowly: a preset has a few thousand, the front matter of a model card a few hundred.
+YAML_BYTES = 2**16
+# Levels of nesting in JSON and YAML; a config.json has four.
 JSON_NESTING = 100
 # Characters of a tensor's or a shard file's name; file systems stop at 255.
 NAME_CHARACTERS = 255

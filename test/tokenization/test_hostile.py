@@ -147,8 +147,8 @@ def test_threads_share_the_process() -> None:
 
 
 @pytest.mark.parametrize(("file", "content", "says"), [
-    ("tokenizer_config.json", b"[" * 100_000, "nested too deeply"),
-    ("tokenizer_config.json", b"\xff", "expected UTF-8"),
+    ("tokenizer_config.json", b"[" * 100_000, "nested more than"),
+    ("tokenizer_config.json", b"\xff", "not valid JSON: 'utf-8'"),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"256": {"content": ""}}}', "256: ''"),
     ("chat_template.jinja", b"\xff", "expected UTF-8"),
 ])  # fmt: skip

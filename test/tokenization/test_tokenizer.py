@@ -206,7 +206,10 @@ def test_missing_vocabulary(tmp_path: Path) -> None:
 def test_damaged_tokenizer_config(directory: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "tiktoken.model").write_bytes((directory / "tiktoken.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"tokenizer_config\.json: (field 'added_tokens_decoder'|not valid JSON|expected a JSON object)",
+    ):
         KimiTokenizer.from_pretrained(tmp_path)
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
-from kimi_k2.files import read_json, read_text
+from kimi_k2.files import parse_yaml, read_json, read_text
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -328,8 +327,8 @@ def _base_models(head: Path) -> list[str]:
         return []
     parts = read_text(path, _README_BYTES, ConfigError).split("---", 2)
     try:
-        card: Any = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
-    except yaml.YAMLError:
+        card: Any = parse_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except ValueError:  # it says nothing
         return []
     models = card.get("base_model") if isinstance(card, dict) else None
     return [one for one in (models if isinstance(models, list) else [models]) if isinstance(one, str)]

@@ -12,13 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from kimi_k2.config import KimiK2Config, changed, first_fault
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_text
-from kimi_k2.limits import JSON_BYTES
+from kimi_k2.files import read_yaml
 from kimi_k2.plan.roofline import INSTANCES, Instance
 from kimi_k2.plan.torch_native import TorchNativeOptions
 from kimi_k2.sharding.experts.format import expert_formats, without_tiles
@@ -337,10 +335,7 @@ def _file_of(name_or_path: str | Path) -> Path:
 
 def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
     """The fields of a file; one with `like` says what differs from another, which the files `above` differ from."""
-    try:
-        raw = yaml.safe_load(read_text(path, JSON_BYTES, ConfigError))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}", file=path) from None
+    raw = read_yaml(path, ConfigError)
     if not isinstance(raw, dict):
         raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
     if "like" not in raw:

@@ -28,9 +28,9 @@ from kimi_k2.quantization.draw import filled
 from kimi_k2.quantization.stored import TensorSpec, format_of
 from kimi_k2.synthetic.config import IM_END, hf_config
 from kimi_k2.tokenization.chat import write_chat_template
+from kimi_k2.tokenization.config_file import CONFIG_NAME
 from kimi_k2.tokenization.special_tokens import NUM_SPECIAL_SLOTS, PAD, UNK, special_tokens
 from kimi_k2.tokenization.style import ChatStyle
-from kimi_k2.tokenization.template import CONFIG_NAME
 from kimi_k2.tokenization.tokenizer import VOCABULARY_NAME
 
 # Sigmoid scores of unit-variance logits spread over about 0.2; a bias of half of that decides many selections.

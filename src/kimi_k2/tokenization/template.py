@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.files import is_there
-from kimi_k2.tokenization.files import read_object, read_text
+from kimi_k2.files import is_there, read_text
+from kimi_k2.limits import TOKENIZER_BYTES
+from kimi_k2.tokenization.config_file import TokenizerConfig
 from kimi_k2.tokenization.messages import Message, normalized, plain_data
 from kimi_k2.tokenization.renderer import MAX_SECONDS, Rendered, render
-from kimi_k2.tokenization.special_tokens import BOS, EOS, THINK, VIDEO_PLACEHOLDER
+from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 TEMPLATE_NAME = "chat_template.jinja"
-CONFIG_NAME = "tokenizer_config.json"
 MAX_SOURCE = 2**16
-# Variables that transformers gives a template, by their names in tokenizer_config.json.
-TOKEN_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 # Its few messages take a published template milliseconds.
 _PROBE_SECONDS = 0.25
@@ -75,23 +73,20 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, names)))
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, special_names: Collection[str]) -> ChatTemplate | None:
+    def from_pretrained(cls, directory: str | Path, config: TokenizerConfig) -> ChatTemplate | None:
         """The template in `chat_template.jinja`, else in `tokenizer_config.json`; None if the checkpoint has none.
 
         Raises:
             TokenizerError: it is no text or no valid Jinja; the message names the file.
         """
-        config = Path(directory) / CONFIG_NAME
-        fields = read_object(config, "chat_template") if is_there(config) else {}
         path = Path(directory) / TEMPLATE_NAME
+        source, origin = config.chat_template, f"{config.file}: chat_template"
         if is_there(path):
-            return cls(read_text(path), special_names, str(path), _token_variables(fields, config))
-        source = fields.get("chat_template")
-        if source is None:
-            return None
-        if not isinstance(source, str):
-            raise TokenizerError(f"{config}: chat_template: expected Jinja source, got {type(source).__name__}")
-        return cls(source, special_names, f"{config}: chat_template", _token_variables(fields, config))
+            try:
+                source, origin = read_text(path, TOKENIZER_BYTES, TokenizerError), str(path)
+            except FileNotFoundError:
+                raise TokenizerError("a link to a file that is not there", file=path) from None
+        return None if source is None else cls(source, config.names, origin, config.variables)
 
     def style(self) -> ChatStyle | None:
         """The style of what the template writes: where it writes <think>; None if it refuses a plain conversation."""
@@ -173,19 +168,3 @@ class ChatTemplate:
             end = match.end()
         segments.append(Segment(text[end:], False))
         return [segment for segment in segments if segment.text]
-
-
-def _token_variables(fields: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """The special tokens that a checkpoint names for its template; bos and eos as Kimi's tokenizer has them if not."""
-    special_tokens = {"bos_token": BOS, "eos_token": EOS}
-    for name in TOKEN_VARIABLES:
-        value = fields.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if text is None:
-            if name in fields:
-                special_tokens.pop(name, None)
-            continue
-        if not isinstance(text, str):
-            raise TokenizerError(f"{path}: {name}: expected text, got {type(text).__name__}")
-        special_tokens[name] = text
-    return special_tokens

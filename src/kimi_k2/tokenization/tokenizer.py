@@ -8,18 +8,18 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
 import tiktoken
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.files import is_there
+from kimi_k2.files import read_bytes
+from kimi_k2.limits import TOKENIZER_BYTES
 from kimi_k2.tokenization.chat import built_in_template
-from kimi_k2.tokenization.files import read_bytes, read_object
-from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, VIDEO_PLACEHOLDER, special_tokens
+from kimi_k2.tokenization.config_file import TokenizerConfig
+from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, VIDEO_PLACEHOLDER
 from kimi_k2.tokenization.style import ChatStyle, StyleChoice, choose_style
-from kimi_k2.tokenization.template import CONFIG_NAME, ChatTemplate, Segment
+from kimi_k2.tokenization.template import ChatTemplate, Segment
 
 VOCABULARY_NAME = "tiktoken.model"
 
@@ -91,14 +91,13 @@ class KimiTokenizer:
         """
         directory = Path(directory)
         ranks = read_ranks(directory / VOCABULARY_NAME)
-        names = special_tokens(len(ranks))
-        names = _apply_config(directory / CONFIG_NAME, names, len(ranks))
-        template = ChatTemplate.from_pretrained(directory, names)
+        config = TokenizerConfig.from_pretrained(directory, len(ranks))
+        template = ChatTemplate.from_pretrained(directory, config)
         own = template.style() if template else None
         choice = choose_style(directory, template_style=own, override=style)
         if style is not None and own is not None and own is not choice.style:
             template = None
-        return cls(ranks, names, chat_template=template, choice=choice)
+        return cls(ranks, config.names, chat_template=template, choice=choice)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`; with `allow_special`, names of special tokens in it become those tokens."""
@@ -190,7 +189,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     Raises:
         TokenizerError: the file is missing, a line is malformed, a rank or token occurs twice, or one is missing.
     """
-    lines = read_bytes(path).splitlines()
+    try:
+        lines = read_bytes(path, TOKENIZER_BYTES, TokenizerError).splitlines()
+    except FileNotFoundError as error:
+        raise TokenizerError(f"cannot be read: {error.strerror}", file=path) from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -210,30 +212,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if missing:
         raise TokenizerError(f"{path}: expected all 256 single bytes, {len(missing)} are missing, first {missing[0]}")
     return ranks
-
-
-def _apply_config(path: Path, names: dict[str, int], base: int) -> dict[str, int]:
-    """Names from `added_tokens_decoder`, which differ between the members of the family, win over the built-in."""
-    if not is_there(path):
-        return names
-    added = read_object(path, "added_tokens_decoder").get("added_tokens_decoder") or {}
-    try:
-        added_names = {int(key): value["content"] for key, value in added.items()}
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise TokenizerError(f"{path}: added_tokens_decoder: expected id -> {{content}}: {error!r}") from None
-    by_id = {token: name for name, token in names.items()}
-    for token, name in added_names.items():
-        if token not in by_id or not isinstance(name, str) or not name:
-            expected = f"expected names of ids {base}..{base + len(by_id) - 1}"
-            raise TokenizerError(f"{path}: added_tokens_decoder: {expected}, got {token}: {shown(name)}")
-    by_id.update(added_names)
-    result = {name: token for token, name in by_id.items()}
-    if len(result) != len(by_id):
-        raise TokenizerError(f"{path}: added_tokens_decoder: a name occurs twice")
-    for name in (BOS, EOS, PAD, IM_END, EOT):
-        if name not in result:
-            raise TokenizerError(f"{path}: added_tokens_decoder: no token is called {name}")
-    return result
 
 
 def _bounded_pieces(text: str) -> Iterator[str]:
