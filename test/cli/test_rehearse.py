@@ -15,7 +15,7 @@ from kimi_k2.plan.target import make_target
 from kimi_k2.sharding.plan import make_plan
 
 # One of each layout and format: other presets differ in lengths alone.
-FAMILIES = ("h200-tp8", "h200-ep8", "trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images", "trn2-tp32-ep2-nki",
+FAMILIES = ("h200-tp8", "h200-ep8", "trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images", "trn2-tp32-ep2-b32-4k",
             "trn2-tp64-ep1-nki-layers-128k")  # fmt: skip
 
 

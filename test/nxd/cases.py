@@ -28,11 +28,6 @@ BLOCKS: dict[str, Any] = {
     "token_generation_buckets": [48],
 }  # fmt: skip
 GROUPS = {"prefill_rows_at_once": 64}  # four blocks of 16 tokens; the prompts fill many
-EARLY = {"decode": "kernels", "seq_len": 256}
-# A rank's part of the cache is a multiple of 128 slots at LNC=1.
-KERNELS: dict[str, Any] = {
-    "decode": "kernels", "logical_nc_config": 1, "seq_len": 256, "token_generation_buckets": [256], "pa_num_blocks": 50,
-}  # fmt: skip
 COMMON = 16  # tokens of a shared prefix
 
 
@@ -58,8 +53,6 @@ CASES: dict[str, Case] = {
     **{f"one line {layout}": Case(layout, batch=1) for layout in LAYOUTS},
     **{f"arrival {layout}": Case(layout, LINES) for layout in ("TP1", "EP2")},
     **{f"groups {layout}": Case(layout, GROUPS) for layout in ("TP1", "EP2")},
-    "early TP2": Case("TP2", EARLY, batch=1),
-    "early EP2, all experts": Case("EP2", EARLY),
     "flash TP2": Case("TP2", FLASH),
     "flash TP4": Case("TP4", FLASH | BUCKETS),
     "flash TP4 in pairs": Case("TP4", PAIRS | LINES),
@@ -82,7 +75,6 @@ CASES: dict[str, Case] = {
     **{f"prefixes {layout}": Case(layout, BLOCKS, "prefixes") for layout in ("TP1", "TP2xEP2")},
     **{f"prefixes flash {layout}": Case(layout, BLOCKS | FLASH, "prefixes") for layout in ("TP2", "TP2xEP2")},
     "prefixes flash TP4 in pairs": Case("TP4", BLOCKS | PAIRS, "prefixes"),
-    "prefixes flash TP2, decode on kernels": Case("TP2", BLOCKS | FLASH | KERNELS, "prefixes"),
 }
 WIDTH, ACCEPTED = 4, (4, 3, 1, 2, 4, 1)  # tokens of a step with drafts, and those of each that are kept
 

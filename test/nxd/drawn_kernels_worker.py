@@ -46,7 +46,7 @@ COMMON, BLOCK = 16, 8  # tokens of a shared prefix, and of a block
 def drawn(seed: int, layout: str) -> dict[str, Any]:
     """What a seed stands for."""
     draw = random.Random(f"{layout} {seed}")
-    decode = draw.choices(("xla", "kernels", "layers"), (1, 2, 2))[0]
+    decode = draw.choices(("xla", "layers"), (1, 3))[0]
     cached = draw.random() < 0.25
     batch = draw.choice((4, 4, 8) if cached else (1, 1, 2, 3, 4, 8, 32))
     tokens = 1 if batch > 8 else draw.choice((1, 1, 2, 3, 4))

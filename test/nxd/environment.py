@@ -15,7 +15,7 @@ from kimi_k2.neuron import standins
 from kimi_k2.neuron.contrib import load as contrib
 from kimi_k2.neuron.contrib import missing as absent_packages
 
-__all__ = ["adapter_runs", "contrib", "leave_out", "missing", "prepare", "serve"]
+__all__ = ["adapter_runs", "contrib", "leave_out_the_kernel", "missing", "prepare", "serve"]
 
 
 def missing() -> str | None:
@@ -32,11 +32,9 @@ def prepare(cpu: bool = True) -> list[str]:
     return standins.install()
 
 
-def leave_out(kernels: list[str]) -> None:
-    """Kernels (classes of the NxDI model) that run nowhere: what stands for them does."""
-    for name in kernels:
-        module = contrib("decode_layers" if name == "DecodeLayersKernel" else "kernels")
-        getattr(module, name).runs_on = lambda *_: False
+def leave_out_the_kernel() -> None:
+    """The kernel of whole layers runs nowhere: operations on its weights stand for it."""
+    contrib("decode_layers").DecodeLayersKernel.runs_on = lambda *_: False
 
 
 def adapter_runs() -> bool:

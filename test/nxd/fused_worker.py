@@ -71,7 +71,7 @@ def load() -> NeuronApplication:
         return NeuronApplication.load(JOB["checkpoint"], preset, None, draft=JOB["draft"], **options)
     import executed
 
-    environment.leave_out(["NkiKernel"])  # XLA executes no kernels
+    environment.leave_out_the_kernel()  # XLA executes none
     os.environ["WORLD_SIZE"] = str(JOB["neuron_config"]["tp_degree"])
     preset = cpu_deployment(Deployment.load(JOB["preset"]), sampling=sampling, **JOB["deployment"])
     del os.environ["WORLD_SIZE"]

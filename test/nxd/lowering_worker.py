@@ -1,6 +1,6 @@
 """Lowers one graph at Kimi-K2's real shapes (fewer layers) and prints its counts as JSON.
 
-python lowering_worker.py PRESET LAYERS STAGE [all-experts | without-kernels | MEMBER]
+python lowering_worker.py PRESET LAYERS STAGE [all-experts | MEMBER]
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ def main() -> None:
         experts = contrib.load("experts").KimiK2ExpertMLPs
         # Upstream's only path that runs with expert parallelism.
         experts.forward_selective = experts.forward_all_experts_EP
-    if path == ["without-kernels"]:
-        environment.leave_out(["NkiKernel"])
     app = build_application(preset, config, member, **without_nki(preset))
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,6 @@ from harness import (
     sequences,
 )
 from stored_experts import plain_over_stored
-from test_nki_kernels import SLOTS
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -31,6 +35,7 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
+SLOTS = 256  # the least that the kernel takes at LNC=2
 SIZES: dict[str, Any] = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "kv_lora_rank": 128, "q_lora_rank": 128,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_rope_head_dim": 32, "moe_intermediate_size": 64,
@@ -112,10 +117,7 @@ def test_prefill_and_16_steps(
     result = launch(job, tmp_path, timeout=1500)
     (logits,), plain = result["logits"], expected_logits(plain_of(checkpoint, neuron), case)
     check(f"{layout} {fmt}, {result['kernels']}", logits, plain)
-    # Both MoE layers in one call; the dense layer's attention is a kernel of its own.
-    assert result["kernels"]["decode_layers"] == DECODE_STEPS
-    assert result["kernels"]["attention_decode"] == DECODE_STEPS
-    assert "selective_experts" not in result["kernels"]
+    assert result["kernels"] == {"decode_layers": DECODE_STEPS}  # both MoE layers in one call
 
 
 @pytest.mark.parametrize("layout", ["TP1", pytest.param("EP2", marks=SLOW)])
@@ -128,7 +130,7 @@ def test_chunks_of_any_size_are_the_same_step(tmp_path: Path, layout: str) -> No
         given = options(layout, 2 if layout == "EP2" else 1, batch=1, decode_layers_per_kernel=each)
         job = {"checkpoint": checkpoint, "neuron_config": given, "cases": [case]}
         result = launch(job, tmp_path / str(each), timeout=600)
-        assert result["kernels"]["decode_layers"] == 2 * calls
+        assert result["kernels"] == {"decode_layers": 2 * calls}
         found.append(result["logits"][0])
     assert all(torch.equal(one, found[0]) for one in found)
     check("chunks", found[0], expected_logits(plain_model(checkpoint), case))
@@ -144,13 +146,37 @@ def test_flash_decoding(stored: Any, tmp_path: Path, cores: int, fmt: str, batch
     result = launch(job, tmp_path, timeout=1500)
     (logits,), plain = result["logits"], expected_logits(plain_model(checkpoint), case)
     check(f"groups of {cores}, {result['kernels']}", logits, plain)
-    assert result["kernels"]["decode_layers"] == DECODE_STEPS
-    assert "attention_decode" not in result["kernels"]
+    assert result["kernels"] == {"decode_layers": DECODE_STEPS}
+
+
+@pytest.mark.parametrize(("layout", "fmt"), [("TP2", "bf16"), ("EP2", "fp8")])
+def test_operations_on_the_kernels_weights(stored: Any, tmp_path: Path, layout: str, fmt: str) -> None:
+    """Where the kernel does not run, as with the vendor's `nki` on a CPU, a step computes from the same tiles."""
+    checkpoint, case = stored(layout, fmt), sequences(4, 512)
+    given = {"checkpoint": checkpoint, "neuron_config": options(layout, 2, fmt), "cases": [case]}
+    result = launch({**given, "without_kernel": True}, tmp_path, timeout=1500)
+    check(f"{layout} {fmt}", result["logits"][0], expected_logits(plain_model(checkpoint), case))
+    assert result["kernels"] == {}
+
+
+def test_folded_weights_keep_their_dtype() -> None:
+    """A cast of the model would round what experts are chosen by."""
+    folded = environment.contrib("decode_layers").FoldedRows({"heads_weight": 4}, 3, torch.float32, 2).bfloat16()
+    assert (folded.heads_weight.dtype, folded.heads_weight.shape) == (torch.float32, (2, 3))
+
+
+TORCH = {"block_size": 16, "use_torch_block_wise": False}
 
 
 @pytest.mark.parametrize(
     ("field", "more"),
     [
+        ("decode", {"decode": "kernels"}),
+        ("rpl_reduce_dtype", {"rpl_reduce_dtype": "bfloat16"}),
+        ("seq_len", {"seq_len": 128 * 3}),
+        ("token_generation_buckets", {"token_generation_buckets": [128, 256]}),
+        ("quantization_type", {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"}),
+        ("blockwise_matmul_config.use_torch_block_wise", {"blockwise_matmul_config": TORCH}),
         ("tensor_capture_config", CAPTURE),
         ("batch_size", {"batch_size": 33}),
         ("batch_size", {**SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}),
@@ -164,12 +190,17 @@ def test_what_it_does_not_follow_is_refused(field: str, more: dict[str, Any]) ->
     with pytest.raises(ConfigError) as caught:
         config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
     assert caught.value.field == field
-    assert "decode 'layers'" in str(caught.value)
+    assert "layers" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("field", "sizes"),
     [
+        ("moe_intermediate_size", {"moe_intermediate_size": 256}),
+        ("num_experts_per_tok", {"num_experts_per_tok": 4}),
+        ("kv_lora_rank", {"kv_lora_rank": 640}),
+        ("v_head_dim", {"v_head_dim": 64}),
+        ("q_lora_rank", {"q_lora_rank": 96}),
         ("first_k_dense_replace", {"first_k_dense_replace": 0}),
         ("n_routed_experts", {"n_routed_experts": 64}),
         ("hidden_size", {"hidden_size": 512}),
@@ -181,3 +212,25 @@ def test_what_it_does_not_follow_is_refused(field: str, more: dict[str, Any]) ->
 def test_sizes_that_it_does_not_take_are_refused(field: str, sizes: dict[str, Any]) -> None:
     more = SPLIT if field == "num_attention_heads" else {}
     assert refused_field(options("TP2", 2, **more), config_of("TP2", **sizes)) == field
+
+
+def test_the_first_hours_commands_of_the_docs(tmp_path: Path) -> None:
+    """Those of docs/trainium.md that need no machine and no real checkpoint, as they stand there."""
+    text = (Path(__file__).parents[2] / "docs" / "trainium.md").read_text()
+    section = text.split("## Decode on NKI kernels: the first hour\n")[1].split("\n## ")[0]
+    lines = [
+        line.strip() for block in re.findall(r"```sh\n(.*?)```", section, re.DOTALL) for line in block.splitlines()
+    ]
+    real = ("/models", "/presharded")
+    here = [line for line in lines if line.startswith("kimi-k2 ") and not any(path in line for path in real)]
+    assert len(here) == 5
+    (edit,) = [line for line in lines if line.startswith("sed ")]
+    subprocess.run(edit.replace("/tmp/", f"{tmp_path}/"), shell=True, check=True, cwd=Path(__file__).parents[2])
+    run = [sys.executable, "-c", "from kimi_k2.cli import main; main()"]
+    env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
+    for line in here:
+        words = shlex.split(line.replace("/tmp/", f"{tmp_path}/"))[1:]
+        done = subprocess.run([*run, *words], capture_output=True, text=True, timeout=1500, env=env)
+        print(f"\n$ {line}\n{done.stdout[-1500:]}")
+        # Without a Neuron SDK the doctor's status says what is missing.
+        assert done.returncode == 0 or words == ["doctor"], done.stderr[-3000:]

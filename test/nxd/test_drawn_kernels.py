@@ -20,18 +20,10 @@ SHARES = {"TP1": COUNT - 2 * (COUNT // 5), "TP2": COUNT // 5, "EP2": COUNT // 5}
 
 
 def calls(one: dict[str, Any]) -> dict[str, int]:
-    """Which kernels run how often: MoE layers are all but the first; LNC=2 takes all, and so does LNC=1."""
+    """How often the kernel runs: MoE layers are all but the first."""
     steps, moe = one["steps"], one["layers"] - 1
-    if one["decode"] == "xla":
-        return {}
-    alone = one["tokens"] == 1 and not one["split"]
-    if one["decode"] == "layers":
-        each = one["layers_per_kernel"] or moe
-        return {"decode_layers": steps * -(-moe // each), "attention_decode" if alone else "mla_decode": steps}
-    found = {"mla_decode": steps * one["layers"], "noaux_tc_choice": steps * moe}
-    if one["batch"] * one["tokens"] * 8 < one["experts"]:
-        found["selective_experts"] = steps * moe
-    return found
+    each = one["layers_per_kernel"] or moe
+    return {} if one["decode"] == "xla" else {"decode_layers": steps * -(-moe // each)}
 
 
 @pytest.mark.parametrize("layout", [layout for layout, share in SHARES.items() if share])

@@ -27,7 +27,7 @@ PRESETS = [
     name for name in preset_names() if name.startswith("trn2") and Deployment.load(name).torch_native is None
 ]  # fmt: skip
 QUICK = {
-    ("trn2-tp32-ep2-nki-layers", "kimi-k2-thinking"), ("trn2-tp64-ep1-nki-b8", "kimi-k2-thinking"),
+    ("trn2-tp32-ep2-nki-layers", "kimi-k2-thinking"), ("trn2-tp64-ep1-b32-4k", "kimi-k2-thinking"),
     ("trn2-tp32-ep2-1k", "kimi-k2-thinking"),
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ PROMPTS = int(os.environ.get("KIMI_K2_DRAWS", "3"))
 DRAFTS, LENGTH = 3, 96
 SAMPLED, LINES_SAMPLED = 640, 16
 QUALITIES = {"random": None, "half": 0.5, "perfect": 0.0}
-PRESETS = {"xla": "trn2-tp32-ep2", "kernels": "trn2-tp32-ep2-nki", "layers": "trn2-tp32-ep2-nki-layers"}
+PRESETS = {"xla": "trn2-tp32-ep2", "layers": "trn2-tp32-ep2-nki-layers"}
 PRESETS |= {f"{decode}_tp": name.replace("tp32-ep2", "tp64-ep1") for decode, name in PRESETS.items()}
 LINES: dict[str, Any] = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
 
@@ -53,11 +53,11 @@ class Target(NamedTuple):
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
-    """By the form of decode: kernels have sizes of their own, and are K2.5's, of which the text is drafted."""
+    """By the form of decode: the kernel has sizes of its own, and are K2.5's, of which the text is drafted."""
     made: dict[str, Target] = {}
 
     def of(decode: str) -> Target:
-        kind = "xla" if decode.startswith("xla") else "kernels"
+        kind = decode.partition("_")[0]
         if kind not in made:
             directory = tmp_path_factory.mktemp(kind)
             member, sizes = ("kimi-k2-instruct-0905", {}) if kind == "xla" else ("kimi-k2.5", SIZES)
@@ -117,11 +117,11 @@ def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed
 @pytest.mark.parametrize(("form", "ranks", "quality", "decode", "batch"), [
     ("llama", 1, "half", "xla", 1), ("mla", 1, "half", "xla", 1), ("mla", 2, "half", "xla", 1),
     ("llama", 2, "perfect", "xla", 1), ("mla", 2, "random", "xla", 1), ("llama", 1, "half", "xla", 4),
-    ("mla", 2, "half", "xla", 4), ("mla", 1, "half", "kernels", 1), ("llama", 2, "half", "kernels", 4),
+    ("mla", 2, "half", "xla", 4), ("mla", 1, "half", "layers", 1), ("llama", 2, "half", "layers", 4),
     ("mla", 2, "half", "layers", 1), ("llama", 2, "perfect", "layers", 4),
     *(
         pytest.param(form, 2, "half", f"{decode}_tp", batch, marks=SLOW)
-        for form, decode, batch in (("llama", "xla", 4), ("mla", "kernels", 1), ("llama", "layers", 4))
+        for form, decode, batch in (("llama", "xla", 4), ("mla", "layers", 1), ("llama", "layers", 4))
     ),
 ])  # fmt: skip
 def test_tokens_are_the_plain_models(
@@ -149,7 +149,7 @@ def job_of(target: Target, head: Path, directory: Path, ranks: int, decode: str,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "ranks", "decode"), [("llama", 1, "xla"), ("mla", 2, "kernels")])
+@pytest.mark.parametrize(("form", "ranks", "decode"), [("llama", 1, "xla"), ("mla", 2, "layers")])
 def test_executed_graphs(targets: Callable[[str], Target], tmp_path: Path, form: Form, ranks: int, decode: str) -> None:
     """What the compiler would get but for kernels, which XLA does not execute, with NxDI's host code and ours."""
     target = targets(decode)
@@ -193,8 +193,7 @@ def test_sampled_tokens_have_the_targets_distribution(targets: Callable[[str], T
 
 @pytest.mark.parametrize(("preset", "form", "kernels"), [
     ("trn2-tp32-ep2", "llama", {}),
-    ("trn2-tp32-ep2-nki", "mla", {"noaux_tc_choice": 3, "mla_decode": 4, "selective_experts": 3}),
-    ("trn2-tp32-ep2-nki-layers", "llama", {"decode_layers": 3, "mla_decode": 1}),
+    ("trn2-tp64-ep1", "mla", {}), ("trn2-tp32-ep2-nki-layers", "llama", {"decode_layers": 3}),
 ])  # fmt: skip
 def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels: dict[str, int]) -> None:
     """Four layers of the target beside the whole head: what a rank holds of it, and a step's sums over the ranks.

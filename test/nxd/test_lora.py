@@ -92,7 +92,7 @@ def job(adapters: dict[str, Path], source: str, tp: int, ep: int) -> tuple[dict[
 
 
 @pytest.mark.parametrize(("way", "source", "tp", "ep", "decode"), [
-    ("CPU mode", "source", 2, 1, "layers"), ("CPU mode", "fp8", 1, 2, "kernels"), ("executed", "source", 1, 2, "xla"),
+    ("CPU mode", "source", 2, 1, "layers"), ("CPU mode", "fp8", 1, 2, "layers"), ("executed", "source", 1, 2, "xla"),
 ])  # fmt: skip
 def test_each_sequence_has_its_adapter(
     adapters: dict[str, Path], tmp_path: Path, way: str, source: str, tp: int, ep: int, decode: str

@@ -73,18 +73,13 @@ SIZES = {
         "qk_rope_head_dim": 16,
         "moe_intermediate_size": 2048,
     },
-    # For the kernels' tiles, of the routed experts and the shared one, with an early router.
-    "tiled": {
-        "num_hidden_layers": 2,
-        "moe_intermediate_size": 256,
-        "hidden_size": 512,
-        "num_experts_per_tok": 8,
-        "kv_lora_rank": 128,
-    },
 }
-# Of whole layers, with attention's tiles too; in BF16, and in FP8 blocks for ranks that share a cache.
-LAYERS = {"attention-bf16": "bf16", "attention-fp8": "fp8"}
-HEADS = {
+# Of whole layers, which are in tiles; from BF16, and from FP8 blocks for ranks that share a cache.
+LAYERS = {"layers-bf16": "bf16", "layers-fp8": "fp8"}
+TILED = {
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 256,
+    "hidden_size": 512,
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "q_lora_rank": 128,
@@ -93,7 +88,7 @@ HEADS = {
     "v_head_dim": 128,
     "qk_rope_head_dim": 32,
 }
-SIZES |= {name: {**SIZES["tiled"], **HEADS} for name in LAYERS}
+SIZES |= dict.fromkeys(LAYERS, TILED)
 
 
 def neuron_options(experts: str, block: int) -> dict[str, object]:
@@ -119,14 +114,14 @@ CASES = [
     if size in ("tiny", "medium")
 ]
 CASES += [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
-CASES += [("tiled", 4, 2, "tiles"), ("tiled", 8, 1, "tiles"), ("tiled", 4, 2, "bf16_tiles")]
-CASES += [("attention-bf16", 4, 2, "bf16_tiles"), ("attention-fp8", 8, 1, "tiles")]
+CASES += [("layers-bf16", 4, 2, "tiles"), ("layers-bf16", 8, 1, "tiles"), ("layers-bf16", 4, 2, "bf16_tiles")]
+CASES += [("layers-fp8", 8, 1, "tiles")]
 
 
 def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
     """The layout of a case."""
     size, tp, ep, experts = case
-    group = 8 if size == "attention-fp8" else 0
+    group = 8 if size == "layers-fp8" else 0
     decode: Decode | None = "layers" if size in LAYERS else None
     return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, decode=decode, query_group=group)
 

@@ -42,7 +42,8 @@ def build(job: dict[str, Any]) -> Any:
 
 def unloaded(job: dict[str, Any]) -> Any:
     """The application without its weights."""
-    environment.leave_out([*job.get("without", []), *(["NkiKernel"] if EXECUTED else [])])
+    if EXECUTED or job.get("without_kernel"):
+        environment.leave_out_the_kernel()
     return application(job, on_cpu=not EXECUTED, dtype="bfloat16" if EXECUTED else "float32")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from kimi_k2.sharding.early_qkv_a import fold, scaled_projections
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout, rank_file_name
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify
 from kimi_k2.sharding.whole import load_whole_state_dict
@@ -32,6 +32,10 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 TILED = {"bf16": "bf16_tiles", "fp8": "tiles"}
+# What the kernel of whole layers takes.
+SIZES: dict[str, Any] = {
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 64,
+}  # fmt: skip
 EXPERT = "mlp.expert_mlps.mlp_op.early_qkv_a.weight"
 SHARED = "mlp.expert_mlps.shared_experts.early_qkv_a.weight"
 
@@ -40,14 +44,14 @@ SHARED = "mlp.expert_mlps.shared_experts.early_qkv_a.weight"
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model for two ranks in BF16 and in FP8 blocks; 12 layers, so that names do not sort by number."""
     root = tmp_path_factory.mktemp("sources")
-    config = tiny_config(num_hidden_layers=12, moe_intermediate_size=64, n_routed_experts=8)
+    config = tiny_config(num_hidden_layers=12, n_routed_experts=8, **SIZES)
     for fmt in TILED:
         write_synthetic_checkpoint(root / fmt, with_format(config, fmt), seed=2)
     return {fmt: root / fmt for fmt in TILED}
 
 
 def layout_of(fmt: str, tp: int = 2, ep: int = 1) -> Layout:
-    return Layout(tp, ep, experts=TILED[fmt], dtype=torch.float32)
+    return Layout(tp, ep, experts=TILED[fmt], dtype=torch.float32, decode="layers")
 
 
 def matrix(reader: CheckpointReader, config: KimiK2Config, module: str) -> Tensor:
@@ -62,12 +66,12 @@ def matrix(reader: CheckpointReader, config: KimiK2Config, module: str) -> Tenso
 def test_ranks_sum_to_the_next_layers_down_projections(
     sources: dict[str, Path], tmp_path: Path, fmt: str, tp: int, ep: int
 ) -> None:
-    """Of every layer with one behind it, dense or with experts: of the residual and what goes into each down_proj."""
+    """Of every layer with experts and one behind it: of the residual and what goes into each down_proj."""
     directory = sources[fmt]
     config = KimiK2Config.from_pretrained(directory)
     Presharder(directory, tmp_path, layout_of(fmt, tp, ep)).run()
     assert len(list(verify(tmp_path))) == tp * ep
-    assert made_layout(tmp_path).kernels
+    assert made_layout(tmp_path).layers
     ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(tp * ep)]
     generator = torch.Generator().manual_seed(7)
     reader = CheckpointReader.for_config(directory, config)
@@ -77,7 +81,7 @@ def test_ranks_sum_to_the_next_layers_down_projections(
             {name: one[name] for name in one if name.startswith(f"{here}.") and ".early_qkv_a." in name}
             for one in ranks
         ]
-        if layer == config.num_hidden_layers - 1:
+        if layer == config.num_hidden_layers - 1 or not config.is_moe_layer(layer):
             assert not any(held)
             continue
         behind = f"model.layers.{layer + 1}"
@@ -95,42 +99,46 @@ def test_ranks_sum_to_the_next_layers_down_projections(
             part @ one[f"{here}.early_qkv_a.residual_weight"].double() for part, one in zip(parts, held, strict=True)
         )
         assert isinstance(total, Tensor)
-        if config.is_moe_layer(layer):
-            for expert in range(config.n_routed_experts):
-                down = matrix(reader, config, f"{root}.mlp.experts.{expert}.down_proj")
-                inner = torch.randn(3, down.shape[1], generator=generator, dtype=torch.float64)
-                x = x + inner @ down.T
-                group, number = divmod(expert, config.n_routed_experts // ep)
-                for part, one in zip(inner.chunk(tp, dim=1), held[group * tp : (group + 1) * tp], strict=True):
-                    total += part @ one[f"{here}.{EXPERT}"][number].double()
-            names = [(f"{root}.mlp.shared_experts.down_proj", f"{here}.{SHARED}")]
-        else:
-            names = [(f"{root}.mlp.down_proj", f"{here}.early_qkv_a.values_weight")]
-        for module, name in names:
-            down = matrix(reader, config, module)
+        for expert in range(config.n_routed_experts):
+            down = matrix(reader, config, f"{root}.mlp.experts.{expert}.down_proj")
             inner = torch.randn(3, down.shape[1], generator=generator, dtype=torch.float64)
             x = x + inner @ down.T
-            for part, one in zip(inner.chunk(tp * ep, dim=1), held, strict=True):
-                total += part @ one[name].double().reshape(part.shape[1], -1)
+            group, number = divmod(expert, config.n_routed_experts // ep)
+            for part, one in zip(inner.chunk(tp, dim=1), held[group * tp : (group + 1) * tp], strict=True):
+                total += part @ one[f"{here}.{EXPERT}"][number].double()
+        down = matrix(reader, config, f"{root}.mlp.shared_experts.down_proj")
+        inner = torch.randn(3, down.shape[1], generator=generator, dtype=torch.float64)
+        x = x + inner @ down.T
+        for part, one in zip(inner.chunk(tp * ep, dim=1), held, strict=True):
+            total += part @ one[f"{here}.{SHARED}"].double().squeeze(0)
         total *= torch.rsqrt(x.square().mean(dim=1, keepdim=True) + config.rms_norm_eps)
         wanted = expected(x)
         assert float((total - wanted).norm() / wanted.norm()) < 1e-6
 
 
 def test_tensors_beside_the_experts_are_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
-    """With kernels and without: the experts and the router's weight lie otherwise, early sums are more."""
-    for experts in ("bf16", "bf16_tiles"):
-        Presharder(sources["bf16"], tmp_path / experts, Layout(2, experts=experts, dtype=torch.float32)).run()
+    """Without kernels, for the torch-native line, and for whole layers, which have more; experts lie otherwise."""
+    for name, layout in {
+        "plain": Layout(2, experts="bf16", dtype=torch.float32),
+        "native": Layout(2, experts="bf16_tiles", dtype=torch.float32),
+        "layers": layout_of("bf16"),
+    }.items():
+        Presharder(sources["bf16"], tmp_path / name, layout).run()
+    of_experts, attention = (".expert_mlps.", ".shared_experts."), ("q_b_proj", "kv_b_proj", "o_proj")
     for rank in range(2):
-        plain, tiled = (
-            load_file(tmp_path / experts / "weights" / rank_file_name(rank)) for experts in ("bf16", "bf16_tiles")
+        plain, native, layers = (
+            load_file(tmp_path / name / "weights" / rank_file_name(rank)) for name in ("plain", "native", "layers")
         )
-        of_experts = (".expert_mlps.", ".shared_experts.", ".linear_router.")
-        more = {name for name in set(tiled) - set(plain) if not any(part in name for part in of_experts)}
-        assert {name.split(".")[2] for name in more} == {"early_router", "early_qkv_a"}
-        rest = [name for name in plain if not any(part in name for part in of_experts)]
-        assert len(rest) > 12 * 8
-        assert all(torch.equal(tiled[name].view(torch.uint8), plain[name].view(torch.uint8)) for name in rest)
+        rest = {name for name in plain if not any(part in name for part in of_experts)}
+        assert rest == {name for name in native if not any(part in name for part in of_experts)}
+        more = {name for name in set(layers) - set(plain) if not any(part in name for part in of_experts)}
+        assert {name.split(".")[2] for name in more} == {"early_router", "early_qkv_a", "self_attn"}
+        lost = rest - set(layers)
+        assert lost == {f"layers.{layer}.self_attn.{name}.weight" for layer in range(1, 12) for name in attention}
+        for name in rest:
+            turned = native[name].T if ".linear_router." in name else native[name]
+            for found in (turned, layers.get(name, turned)):
+                assert torch.equal(found, plain[name]), name
 
 
 @pytest.mark.parametrize("fmt", TILED)
@@ -141,9 +149,9 @@ def test_the_whole_state_dict_is_what_ranks_hold(sources: dict[str, Path], tmp_p
     ranks = [load_file(tmp_path / "weights" / rank_file_name(rank)) for rank in range(2)]
     held = expert_formats()[TILED[fmt]].for_layout(config, layout)
     with CheckpointReader.for_config(sources[fmt], config) as reader:
-        whole = load_whole_state_dict(reader, config, torch.float32, held)
+        whole = load_whole_state_dict(reader, config, torch.float32, held, decode="layers", ranks=2)
     names = [name for name in ranks[0] if ".early_qkv_a." in name]
-    assert len(names) == 2 + 3 * (config.num_hidden_layers - 2)
+    assert len(names) == 3 * (config.num_hidden_layers - 2)
     for name in names:
         assert torch.equal(whole[name], torch.cat([one[name] for one in ranks], dim=int("expert_mlps" in name)))
 
@@ -158,34 +166,29 @@ def edited_options(directory: Path, **options: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-BEFORE = {"decode": None, "early_router": True, "early_qkv_a": True, "shared_tiles": True}
-
-
-def test_files_of_before_are_taken_or_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [
+    {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "attention_tiles": "fp8"},
+])  # fmt: skip
+def test_files_of_before_are_refused_by_name(sources: dict[str, Path], tmp_path: Path, before: dict[str, Any]) -> None:
     source, layout = sources["bf16"], layout_of("bf16")
     config = KimiK2Config.from_pretrained(source)
     Presharder(source, tmp_path, layout).run()
     with pytest.raises(ConfigError) as caught:
         check_made_for(tmp_path, config, Layout(2, experts="bf16", dtype=torch.float32))
     assert caught.value.field == "decode"
-    edited_options(tmp_path, **BEFORE)
-    check_made_for(tmp_path, config, layout)
-    assert made_layout(tmp_path) == dataclasses.replace(layout, spmd_rank=None)
-    Presharder(source, tmp_path, layout).run()  # nothing to do
-    for field in ("early_router", "early_qkv_a", "shared_tiles"):
-        edited_options(tmp_path, **{**BEFORE, field: None})
-        for use in (partial(check_made_for, tmp_path, config, layout), Presharder(source, tmp_path, layout).run):
-            with pytest.raises(ConfigError, match="convert again") as caught:
-                use()
-            assert caught.value.field == field
-    edited_options(tmp_path, **BEFORE, attention_tiles="fp8")  # of experts in BF16, and of no group
-    with pytest.raises(ConfigError) as caught:
-        check_made_for(tmp_path, config, layout)
-    assert caught.value.field == "attention_tiles"
+    edited_options(tmp_path, **before)
+    uses = (
+        partial(check_made_for, tmp_path, config, layout), Presharder(source, tmp_path, layout).run,
+        partial(made_layout, tmp_path),
+    )  # fmt: skip
+    for use in uses:
+        with pytest.raises(ConfigError, match="convert again with --decode layers") as caught:
+            use()
+        assert caught.value.field == list(before)[-1]
 
 
 def test_the_command_and_damage(sources: dict[str, Path], tmp_path: Path) -> None:
-    options = ["--tp", "2", "--experts", "bf16_tiles", "--decode", "kernels"]
+    options = ["--tp", "2", "--experts", "bf16_tiles"]
     done = CliRunner().invoke(app, ["convert", str(sources["bf16"]), str(tmp_path), *options])
     assert done.exit_code == 0, done.output
     path, name = tmp_path / "weights" / rank_file_name(1), f"layers.3.{EXPERT}"
@@ -201,8 +204,9 @@ def test_the_command_and_damage(sources: dict[str, Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("layout", "field"),
     [
-        ({"target": "cuda", "experts": "stored", "decode": "kernels"}, "experts"),
-        ({"experts": "blockwise", "decode": "kernels"}, "experts"),
+        ({"target": "cuda", "experts": "stored", "decode": "layers"}, "experts"),
+        ({"experts": "blockwise", "decode": "layers"}, "experts"),
+        ({"experts": "tiles", "decode": "kernels"}, "decode"),
         ({"experts": "tiles", "decode": "xla"}, "experts"),
         ({"experts": "tiles", "decode": "fast"}, "decode"),
         ({"experts": "tiles", "query_group": 2}, "query_group"),
@@ -215,21 +219,13 @@ def test_what_does_not_go_together(layout: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_a_shared_expert_of_three_linears(tmp_path: Path) -> None:
-    """Of a width that is in no tiles, stored in BF16."""
-    sizes: dict[str, Any] = {"moe_intermediate_size": 64, "n_shared_experts": 3, "n_routed_experts": 8}
-    config = with_format(tiny_config(**sizes), "int4")
-    write_synthetic_checkpoint(tmp_path / "source", config, seed=2)
-    Presharder(tmp_path / "source", tmp_path / "out", Layout(2, experts="tiles")).run()
-    assert len(list(verify(tmp_path / "out"))) == 2
-    ranks = [load_file(tmp_path / "out" / "weights" / rank_file_name(rank)) for rank in range(2)]
-    found = torch.cat([one["layers.1.early_qkv_a.values_weight"] for one in ranks]).double()
-    with CheckpointReader.for_config(tmp_path / "source", config) as reader:
-        names = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
-        w_a = torch.cat([matrix(reader, config, f"model.layers.2.{name}") for name in names])
-        gamma = reader.get("model.layers.2.input_layernorm.weight").double()
-        wanted = (w_a * gamma) @ matrix(reader, config, "model.layers.1.mlp.shared_experts.down_proj")
-    assert float((found - wanted.T).norm() / wanted.norm()) < 2e-3  # rounded to BF16
+def test_a_shared_expert_of_three_linears_is_refused() -> None:
+    """Of a width that is in no tiles; the torch-native line takes it as it is."""
+    config = with_format(tiny_config(**SIZES, n_shared_experts=3, n_routed_experts=8), "int4")
+    make_plan(config, Layout(2, experts="tiles"))
+    with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
+        make_plan(config, Layout(2, experts="tiles", decode="layers"))
+    assert caught.value.field == "decode"
 
 
 def test_down_projections_are_closer_to_exact_than_those_of_rounded_hidden_states() -> None:

@@ -24,6 +24,8 @@ from kimi_k2.sharding.verify import verify
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
+from .test_early_qkv_a import SIZES
+
 LAYER = 1
 ROOT = f"layers.{LAYER}.early_router"
 NAMES = ("residual_weight", "heads_weight")
@@ -45,9 +47,9 @@ def stored_weights(source: Path, config: KimiK2Config) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
 def test_ranks_sum_to_the_routers_logits(tmp_path: Path, source: str, experts: str, tp: int, ep: int) -> None:
     directory, out = tmp_path / "source", tmp_path / "out"
-    config = with_format(tiny_config(num_hidden_layers=2, moe_intermediate_size=64), source)
+    config = with_format(tiny_config(num_hidden_layers=2, **SIZES), source)
     write_synthetic_checkpoint(directory, config, seed=2)
-    Presharder(directory, out, Layout(tp, ep, experts=experts)).run()
+    Presharder(directory, out, Layout(tp, ep, experts=experts, decode="layers")).run()
     assert len(list(verify(out))) == tp * ep
     gate, gamma, o_proj = stored_weights(directory, config)
     generator = torch.Generator().manual_seed(7)

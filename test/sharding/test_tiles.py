@@ -144,7 +144,7 @@ def test_a_shared_expert_without_fp8_blocks_stays_what_it_is(checkpoints: dict[s
     held = load_file(tmp_path / "weights" / rank_file_name(0))
     root = f"layers.{LAYER}.mlp.expert_mlps.shared_experts"
     shared = {name: tensor for name, tensor in held.items() if name.startswith(root)}
-    assert set(shared) == {f"{root}.{one}.weight" for one in ("gate_up_proj", "down_proj", "early_qkv_a")}
+    assert set(shared) == {f"{root}.{one}.weight" for one in ("gate_up_proj", "down_proj")}
     assert {tensor.dtype for tensor in shared.values()} == {torch.bfloat16}
     with safe_open(next(checkpoints["thinking"].glob("*.safetensors")), "pt") as file:
         down = file.get_tensor(f"model.layers.{LAYER}.mlp.shared_experts.down_proj.weight")

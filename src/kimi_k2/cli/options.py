@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
-Decode = Literal["xla", "kernels", "layers"]
+Decode = Literal["xla", "layers"]
 
 
 def published_models() -> list[str]:

@@ -25,7 +25,9 @@ def make_layout(
     """The layout of the options; the experts' format is by default what the target runs best."""
     from kimi_k2.sharding.layout import Layout
 
-    best = "stored" if target == "cuda" else "blockwise" if decode in (None, "xla") else "tiles"
+    best = "stored" if target == "cuda" else "tiles" if decode == "layers" else "blockwise"
+    if target == "neuron" and experts in ("tiles", "bf16_tiles"):
+        decode = decode or "layers"
     tp, ep = (32, ep or 2) if tp is None else (tp, ep or 1)  # of trn2-tp32-ep2
     return Layout(tp, ep, target, experts or best, spmd_rank=spmd_rank, decode=decode)
 

@@ -85,7 +85,7 @@ def cpu_deployment(
     cores = math.gcd(preset.cache_ranks, ranks)
     decode = preset.neuron_config.decode
     # Positions divide among the ranks of a group, and on kernels a rank's among the tiles of both cores.
-    step = cores if decode == "xla" else cores * ATTENTION_TILE
+    step = cores * ATTENTION_TILE if decode == "layers" else cores
     length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,

@@ -1,8 +1,4 @@
-"""A decode step's layer as our kernels with collectives between them, scheduled on one core. Modelled, not measured.
-
-Kernels launched one after the other, each when the collective before it has ended; or `decode_layers`, one kernel with
-the collectives inside, whose loads run while they are under way.
-"""
+"""A layer of `decode_layers`, the kernel of a decode step, scheduled on one core. Modelled, not measured."""
 
 from __future__ import annotations
 
@@ -11,30 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 from nki_emulator.core import Instruction
-from nki_emulator.cost import Cost, cost_of, counts_of
+from nki_emulator.cost import Cost, counts_of
 from nki_emulator.launch import Kernel
 from nki_emulator.rates import Rates
 from nki_emulator.schedule import critical_path, ends_of
 from nki_emulator.storage import Region
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A kernel, run on the emulator, and the collective that brings its input.
-
-    Attributes:
-        name: of the kernel.
-        kernel: with its latest launch.
-        collective: what it is, in words; empty where none comes before.
-    """
-
-    name: str
-    kernel: Kernel
-    collective: str
-
-    def cost(self, rates: Rates) -> Cost:
-        """Of the kernel alone, on the core that takes longer."""
-        return cost_of(self.kernel, rates)
 
 
 @dataclass(frozen=True)

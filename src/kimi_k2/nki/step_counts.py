@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from kimi_k2.nki import step_sizes as sizes
-from kimi_k2.nki.step import Layers, Stage, at, described
+from kimi_k2.nki.step import Layers, at, described
 from kimi_k2.nki.step_sizes import DOWNS, EXPERTS, HIDDEN, RANKS, ROPE, ExpertShape, Form
 from nki_emulator.install import install
 from nki_emulator.rates import TRAINIUM2
 
 FILE = Path(__file__).with_name("step_counts.json")
-SCHEMA = "kimi-k2/nki-step/3"
+SCHEMA = "kimi-k2/nki-step/4"
 # TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest has 5 (5.1 expected of uniform routing), and 18
 # of the 32 of 4 tokens (18.2).
 _ALL, _FIVE, _FOUR = tuple(range(8)), tuple(range(5)), tuple(range(4))
@@ -31,11 +31,7 @@ PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 # Cache slots, and the ranks that share them.
 CONTEXTS = {4096: 1, 131072: 16}
 EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
-# Of the 8 slots, those that the kernels by themselves count at TP32/EP2.
-_AVERAGE = ((4, 5, 6, 7),)
-FORMS = {
-    "folded_kernels": Form(), "folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4),
-}  # fmt: skip
+FORMS = {"folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4)}
 LAYERS = 4  # that the whole-layer kernel is run with
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
 
@@ -45,33 +41,6 @@ def expert_shape(preset: str, form: Form) -> ExpertShape:
     if preset == "trn2-tp64-ep1":
         return ExpertShape(32, (_ALL,) * form.tokens, False)
     return ExpertShape(64, _CHOSEN[form.tokens], True)
-
-
-def kernel_stages(slots: int, shape: ExpertShape, form: Form) -> list[Stage]:
-    """Kernels of a layer as the class calls them with early sums and tiles, between operations of XLA."""
-    from kimi_k2.nki.kernels.attention import attention_decode
-    from kimi_k2.nki.kernels.experts import selective_experts
-    from kimi_k2.nki.kernels.router import noaux_tc_choice
-
-    if shape.others:
-        shape = ExpertShape(shape.width, _AVERAGE, True)
-    attention, choice, experts = attention_decode[2], noaux_tc_choice[2], selective_experts[2]
-    attention(
-        sizes.bfloat16((1, DOWNS)), *sizes.norms(), *sizes.queries(form), *sizes.values(form), torch.zeros(2, ROPE, 1),
-        *sizes.cache(slots), sizes.lengths(slots), SCALE, EPS, sizes.bfloat16((1, sizes.OWN)),
-        *sizes.early_router(shape),
-    )  # fmt: skip
-    choice(torch.zeros(1, EXPERTS), sizes.float32((1, EXPERTS)), SCALING)
-    experts(
-        sizes.bfloat16((1, HIDDEN)), *sizes.routed(shape), shape.index(), sizes.ones((1, sizes.TOP_K)), 0,
-        EXPERTS if shape.others else shape.count, *sizes.shared(),
-        sizes.bfloat16((shape.count, shape.width, DOWNS)), sizes.bfloat16((sizes.SHARED, DOWNS)),
-    )  # fmt: skip
-    return [
-        Stage("attention_decode", attention, "all-reduce of the experts' output and the next down projections"),
-        Stage("noaux_tc_choice", choice, "all-reduce of the attention's output and the router's logits"),
-        Stage("selective_experts", experts, ""),
-    ]
 
 
 def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:
@@ -121,15 +90,11 @@ def counts() -> dict[str, Any]:
     presets: dict[str, Any] = {preset: {} for preset in PRESETS}
     for name, form in FORMS.items():
         for slots, group in CONTEXTS.items():
-            # The class's flash decoding has no kernels by themselves, and was not counted for drafts.
-            if group > 1 and (name == "folded_kernels" or form.tokens > 1):
+            if group > 1 and form.tokens > 1:  # not counted for drafts
                 continue
             for preset in PRESETS:
                 shape = expert_shape(preset, form)
-                if name == "folded_kernels":
-                    counted = kernel_counts(kernel_stages(slots, shape, form))
-                else:
-                    counted = layer_counts(whole_layers(slots, group, shape, form))
+                counted = layer_counts(whole_layers(slots, group, shape, form))
                 presets[preset].setdefault(name, {})[str(slots)] = counted
     return {"schema": SCHEMA, "modelled": True, "presets": presets}
 
@@ -142,29 +107,6 @@ def _times(seconds: Callable[[Any], float]) -> dict[str, dict[str, float]]:
         }
         for efficiency in EFFICIENCIES
     }
-
-
-def kernel_counts(stages: list[Stage]) -> dict[str, Any]:
-    """Of one layer: its kernels, and its time where each is launched by itself."""
-    kernels = [
-        {
-            "kernel": stage.name,
-            "collective_before": stage.collective,
-            **described(stage.cost(TRAINIUM2)),
-            "span_us": round(stage.cost(TRAINIUM2).span * 1e6, 3),
-        }
-        for stage in stages
-    ]
-    spans = {
-        efficiency: sum(stage.cost(at(TRAINIUM2, efficiency, 0)).span for stage in stages)
-        for efficiency in EFFICIENCIES
-    }
-    collectives = sum(bool(stage.collective) for stage in stages)
-    times = {
-        str(efficiency): {str(latency): round(span * 1e6 + latency * collectives, 2) for latency in LATENCIES}
-        for efficiency, span in spans.items()
-    }
-    return {"collectives": collectives, "kernels": kernels, "layer_us": times}
 
 
 def layer_counts(layers: Layers) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:
     layout = target.layout
     if layout.target == "neuron":
         for experts, one in expert_formats().items():
-            if experts != layout.experts and one.quantization_type and not (one.tiles or layout.kernels):
+            if experts != layout.experts and one.quantization_type and not (one.tiles or layout.tiles):
                 yield f"experts in {experts} FP8", replace(target, layout=replace(layout, experts=experts))
     elif layout.experts == "bf16":
         yield "the checkpoint's own format", replace(target, layout=replace(layout, experts="stored"))

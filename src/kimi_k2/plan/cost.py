@@ -17,6 +17,7 @@ from kimi_k2.plan.on_kernels import CORES, reads_attention, times_read
 from kimi_k2.plan.scratch import BF16, FLOAT32
 from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK
+from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.experts.tiles import PARTITIONS
 from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
@@ -37,25 +38,22 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     tokens = target.rows
     share = expert_share(config, target, tokens)
     of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
-    on_kernel = target.layout.kernels and of_all < 1
+    on_kernel = target.layout.tiles and of_all < 1
     if on_kernel:
         share = of_all  # on average: the kernel skips the experts of other ranks
     plan = of_stage(plan, target, decode=True)
     counts = _weights(config, target, plan, tokens, share)
     if on_kernel:
-        divided = tokens % 2 == 0 and target.layout.moe_ep == 1 and not target.decode_layers  # tokens among cores
         for tensor in plan.tensors:  # the kernel reads a scale once for each partition that it multiplies
             if tensor.name.endswith(".shared_experts.gate_up_proj.scale"):
                 counts.read[tensor.name] *= config.moe_intermediate_size * config.n_shared_experts // plan.layout.ranks
             elif tensor.name.endswith(".shared_experts.down_proj.scale"):
                 counts.read[tensor.name] *= PARTITIONS
-            elif divided and tensor.name.endswith(".shared_experts.early_qkv_a.weight"):
-                counts.read[tensor.name] *= CORES
     for tensor in plan.tensors:
         counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
-    if target.torch_native and not target.layout.kernels:  # pages laid one after another, and read again
+    if target.torch_native and not target.layout.tiles:  # pages laid one after another, and read again
         counts.moved = {"gather": 2 * counts.read["cache"]}
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
@@ -119,14 +117,13 @@ def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPla
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:
-        unused = ("router.linear_router.",) if target.folded else ()
-        if target.folded:  # the first layer's down projections follow no layer
-            unused = (*unused, ".input_layernorm.", ".qkv_a_proj.")
+        unused = ("router.linear_router.",) if target.decode_layers else ()
 
     def read(tensor: PlannedTensor) -> bool:
-        first = decode and tensor.layer == 0 and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight"))
+        if decode and target.decode_layers and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight")):
+            return not precedes_another(plan.config, tensor.layer - 1)
         kept = reads_attention(plan.config, layout, tensor, decode)
-        return first or (kept and not any(part in tensor.name for part in unused))
+        return kept and not any(part in tensor.name for part in unused)
 
     return replace(plan, tensors=tuple(filter(read, plan.tensors)))
 
@@ -178,7 +175,7 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     flops = moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
-    if decode and target.folded:
+    if decode and target.decode_layers:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
@@ -206,9 +203,8 @@ def _collectives(
 ) -> dict[Collective, int]:
     """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
 
-    With an early router a step's all-reduce after attention carries the logits too, in float32; with early down
-    projections that after a layer's feed-forward carries those of the next layer. In the kernel of whole layers each
-    core brings a summand of its own, in whole blocks of 128 float32 values.
+    In the kernel of whole layers the all-reduce after attention carries the router's logits too, and that after the
+    experts the next layer's down projections; each core brings a summand of its own, in blocks of 128 float32 values.
     """
     ranks, layers = target.layout.ranks, config.num_hidden_layers
     if ranks == 1:
@@ -216,19 +212,12 @@ def _collectives(
     hidden = tokens * config.hidden_size * BF16
     if target.torch_native:
         return _of_torch_native(config, target, tokens, sampled, divided=not decode and tokens % ranks == 0)
-    early = moe_layers(config) if decode and target.folded else 0
-    riding = layers - 1 if decode and target.folded else 0
-    inside = moe_layers(config) if decode and target.decode_layers else 0
+    early = moe_layers(config) if decode and target.decode_layers else 0
+    riding = max(early - 1, 0)
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
-    if inside:  # the dense layers' are as ever; the last layer's has nothing riding
-        before = riding - (inside - 1)
-        sizes = [hidden] * (2 * (layers - inside) - before) + [downs] * before
-        logits, downs = (
-            _summed(config, tokens, columns, CORES) for columns in (config.n_routed_experts, config.qkv_a_dim)
-        )
-        sizes += [logits] * inside + [downs] * (inside - 1) + [_summed(config, tokens, 0, CORES)]
-    else:
-        sizes = [hidden] * (2 * layers - early - riding) + [logits] * early + [downs] * riding
+    sizes = [hidden] * (2 * (layers - early))  # the dense layers' are as ever; the last layer's has nothing riding
+    if early:
+        sizes += [logits] * early + [downs] * riding + [_summed(config, tokens, 0)]
     counts = dict(Counter(Collective("all-reduce", ranks, size) for size in sizes))
     if not target.is_neuron:
         counts[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
@@ -264,11 +253,10 @@ def _of_torch_native(
     return dict(counts + Counter(Collective("all-gather", ranks, size) for size in gathers))
 
 
-def _summed(config: KimiK2Config, tokens: int, columns: int, cores: int = 0) -> int:
-    """Bytes of a sum of hidden values and of `columns` that ride with them, float32; by `cores`, in whole blocks."""
-    if cores:
-        columns = -(-columns // PARTITIONS) * PARTITIONS
-    return max(cores, 1) * tokens * (config.hidden_size + columns) * FLOAT32
+def _summed(config: KimiK2Config, tokens: int, columns: int) -> int:
+    """Bytes of both cores' sums of hidden values and of `columns` that ride with them, float32, in whole blocks."""
+    columns = -(-columns // PARTITIONS) * PARTITIONS
+    return CORES * tokens * (config.hidden_size + columns) * FLOAT32
 
 
 def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[Collective, int]:

@@ -128,8 +128,8 @@ class NeuronOptions(_Part):
         on_device_sampling_config: None returns 163,840 logits a token to the host.
         flash_decoding_enabled: the latent cache is split over groups of ranks by positions.
         num_cores_per_group: ranks of such a group; all if None.
-        decode: form of a decode step: `xla`, PyTorch operations; `kernels`, our NKI kernels of router, attention and
-            experts; `layers`, one kernel of all MoE layers, collectives inside. With kernels the experts are in tiles.
+        decode: form of a decode step: `xla`, PyTorch operations; `layers`, one NKI kernel of all MoE layers, its
+            collectives inside, with experts in tiles.
         decode_layers_per_kernel: with `layers`, so many MoE layers a call; all if None.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
             fewer bytes, and hold more.

@@ -146,7 +146,7 @@ def form_of(target: Target) -> str:
     """What a deployment's decode step runs on, in the words of published.json."""
     if target.decode_layers:
         return "whole layers"
-    return "kernels" if target.layout.kernels else "xla"
+    return "kernels" if target.layout.tiles else "xla"
 
 
 def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> Expectation | None:

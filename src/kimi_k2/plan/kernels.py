@@ -23,7 +23,7 @@ from kimi_k2.sharding.layout import ShardingPlan
 from nki_emulator.rates import TRAINIUM2
 
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80.0, 15.0  # percent of the DMA engines' peak; microseconds of a collective
-_OTHER_COLLECTIVES = 4  # of the embedding, the first layer's down projections, and sampling
+_OTHER_COLLECTIVES = 5  # of the embedding, the down projections of the first two layers, and sampling
 _CORES = 2
 ASSUMPTIONS = (
     "modelled, not measured; nothing here has run on Trainium",
@@ -39,18 +39,15 @@ ASSUMPTIONS = (
 )
 
 _FORMS = {
-    "folded_kernels": "kernels with early sums: as the class calls them with tiles; without XLA's operations between",
     "folded": "one kernel a layer: q_a and kv_a ride in the all-reduce behind the experts too (early_qkv_a)",
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
     "folded_4": "one kernel a layer, 4 tokens of a sequence: at EP2 the slowest rank has 18 of the 32 experts (expected"
     " 18.2 of uniform routing)",
 }
-# Which of them the class runs.
 _OF_THE_CLASS = (
     "this is the step of the class, which runs its MoE layers so (decode: layers): with the whole cache on each"
     " rank, and with flash decoding over groups of 16"
 )
-_NOT_OF_THE_CLASS = "one kernel a layer is what the class runs with decode: layers, which this deployment leaves out"
 
 
 class Rates(NamedTuple):
@@ -103,36 +100,26 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same or not target.folded:
+    if counted is None or not same or not target.decode_layers:
         return None
-    forms: tuple[str, ...] = ("folded_kernels", "folded")
-    notes = (_NOT_OF_THE_CLASS,)
-    if target.decode_layers:
-        forms, notes = ("folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded",), (_OF_THE_CLASS,)
+    form = "folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded"
     if target.positions > 1:
-        forms = tuple(f"{form}_{target.positions}" for form in forms)
-    if forms[-1] not in counted:
+        form += f"_{target.positions}"
+    if form not in counted:
         return None
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
     return {
-        "deployed": forms[0] if forms[0] in counted else None,
+        "deployed": form,
         "assumptions": [
             *(line.format(**rates._asdict()) for line in ASSUMPTIONS),
-            *(_FORMS[form] for form in forms),
-            *notes,
+            _FORMS[form],
+            _OF_THE_CLASS,
         ],
         "other_bytes": other_bytes,
         "rates": rates._asdict(),
-        "contexts": {
-            slots: {
-                form: _context(counted[form][slots], layers, other_bytes, rates)
-                for form in forms
-                if slots in counted.get(form, ())
-            }
-            for slots in counted[forms[-1]]
-        },
+        "contexts": {slots: {form: _context(one, layers, other_bytes, rates)} for slots, one in counted[form].items()},
     }
 
 
@@ -161,11 +148,10 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
     def step(rates: Rates) -> float:
         return layers * rates.of_layer(layer["layer_us"]) + rates.rest(other_bytes, others)
 
-    moved = layer["hbm_bytes"] if "hbm_bytes" in layer else sum(kernel["hbm_bytes"] for kernel in layer["kernels"])
     return {
         "layer": layer,
         "collectives": layers * layer["collectives"] + others,
-        "hbm_bytes": _CORES * layers * moved + other_bytes,
+        "hbm_bytes": _CORES * layers * layer["hbm_bytes"] + other_bytes,
         "rest": rates.rest(other_bytes, others),
         "tpot": step(rates),
         "sensitivity": {e: {t: step(Rates(e, t)) for t in LATENCIES} for e in EFFICIENCIES},
@@ -173,13 +159,10 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
 
 
 def print_kernel_step(step: dict[str, Any], console: Console) -> None:
-    """Tables: the kernels of a layer, what its time goes to, the step, and its sensitivity."""
+    """Tables: what a layer's time goes to, the step, and its sensitivity."""
     for slots, forms in step["contexts"].items():
         for form, one in forms.items():
-            if "kernels" in one["layer"]:
-                _print_kernels(int(slots), one["layer"], console)
-            else:
-                _print_path(int(slots), one, console)
+            _print_path(int(slots), one, console)
             console.print(
                 f"  a step, modelled, {_FORMS[form].partition(':')[0]}: {one['hbm_bytes'] / 1e9:.2f} GB a rank,"
                 f" {one['collectives']} collectives; TPOT {one['tpot'] * 1e3:.2f} ms",
@@ -195,17 +178,6 @@ def print_kernel_step(step: dict[str, Any], console: Console) -> None:
     console.print(table)
     for line in step["assumptions"]:
         console.print(f"  {line}", style="dim", highlight=False)
-
-
-def _print_kernels(slots: int, layer: dict[str, Any], console: Console) -> None:
-    engines = ("dma", "tensor", "vector", "scalar", "gpsimd")
-    title = f"NKI kernels of a layer, one token, {slots:,} slots; modelled, per core of LNC=2"
-    table = Table("kernel", "MB", *(f"{e} us" for e in engines), "span us", "collective before", title=title)
-    for kernel in layer["kernels"]:
-        times = (f"{kernel['busy_us'].get(engine, 0):.1f}" for engine in engines)
-        megabytes = f"{kernel['hbm_bytes'] / 1e6:.2f}"
-        table.add_row(kernel["kernel"], megabytes, *times, f"{kernel['span_us']:.1f}", kernel["collective_before"])
-    console.print(table)
 
 
 def _print_path(slots: int, one: dict[str, Any], console: Console) -> None:

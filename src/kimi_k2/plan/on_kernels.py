@@ -18,8 +18,8 @@ _OF_LAYERS = (
 
 
 def _in_one_kernel(config: KimiK2Config, layout: Layout, layer: int) -> bool:
-    """Whether a step's attention of a layer is one kernel on tiles."""
-    return bool(layout.attention_tiles(config)) and (not layout.query_group or config.is_moe_layer(layer))
+    """Whether a layer is one of those whose step is one kernel."""
+    return layout.layers and config.is_moe_layer(layer)
 
 
 def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor, decode: bool) -> bool:
@@ -28,7 +28,7 @@ def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor,
     if f".{NAME}." not in tensor.name:
         return not kernel or not any(f".{name}." in tensor.name for name in SOURCES)
     of_group = any(f".{name}." in tensor.name for name in OF_GROUP)
-    if not kernel:
+    if not kernel:  # tiles of float values are all that there is
         return in_place_of_linears(layout.attention_tiles(config)) and not of_group
     return not layout.query_group or of_group or not any(part in tensor.name for part in _QUERIES)
 
@@ -36,10 +36,9 @@ def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor,
 def times_read(config: KimiK2Config, target: Target, tensor: PlannedTensor) -> int:
     """How often a step reads a tensor: 2 where both cores of a kernel do."""
     name, layout = tensor.name, target.layout
-    both = False
-    if _in_one_kernel(config, layout, tensor.layer):
-        both = name.endswith(_NORMS) or any(part in name for part in (*_QUERIES, f".{NAME}.w_uv."))
-    if target.decode_layers and config.is_moe_layer(tensor.layer):
-        # Where a group of ranks shares a cache each core has a half of o_proj.
-        both |= name.endswith(_OF_LAYERS) or (f".{NAME}.o." in name and not layout.query_group)
+    if not _in_one_kernel(config, layout, tensor.layer):
+        return 1
+    both = name.endswith((*_NORMS, *_OF_LAYERS)) or any(part in name for part in (*_QUERIES, f".{NAME}.w_uv."))
+    # Where a group of ranks shares a cache each core has a half of o_proj.
+    both |= f".{NAME}.o." in name and not layout.query_group
     return CORES if both else 1

@@ -135,7 +135,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     }
     if target.positions > 1:
         plain = make_report(config, replace(target, positions=1, head=None))
-        rates = Rates(**kernels["rates"]) if target.folded and kernels else None
+        rates = Rates(**kernels["rates"]) if target.decode_layers and kernels else None
         report["drafts"] = drafts_report(target, report["tpot"]["bound"], plain["tpot"]["bound"], rates)
     return report
 

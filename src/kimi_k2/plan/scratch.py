@@ -188,7 +188,7 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.rows * config.num_experts_per_tok
-    if target.layout.kernels and slots < config.n_routed_experts:
+    if target.layout.tiles and slots < config.n_routed_experts:
         return 0
     elements, stored = _gate_up(config, target, min(slots, local)), held_as(config, target)
     tokens = 1 if slots < local else target.rows

@@ -121,11 +121,6 @@ class Target:
         return plan if self.torch_native is None else without_nxdis(plan)
 
     @property
-    def folded(self) -> bool:
-        """Whether a decode step's weights are folded into others, for collectives that carry several sums."""
-        return self.layout.kernels and self.torch_native is None
-
-    @property
     def prefill_sequences(self) -> int:
         """Sequences of one prefill."""
         return self.batch if self.prefill_batch is None else self.prefill_batch
@@ -133,7 +128,7 @@ class Target:
     @property
     def decode_layers(self) -> bool:
         """Whether all MoE layers of a step run as one kernel, collectives inside."""
-        return self.layout.decode == "layers"
+        return self.layout.layers
 
     @property
     def is_neuron(self) -> bool:

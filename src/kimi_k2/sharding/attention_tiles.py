@@ -1,9 +1,9 @@
-"""Attention's weights in the tiles that `nki.kernels.attention.attention_decode` reads.
+"""Attention's weights of MoE layers in the tiles that `nki.kernels.layers.decode_layers` reads.
 
 In the model's float type they take the place of the ordinary ones: prefill computes with them too. In FP8 with the
 checkpoint's blocks (values halved, scales doubled) decode reads them alone, and prefill the ordinary weights beside. A
-scale belongs to a row and 128 columns of the stored matrix, or for w_uk,
-which is contracted over its rows, to 128 rows and a column.
+scale belongs to a row and 128 columns of the stored matrix, or for w_uk, which is contracted over its rows, to 128 rows
+and a column.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def check_stored(config: KimiK2Config, kind: AttentionTiles) -> None:
     Raises:
         ConfigError: it has none.
     """
-    names = (f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in SOURCES)
+    layers = filter(config.is_moe_layer, range(config.num_hidden_layers))
+    names = (f"model.layers.{layer}.{name}" for layer in layers for name in SOURCES)
     for name in names if kind == "fp8" else ():
         if format_of(config.quantization, name).e4m3_block != (PARTITIONS, PARTITIONS):
             raise ConfigError(f"fp8 needs FP8 blocks of 128 x 128, which {name} lacks", field="attention_tiles")

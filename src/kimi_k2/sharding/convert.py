@@ -61,7 +61,7 @@ def units(modules: Iterable[str], layout: Layout, *, shared: bool = False) -> It
     of_shared: list[str] = []
     modules = list(modules)
     folded: list[str] = []
-    if layout.kernels and any(module.endswith(".mlp.gate") for module in modules):
+    if layout.layers and any(module.endswith(".mlp.gate") for module in modules):
         folded = sorted(module for module in modules if module.endswith(_FOLDED))
         yield Unit(tuple(folded))
     for module in modules:
@@ -154,35 +154,31 @@ class Converter:
             router = name.removesuffix("gate") + "router"
             bias = stored[module]["e_score_correction_bias"].to(torch.float32)
             weight = stored[module]["weight"].to(self.layout.dtype)
-            if self.experts is not None and self.experts.tiles:
+            if self.layout.transposed_router:
                 weight = weight.T.contiguous()
             return [
                 Part(f"{router}.linear_router.weight", None, weight),
                 Part(f"{router}.e_score_correction_bias", None, bias),
             ]
         root, tiles = name.rpartition(".")[0], self.layout.attention_tiles(self.config)
-        in_tiles = tiles and name.endswith(attention_tiles.SOURCES)
+        in_tiles = tiles and name.endswith(attention_tiles.SOURCES) and self._of_moe(module)
         made = self._attention_tiles(module, stored[module]) if in_tiles else []
         if not (in_tiles and attention_tiles.in_place_of_linears(tiles)):
             made.append(Part(f"{name}.weight", None, self._float(module, stored[module])))
-        if self.following is None:
-            return made
-        if name.endswith(".input_layernorm"):
+        if self.following is not None and name.endswith(".input_layernorm"):
             weight = self.following.T.to(self.layout.dtype).contiguous()
             made.append(Part(f"{root}.{early_qkv_a.RESIDUAL}", None, weight))
-        elif name.endswith((".mlp.down_proj", ".mlp.shared_experts.down_proj")):
-            root = name.rpartition(".mlp.")[0]
-            down = self._format(module).dequantize(stored[module], torch.float32)
-            weight = early_qkv_a.fold(self.following, down, self.layout.dtype)
-            made.append(Part(f"{root}.{early_qkv_a.VALUES}", None, weight))
         return made
+
+    def _of_moe(self, module: str) -> bool:
+        match = LAYER.match(module)
+        return match is not None and self.config.is_moe_layer(int(match[1]))
 
     def _attention_tiles(self, module: str, stored: Stored) -> list[Part]:
         kind, dtype = self.layout.attention_tiles(self.config), self.layout.dtype
         source, name = self._format(module), module.removeprefix("model.")
         root = name.rpartition(".self_attn.")[0]
-        shared = self.config.is_moe_layer(int(root.rpartition(".")[2]))  # the kernel of whole layers has those alone
-        group = self.layout.query_group if shared else 0
+        group = self.layout.query_group
         made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype, group)
         return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
 

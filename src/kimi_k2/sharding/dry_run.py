@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from kimi_k2.checkpoint.index import encode_header
 from kimi_k2.checkpoint.names import expected_tensors, vision_tensors
@@ -72,13 +71,11 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
         tensors=len(specs),
-        fold_flops=_fold_flops(config) if layout.kernels else 0,
+        fold_flops=_fold_flops(config) if layout.layers else 0,
     )
 
 
 def _fold_flops(config: KimiK2Config) -> int:
-    widths = 0
-    for layer in filter(partial(precedes_another, config), range(config.num_hidden_layers)):
-        experts = config.n_routed_experts + config.n_shared_experts
-        widths += experts * config.moe_intermediate_size if config.is_moe_layer(layer) else config.intermediate_size
-    return 2 * config.qkv_a_dim * config.hidden_size * widths
+    layers = sum(precedes_another(config, layer) for layer in range(config.num_hidden_layers))
+    width = (config.n_routed_experts + config.n_shared_experts) * config.moe_intermediate_size
+    return 2 * config.qkv_a_dim * config.hidden_size * width * layers

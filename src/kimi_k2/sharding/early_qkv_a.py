@@ -1,14 +1,14 @@
-"""Weights of early down projections: q_a and kv_a of a layer, summed together with the feed-forward output before it.
+"""Weights of early down projections: q_a and kv_a of a layer, summed together with the experts' output before it.
 
 The attention of layer l + 1 reads y = h + sum over ranks r of W_down,r a_r: the residual h behind attention in layer l,
-and what each rank's part of the feed-forward (routed and shared experts, or the dense MLP) sends through its columns of
-the down projections. Up to the norm's scalar q_a and kv_a are linear in it. With A = W_a diag(gamma), W_a both matrices
-and gamma the weight of input_layernorm of layer l + 1:
+and what each rank's part of the routed and shared experts sends through its columns of the down projections. Up to the
+norm's scalar q_a and kv_a are linear in it. With A = W_a diag(gamma), W_a both matrices and gamma the weight of
+input_layernorm of layer l + 1:
 
     W_a norm(y) = rsqrt(mean(y^2) + eps) * (A h + sum over r of (A W_down,r) a_r)
 
 So rank r needs its slice of A for as many columns of h, and A W_down,r of every expert that it holds a part of. They
-are tensors of layer l; the last layer has none.
+are tensors of layer l, with `decode: layers`; the last layer has none, nor have dense ones.
 """
 
 from __future__ import annotations
@@ -20,47 +20,37 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, format_of
-from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.layout import PlannedTensor
 
 NAME = "early_qkv_a"
-# Of the residual; of a dense MLP, or a shared expert that is three linears.
-RESIDUAL, VALUES = f"{NAME}.residual_weight", f"{NAME}.values_weight"
+RESIDUAL = f"{NAME}.residual_weight"
 SOURCES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "input_layernorm")
 
 
 def precedes_another(config: KimiK2Config, layer: int) -> bool:
     """Whether a decoder layer has the weights of the one behind it."""
-    return 0 <= layer < config.num_hidden_layers - 1
+    return 0 <= layer < config.num_hidden_layers - 1 and config.is_moe_layer(layer)
 
 
 def early_qkv_a_tensors(
-    config: KimiK2Config, root: str, layer: int, sizes: tuple[int, int, int], experts: ExpertFormat, dtype: torch.dtype
+    config: KimiK2Config, root: str, layer: int, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> Iterator[PlannedTensor]:
-    """The weights that layer `layer`, which has one behind it, holds: [inputs, columns], inputs divided.
+    """The weights that MoE layer `layer`, which has one behind it, holds: [inputs, columns], inputs divided.
 
     Args:
         config: of the model.
         root: name of the layer.
         layer: its number.
         sizes: ranks, ranks of an expert, groups of experts.
-        experts: how experts are held.
         dtype: of the weights.
     """
     ranks, tp, ep = sizes
     columns, mlps = config.qkv_a_dim, f"{root}.mlp.expert_mlps"
     yield PlannedTensor(f"{root}.{RESIDUAL}", dtype, (config.hidden_size, columns), layer, 0, 1, ranks)
     count, width = config.n_routed_experts, config.moe_intermediate_size
-    moe = config.is_moe_layer(layer)
-    if not moe or (config.n_shared_experts and experts.shared is None):
-        rows = width * config.n_shared_experts if moe else config.intermediate_size
-        yield PlannedTensor(f"{root}.{VALUES}", dtype, (rows, columns), layer, 0, 1, ranks)
-    if not moe:
-        return
     yield PlannedTensor(f"{mlps}.mlp_op.{NAME}.weight", dtype, (count, width, columns), layer, 1, 1, tp, ep)
-    if experts.shared is not None:
-        shape = (1, width * config.n_shared_experts, columns)
-        yield PlannedTensor(f"{mlps}.shared_experts.{NAME}.weight", dtype, shape, layer, 1, 1, ranks)
+    shape = (1, width * config.n_shared_experts, columns)
+    yield PlannedTensor(f"{mlps}.shared_experts.{NAME}.weight", dtype, shape, layer, 1, 1, ranks)
 
 
 def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], Stored]) -> Tensor:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
 
 Target = Literal["neuron", "cuda"]
-# A decode step on Trainium: PyTorch operations; NKI kernels; or one kernel of all MoE layers, collectives inside.
-Decode = Literal["xla", "kernels", "layers"]
+# A decode step on Trainium: PyTorch operations; or one NKI kernel of all MoE layers, collectives inside.
+Decode = Literal["xla", "layers"]
 AttentionTiles = Literal["", "bf16", "fp8"]
 STORED = "stored"  # experts in the checkpoint's own format
 # Likewise, but the routed experts' down_proj, INT4 in groups of 32, dequantized to the model's dtype: the second of an
@@ -48,8 +48,8 @@ class Layout:
             whole model keeps the checkpoint's, or `w2_bf16`: all but the experts' down_proj.
         dtype: of float weights for neuron and for cuda with `bf16`.
         spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
-        decode: form of a decode step, for whose kernels further weights are written; neuron only. With kernels the
-            experts are in tiles, else they are not; None becomes `kernels` or `xla` by that.
+        decode: form of the NxDI class's decode step; neuron only. `layers` has experts in tiles and further weights,
+            `xla` neither. None is `xla`, or with tiles those alone, as the torch-native line reads them.
         replicas: copies of all but the routed experts, each cut over as many ranks (data parallelism); cuda only.
         query_group: with `layers`, ranks that share a cache, each of which makes the queries of all their heads: write
             weights for it; 0 without. One head a rank.
@@ -76,15 +76,14 @@ class Layout:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
         held = expert_formats().get(self.experts)
         in_tiles = held is not None and held.tiles
-        if self.decode is None:
-            object.__setattr__(self, "decode", "kernels" if in_tiles else "xla")
-        if self.decode not in get_args(Decode):
-            raise ConfigError(f"expected {' or '.join(get_args(Decode))}, got {self.decode!r}", field="decode")
-        if in_tiles != self.kernels:
-            expected = "tiles or bf16_tiles" if self.kernels else "no tiles"
+        if self.decode is None and not in_tiles:
+            object.__setattr__(self, "decode", "xla")
+        check_decode(self.decode)
+        if self.decode is not None and in_tiles != self.layers:
+            expected = "tiles or bf16_tiles" if self.layers else "no tiles"
             raise ConfigError(f"expected {expected} with decode {self.decode!r}, got {self.experts}", field="experts")
-        if self.query_group and (self.decode != "layers" or self.query_group % 2):
-            expected = "an even number" if self.decode == "layers" else "0 without decode 'layers'"
+        if self.query_group and (not self.layers or self.query_group % 2):
+            expected = "an even number" if self.layers else "0 without decode 'layers'"
             raise ConfigError(f"expected {expected}, got {self.query_group}", field="query_group")
 
     @property
@@ -107,17 +106,27 @@ class Layout:
         return config.model_copy(update={"quantization": scheme.model_copy(update={"ignore": ignore})})
 
     @property
-    def kernels(self) -> bool:
-        """Whether decode runs on NKI kernels: weights of `early_router` and `early_qkv_a` are written too."""
+    def layers(self) -> bool:
+        """Whether a decode step's MoE layers are one kernel: what it reads of attention, router and sums is written."""
+        return self.decode == "layers"
+
+    @property
+    def tiles(self) -> bool:
+        """Whether experts lie in the tiles of NKI kernels."""
         return self.decode != "xla"
 
+    @property
+    def transposed_router(self) -> bool:
+        """Whether routers' weights are [hidden, experts], as the torch-native line's kernel reads them."""
+        return self.decode is None
+
     def attention_tiles(self, config: KimiK2Config) -> AttentionTiles:
-        """Format of attention's weights in the kernel's tiles (`sharding.attention_tiles`); "" without.
+        """Format of MoE layers' attention in the kernel's tiles (`sharding.attention_tiles`); "" without.
 
         FP8, of checkpoints that have attention in FP8 blocks, stands beside the ordinary weights, which prefill reads:
         for a long cache, which ranks share, BF16 does not fit.
         """
-        if self.decode != "layers":
+        if not self.layers:
             return ""
         stored = format_of(config.quantization, "model.layers.0.self_attn.q_b_proj")
         fp8 = self.query_group and self.experts == "tiles" and stored.e4m3_block is not None
@@ -137,6 +146,17 @@ class Layout:
     def has_spmd_rank(self) -> bool:
         """Whether expert MLPs hold their rank."""
         return self.target == "neuron" and (self.moe_ep > 1 if self.spmd_rank is None else self.spmd_rank)
+
+
+def check_decode(decode: str | None) -> None:
+    """Refuse a form of decode that there is not.
+
+    Raises:
+        ConfigError: `decode` is no `Decode`.
+    """
+    if decode is not None and decode not in get_args(Decode):
+        gone = ", which runs all kernels as one" if decode == "kernels" else ""
+        raise ConfigError(f"expected {' or '.join(get_args(Decode))}{gone}; got {decode!r}", field="decode")
 
 
 def served_experts() -> str:

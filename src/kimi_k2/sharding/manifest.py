@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -24,7 +24,7 @@ from kimi_k2.files import open_output, parse_json, read_bytes, read_json
 from kimi_k2.limits import JSON_BYTES
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.layout import Layout, ShardingPlan
+from kimi_k2.sharding.layout import Decode, Layout, ShardingPlan
 from kimi_k2.sharding.rank_file import FIRST_CHECKSUM, FileLayout
 
 MANIFEST = "manifest.json"
@@ -66,10 +66,10 @@ def _config_digest(config: KimiK2Config) -> str:
     return hashlib.sha256(config.model_dump_json(exclude=absent).encode()).hexdigest()
 
 
-# Fields of Layout that are written where they are set: files of decode without kernels keep the options of before.
+# Fields of Layout that are written where they are set.
 _ADDED = ("decode", "query_group")
-# What files of before say in place of `decode`, with experts in tiles; of attention_tiles "bf16" or "fp8" is `layers`.
-_BEFORE = {"early_router": True, "early_qkv_a": True, "shared_tiles": True}
+# What files said before there was `decode`.
+_BEFORE = ("early_router", "early_qkv_a", "shared_tiles", "attention_tiles")
 
 
 def _options(layout: Layout) -> dict[str, Any]:
@@ -81,35 +81,20 @@ def _options(layout: Layout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "spmd_rank": layout.has_spmd_rank,
     }
-    return options | {name: value for name in _ADDED if (value := getattr(layout, name)) not in ("xla", 0)}
+    return options | {name: value for name in _ADDED if (value := getattr(layout, name)) not in (None, "xla", 0)}
 
 
-def options_of_this_version(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Options of a manifest, those of before in today's fields.
+def checked_options(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Options of a manifest.
 
     Raises:
-        ConfigError: the files are of no form of decode that there is.
+        ConfigError: the files are of a form of decode that is no more.
     """
-    current, tiles = dict(options), options.get("attention_tiles", "")
-    old = {name: current.pop(name) for name in (*_BEFORE, "attention_tiles") if name in current}
-    in_tiles = options.get("experts") in ("tiles", "bf16_tiles")
-    if "decode" in current or not (old or in_tiles):
-        return current
-    decode = "layers" if tiles else "kernels"
-    wrong = [name for name, value in _BEFORE.items() if in_tiles and options.get(name) != value]
-    wrong += [name for name in old if not in_tiles]
-    if decode == "layers" and tiles != (
-        "fp8" if options.get("query_group") and options["experts"] == "tiles" else "bf16"
-    ):
-        wrong.append("attention_tiles")
-    if wrong:
-        raise ConfigError(
-            f"expected files of one form of decode, got {wrong[0]} {options.get(wrong[0], False)!r} beside experts"
-            f" {options.get('experts')!r}: convert again with --decode",
-            field=wrong[0],
-            file=file,
-        )
-    return {**current, "decode": decode}
+    for name in (*_BEFORE, "decode"):
+        if name in options and options[name] not in get_args(Decode):
+            got = f"{options[name]!r} is no form of decode any more"
+            raise ConfigError(f"{got}: convert again with --decode layers", field=name, file=file)
+    return dict(options)
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -120,7 +105,7 @@ def made_layout(directory: str | Path) -> Layout:
     """
     directory = Path(directory)
     try:
-        options = options_of_this_version(load_manifest(directory)["made_from"]["options"], directory / MANIFEST)
+        options = checked_options(load_manifest(directory)["made_from"]["options"], directory / MANIFEST)
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
             dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
@@ -139,7 +124,7 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(Path(directory))["made_from"]
-    options = options_of_this_version(made_from["options"], path)
+    options = checked_options(made_from["options"], path)
     for option, wanted in {**dict.fromkeys(_ADDED), **_options(layout)}.items():
         if options.get(option) != wanted:
             raise ConfigError(f"converted with {options.get(option)}, expected {wanted}", field=option, file=path)

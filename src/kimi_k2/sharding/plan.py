@@ -48,6 +48,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     _check_divisible(config, layout)
     if layout.target == "neuron":
         experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        if layout.layers and experts.shared is None:
+            expected = "the shared expert in tiles, of 32 or 64 columns a rank"
+            raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
         if layout.attention_tiles(config):
             check_sizes(config)
             check_stored(config, layout.attention_tiles(config))
@@ -67,8 +70,7 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     return plan
 
 
-# Tensors of the NxDI class alone: its rank numbers, and weights that its decode step folds into others.
-_NXDIS = re.compile(r"\.rank$|\.early_")
+_NXDIS = re.compile(r"\.rank$")  # the class's rank numbers
 
 
 def without_nxdis(plan: ShardingPlan) -> ShardingPlan:
@@ -136,26 +138,26 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
         yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
     shape = (config.qkv_a_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
-    tiled = SOURCES if in_place_of_linears(layout.attention_tiles(config)) else ()
+    kind = layout.attention_tiles(config) if config.is_moe_layer(layer) else ""
+    tiled = SOURCES if in_place_of_linears(kind) else ()
     for name, rows, columns, dim in _linears(config, layer):
         if name not in tiled and (experts.shared is None or "shared_experts" not in name):
             yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
-    if layout.attention_tiles(config):
-        yield from attention_tiles_tensors(config, root, layer, ranks, layout.attention_tiles(config), dtype)
-        if layout.query_group and config.is_moe_layer(layer):
-            yield from group_tensors(config, root, layer, layout.query_group, layout.attention_tiles(config), dtype)
-    if layout.kernels and precedes_another(config, layer):
-        sizes = (ranks, layout.moe_tp, layout.moe_ep)
-        yield from early_qkv_a_tensors(config, root, layer, sizes, experts, dtype)
     if not config.is_moe_layer(layer):
         return
+    if kind:
+        yield from attention_tiles_tensors(config, root, layer, ranks, kind, dtype)
+        if layout.query_group:
+            yield from group_tensors(config, root, layer, layout.query_group, kind, dtype)
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
-    gate = (hidden, count) if experts.tiles else (count, hidden)
+    gate = (hidden, count) if layout.transposed_router else (count, hidden)
     yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
-    if layout.kernels:
+    if layout.layers:
         yield from early_router_tensors(config, root, layer, ranks)
+        if precedes_another(config, layer):
+            yield from early_qkv_a_tensors(config, root, layer, (ranks, tp, ep), dtype)
     mlps = f"{root}.mlp.expert_mlps"
     if layout.has_spmd_rank:
         yield PlannedTensor(f"{mlps}.spmd_rank.rank", torch.int32, (ranks,), layer, 0, 1, ranks)

@@ -40,9 +40,9 @@ from kimi_k2.sharding.manifest import (
     WEIGHTS,
     FinishedLayer,
     Journal,
+    checked_options,
     describe,
     load_manifest,
-    options_of_this_version,
     rank_file_name,
     vision_layout,
     write_manifest,
@@ -290,7 +290,7 @@ class Presharder:
         """
 
         def without_files(made_from: dict[str, Any]) -> dict[str, Any]:
-            options = options_of_this_version(made_from["options"], file)
+            options = checked_options(made_from["options"], file)
             return {**made_from, "options": options, "source": {**made_from["source"], "shards": None}}
 
         old, new = without_files(recorded), without_files(self.made_from)
@@ -386,7 +386,7 @@ class Presharder:
 
     def _following(self, layer: int) -> Tensor | None:
         """What early down projections fold of the layer behind; None without them, or where there is none."""
-        if not self.layout.kernels or not precedes_another(self.config, layer):
+        if not self.layout.layers or not precedes_another(self.config, layer):
             return None
         groups = self._modules[layer + 1]
         return scaled_projections(self.config, layer + 1, lambda module: self._stored(module, groups))

@@ -65,7 +65,7 @@ def whole_state_dict(
 
     for layer, modules in sorted(layers.items()):
         following = None
-        if layout.kernels and precedes_another(config, layer):
+        if layout.layers and precedes_another(config, layer):
             following = scaled_projections(config, layer + 1, partial(stored_of, layer + 1, keep=True))
         converter = Converter(config, layout, planned, experts, report=False, following=following, ranks=ranks)
         for unit in units(modules, layout, shared=converter.holds_shared):

@@ -32,7 +32,7 @@ def convert(
         bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")
     ] = None,
     decode: Annotated[
-        Decode | None, typer.Option(help="Form of a decode step (neuron); by default kernels for experts in tiles.")
+        Decode | None, typer.Option(help="Form of a decode step (neuron); by default layers for experts in tiles.")
     ] = None,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[

@@ -34,11 +34,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
             that its effect can be measured. Never set it to serve the model.
-        decode: form of a decode step. `xla`: PyTorch operations. `kernels`: router, attention and experts on NKI
-            kernels (the vendor's `nki` where it is importable, and in CPU mode its emulator), with the router's logits
-            and the next layer's down projections in the all-reduces of what comes before them (early_router.py,
-            early_qkv_a.py). `layers`: all MoE layers in one kernel with its collectives inside (decode_layers.py). The
-            weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.
+        decode: form of a decode step. `xla`: PyTorch operations. `layers`: all MoE layers in one NKI kernel with its
+            collectives inside (decode_layers.py): the vendor's `nki` where it is importable, and in CPU mode its
+            emulator. The weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.
         decode_layers_per_kernel: with `layers`, so many MoE layers a call, should one kernel of all not compile; None
             for all.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move
@@ -93,21 +91,21 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         self.num_cores_per_group = options.cores_per_group(self, num_cores_per_group)
         if self.query_group:
             options.check_shared_cache(self, self.num_cores_per_group)
-        elif self.kernels:
-            options.check_slots(self, self.num_cores_per_group)
+        elif self.layers:
+            options.check_slots(self)
         self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
     @property
-    def kernels(self) -> bool:
-        """Whether decode runs on NKI kernels, with early sums and experts in tiles."""
-        return self.decode != "xla"
+    def layers(self) -> bool:
+        """Whether a decode step's MoE layers are one NKI kernel, with experts in tiles."""
+        return self.decode == "layers"
 
     @property
     def query_group(self) -> int:
         """Ranks that share a cache, each of which makes the queries of all their heads; 0 where none does."""
-        return self.num_cores_per_group if self.decode == "layers" and self.num_cores_per_group > 1 else 0
+        return self.num_cores_per_group if self.layers and self.num_cores_per_group > 1 else 0
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:
@@ -201,22 +199,21 @@ class KimiK2InferenceConfig(InferenceConfig):
             ("moe_intermediate_size", hf.moe_intermediate_size, moe_tp if moe_ep > 1 else tp),
             ("n_routed_experts", hf.n_routed_experts, moe_ep),
             ("intermediate_size", hf.intermediate_size, tp),
-            ("hidden_size", hf.hidden_size, tp if neuron.kernels else 1),
+            ("hidden_size", hf.hidden_size, tp if neuron.layers else 1),
         ):
             if size % degree:
                 raise ConfigError(f"{size} does not divide among {degree} ranks", field=field)
-        if neuron.kernels:
-            self._check_kernels()
+        if neuron.layers:
+            self._check_layers()
 
-    def _check_kernels(self) -> None:
+    def _check_layers(self) -> None:
         hf, neuron = self.hf, self.neuron_config
         tiles.check_width(hf, self.layout)
-        if neuron.decode == "layers":
-            check_sizes(hf)
-            options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
-            if not self.shared_width:
-                expected = "the shared expert in tiles, of 32 or 64 columns a rank"
-                raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
+        check_sizes(hf)
+        options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
+        if not self.shared_width:
+            expected = "the shared expert in tiles, of 32 or 64 columns a rank"
+            raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
         rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
         if rank % 128 or rank > 512 or rope > 128:
             raise ConfigError(

@@ -1,34 +1,70 @@
 """A decode step's MoE layers in one NKI kernel, collectives inside (`kimi_k2.nki.kernels.layers.decode_layers`).
 
-It takes the early router, early down projections, attention in tiles and experts in tiles from where the layers hold
-them; prefill computes with the same layers. The dense layers before, embedding, head and sampling stay operations of
-the graph. The first MoE layer of a step calls the kernel for all, with the residual and the down projections that the
-layer before hands on; the layers behind it hand out what it gave. With `decode_layers_per_kernel` a call is of so many
+It takes attention in tiles, experts in tiles and the folded weights (`sharding.early_router`, `sharding.early_qkv_a`)
+from where the layers hold them; prefill computes with the same layers. The dense layers before, embedding, head and
+sampling stay operations of the graph. The first MoE layer of a step calls the kernel for all, with the residual and its
+down projections; the layers behind it hand out what it gave. With `decode_layers_per_kernel` a call is of so many
 layers, and hands residual and down projections to the next call in float32: the values are the same.
+
+On a device the kernel is the vendor's `nki`, in CPU mode its emulator. Where a graph is lowered without `nki` it is a
+custom call that nothing can execute: its name, and in `backend_config` the arguments that are no tensors.
+`kimi_k2.plan.kernel_calls` counts what it costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
+from neuronx_distributed.parallel_layers.layers import BaseParallelLinear
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
 from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.nki.kernels import MODULES
+from nki_emulator import install
 from nki_emulator.ranks import run_as_rank
 
-from .attention_tiles import kernel_rotation
-from .kernels import NkiKernel, Result, emulated_fp8, torch_tensor
+CALL_PREFIX = "kimi_k2.nki."
 
+Result = tuple[Sequence[int], torch.dtype]
 Tensors = dict[str, Tensor]
 
 
-class DecodeLayersKernel(NkiKernel):
+class FoldedRows(BaseParallelLinear):
+    """A layer's folded weights that the kernel alone reads, of which a rank has its rows, in a dtype of their own.
+
+    Args:
+        rows: of each, by name, those of all ranks.
+        columns: of all.
+        dtype: which a cast of the model does not change.
+        ranks: that divide the rows.
+    """
+
+    def __init__(self, rows: Mapping[str, int], columns: int, dtype: torch.dtype, ranks: int) -> None:
+        super().__init__()
+        for name, count in rows.items():
+            weight = nn.Parameter(torch.empty(count // ranks, columns, dtype=dtype), requires_grad=False)
+            self.register_parameter(name, weight)
+            # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
+            weight = self.get_parameter(name)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1, num_partitions=ranks)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FoldedRows:
+        """Move with the model alone."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            parameter.data = kept[name].to(parameter.device)
+        return self
+
+
+class DecodeLayersKernel:
     """The kernel on all ranks.
 
     Args:
@@ -40,8 +76,14 @@ class DecodeLayersKernel(NkiKernel):
     name = "decode_layers"
 
     def __init__(self, cores: int, ranks: int, group: int = 1) -> None:
-        super().__init__(cores)
-        self.ranks, self.group = ranks, group
+        self.cores, self.ranks, self.group = cores, ranks, group
+        self.emulated = install()
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether the kernel can be part of what is computed there."""
+        if self.emulated:
+            return device.type in ("cpu", "xla")
+        return device.type != "cpu"
 
     def call(
         self, layers: Sequence[Tensors], inputs: Tensors, numbers: dict[str, Any], results: Sequence[Result]
@@ -61,7 +103,7 @@ class DecodeLayersKernel(NkiKernel):
         device = inputs["hidden"].device
         if self.emulated and device.type == "xla":
             named = {**inputs, **named_layers(layers)}
-            return self._lowered(self.name, list(named.values()), {**numbers, "named": list(named)}, results)
+            return self._lowered(list(named.values()), {**numbers, "named": list(named)}, results)
         module: Any = import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}")
         kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
         arguments = {name: kept(tensor) for name, tensor in inputs.items()}
@@ -74,6 +116,39 @@ class DecodeLayersKernel(NkiKernel):
         else:
             made = kernel(**arguments, **numbers)
         return [torch_tensor(part).to(device) for part in made]
+
+    def _lowered(self, tensors: list[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
+        import torch_xla
+
+        shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
+        described = json.dumps({"cores": self.cores, **arguments})
+        made: list[Tensor] = torch_xla._XLAC._xla_custom_call(
+            tensors, CALL_PREFIX + self.name, shapes, dtypes, False, described, 0, {}
+        )
+        return made
+
+
+def torch_tensor(array: Any) -> Tensor:
+    """A kernel's result as a tensor; torch does not know ml_dtypes' bfloat16."""
+    if isinstance(array, Tensor) or array.dtype.name != "bfloat16":
+        return torch.as_tensor(array)
+    return torch.as_tensor(array.view("uint16")).view(torch.bfloat16)
+
+
+def emulated_fp8(tensor: Tensor) -> Any:
+    """An e4m3fn tensor under Trainium's name for the same bits below 256 (`kimi_k2.quantization.neuron_e4m3`)."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor
+    import ml_dtypes
+
+    return tensor.detach().contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
+
+
+def kernel_rotation(cosines: Tensor, sines: Tensor) -> Tensor:
+    """What kernels take, float32 [2, rope, B], from [B, 1, rope / 2] each: both once a value, sines signed."""
+    cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in (cosines, sines))
+    signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
+    return torch.stack((cos, sin * signs)).transpose(1, 2).contiguous()
 
 
 def named_layers(layers: Sequence[Tensors]) -> Tensors:
@@ -123,7 +198,6 @@ class WholeLayers:
     def run(
         self,
         hidden_states: Tensor,
-        projected: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
         active_mask: Tensor | None = None,
@@ -133,7 +207,6 @@ class WholeLayers:
 
         Args:
             hidden_states: [B, S, H], before the first MoE layer.
-            projected: float32 [B, S, N], its down projections without the norm's scalar.
             attention_mask: bool [B, 1, 1 or S, slots], the same for all tokens.
             position_ids: int [B, S].
             active_mask: with flash decoding, bool [B, 1, S, S], on its diagonal True where this rank holds the token's
@@ -151,7 +224,7 @@ class WholeLayers:
             attention_mask = attention_mask[..., :slots]
         inputs = {
             "hidden": hidden_states.flatten(0, 1).to(torch.float32),
-            "projected": projected.flatten(0, 1),
+            "projected": _projected(first, hidden_states).flatten(0, 1),
             "rotation": kernel_rotation(*attention.rotation(position_ids.reshape(tokens, 1), torch.float32)),
             "lengths": attention_mask[:, 0, 0].sum(dim=1).to(torch.int32).unsqueeze(1),
         }
@@ -197,13 +270,19 @@ class WholeLayers:
         return inputs["hidden"].unflatten(0, (batch, length)).to(dtype)
 
 
+def _projected(layer: Any, hidden_states: Tensor) -> Tensor:
+    """A layer's down projections of [B, S, H] without the norm's scalar, which the kernel applies: float32."""
+    mean = hidden_states.to(torch.float32).square().mean(dim=2, keepdim=True)
+    projected = layer.self_attn.qkv_a_proj(layer.input_layernorm(hidden_states))
+    return projected.to(torch.float32) * torch.sqrt(mean + layer.self_attn.hf.rms_norm_eps)
+
+
 def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:
     """A MoE layer's weights and cache by the fields of the kernel's `Layer`; norms and cache in the model's `dtype`.
 
     On a device they have it already, and nothing is copied.
     """
     attention, mlps = layer.self_attn, layer.mlp.expert_mlps
-    tiles: Mapping[str, Tensor] = attention.tiles.arguments()[0]
     routed, shared = mlps.get_mlp_op(), mlps.shared_experts
     keys, latents = (slot.squeeze(1) for slot in cache)
     floats: Tensors = {
@@ -222,9 +301,7 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
     return {
         **{name: part.to(dtype) for name, part in floats.items()},
         **behind,
-        **{name: scale for name, scale in tiles.items() if name.endswith("_scales")},
-        **{name: tiles[f"{name}_tiles"] for name in ("q_b", "w_uk", "w_uv")},
-        "o_proj": tiles["o_tiles"],
+        **attention.tiles.arguments(),
         **attention.tiles.of_group(),
         **dict(zip(names, routed.tiles(), strict=True)),
         **{f"shared_{name}": part for name, part in shared.alone().items()},

@@ -9,15 +9,7 @@ from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
 from torch import Tensor
 
-from .kernels import ExpertsKernel
-from .products import dot_float32
 from .tiles import BlockExperts, TiledExperts
-
-
-def over_experts(inner: Tensor, folded: Tensor) -> Tensor:
-    """[E, T, I] by [E, I, N], summed over E and I: float32 [T, N]."""
-    rows = inner.to(folded.dtype).transpose(0, 1).flatten(1)
-    return dot_float32(rows, folded.flatten(0, 1), ([1], [0]), ([], []))
 
 
 class KimiK2ExpertMLPs(ExpertMLPsV2):
@@ -30,7 +22,6 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
     Args:
         tiles: dtype of weights that are held in the NKI kernel's tiles; None for NxD's own arrangement.
         block: rows and columns of FP8 blocks, in NxD's own arrangement; 0 where the experts have none.
-        kernel_cores: cores (1 or 2) of the kernel that loads experts selectively; 0 for the PyTorch form.
         shared_width: this rank's columns of the shared expert, which is then held in tiles and computed here; 0 where
             the MoE module has it.
         shared_tiles: dtype of those tiles.
@@ -45,7 +36,6 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         *,
         tiles: torch.dtype | None = None,
         block: int = 0,
-        kernel_cores: int = 0,
         shared_width: int = 0,
         shared_tiles: torch.dtype | None = None,
         rows_at_once: int = 16384,
@@ -59,7 +49,6 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         if shared_tiles is not None and shared_width:
             ranks, hidden = get_tensor_model_parallel_size(), self.routed_experts_mlp_config.hidden_size
             self.shared_experts = TiledExperts(1, hidden, shared_width, shared_tiles, ranks, 1, early)
-        self.kernel = ExpertsKernel(kernel_cores) if kernel_cores else None
 
     def initialize_mlp_op(
         self, tensor_model_parallel_group: Any, expert_model_parallel_group: Any, is_prefill: bool
@@ -99,9 +88,6 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
             [T, H], to be summed over the ranks.
         """
         tokens, top_k = expert_index.shape
-        if self.kernel is not None and self._on_kernel(expert_index) and self.kernel.takes(hidden_states):
-            out, _ = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index)
-            return out.to(hidden_states.dtype)
         # Both paths stream the weights once; the fewer experts' worth of bytes wins.
         if tokens * top_k < self.num_local_experts:
             return self._with_shared(
@@ -127,59 +113,9 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         shared: Tensor = self.shared_experts(hidden_states.unsqueeze(0)).squeeze(0)
         return out + shared
 
-    def forward_early(
-        self, hidden_states: Tensor, expert_affinities: Tensor, expert_index: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """A decode step's part of the experts' output, and of the next layer's down projections: see `early_qkv_a`.
-
-        Args:
-            hidden_states: [T, H].
-            expert_affinities, expert_index: as `forward`.
-
-        Returns:
-            float32 [T, H] and [T, N], both to be summed over the ranks.
-        """
-        if self.kernel is not None and self._on_kernel(expert_index) and self.kernel.takes(hidden_states):
-            out, columns = self.forward_kernel(self.kernel, hidden_states, expert_affinities, expert_index, early=True)
-            assert columns is not None
-            return out, columns
-        op: Any = self.get_mlp_op()
-        tokens = len(hidden_states)
-        if self._selective(expert_index):
-            slots, weights = self.local_slots(expert_affinities, expert_index)
-            chosen = slots.flatten()
-            repeated = hidden_states.repeat_interleave(slots.shape[1], dim=0).unsqueeze(1)
-            inner = op.inner(repeated, chosen)
-            out = (op.down(inner, chosen).view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).sum(1)
-            # The weight comes before the only rounding, and all choices of a token are one sum.
-            inner = (inner.view(*weights.shape, -1).to(torch.float32) * weights.unsqueeze(-1)).flatten(1)
-            folded = op.early_qkv_a.chosen(chosen)[0].unflatten(0, (tokens, -1)).flatten(1, 2)
-            columns = dot_float32(inner.to(folded.dtype), folded, ([1], [1]), ([0], [0]))
-        else:
-            weights = self.local_affinities(expert_affinities)
-            inner = op.inner(hidden_states.unsqueeze(0))  # [E_local, T, I]
-            out = (op.down(inner).to(torch.float32) * weights.T.unsqueeze(-1)).sum(0)
-            inner = inner.to(torch.float32) * weights.T.unsqueeze(-1)
-            folded = op.early_qkv_a.weight
-            columns = over_experts(inner, folded)
-        return self._with_early_shared(out, columns, hidden_states)
-
     def _selective(self, expert_index: Tensor) -> bool:
         """Whether so many choices read fewer experts than this rank holds."""
         return expert_index.numel() < self.num_local_experts
-
-    def _on_kernel(self, expert_index: Tensor) -> bool:
-        """The same of the kernel, which skips other ranks' experts: on average, as many choices as experts."""
-        return expert_index.numel() < self.routed_experts_mlp_config.num_experts
-
-    def _with_early_shared(self, out: Tensor, columns: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The routed experts' [T, H] and [T, N], and the shared one's where it is held here."""
-        if self.shared_experts is None:
-            return out, columns
-        inner = self.shared_experts.inner(hidden_states.unsqueeze(0))
-        beside: Any = self.shared_experts.early_qkv_a
-        out = out + self.shared_experts.down(inner).squeeze(0)
-        return out, columns + over_experts(inner, beside.weight)
 
     def local_affinities(self, expert_affinities: Tensor) -> Tensor:
         """Of [T, E] the columns of this rank's experts."""
@@ -211,37 +147,6 @@ class KimiK2ExpertMLPs(ExpertMLPsV2):
         weighted = out.view(tokens, top_k, -1).to(torch.float32) * weights.unsqueeze(-1)
         result: Tensor = weighted.sum(dim=1).to(hidden_states.dtype)
         return result
-
-    def forward_kernel(
-        self,
-        kernel: ExpertsKernel,
-        hidden_states: Tensor,
-        expert_affinities: Tensor,
-        expert_index: Tensor,
-        *,
-        early: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same by the NKI kernel, which does not read experts of other ranks; with the shared expert.
-
-        Float32 [T, H], and with `early` what `forward_early` has beside it.
-        Where the kernel takes another dtype than the hidden states', the shared expert is computed apart.
-        """
-        weights = expert_affinities.gather(1, expert_index)
-        if self.moe_expert_model_parallel_group.size() > 1:
-            expert_index = expert_index - self.get_spmd_rank().get_local_expert_indices().view(-1)[0]
-        op: Any = self.get_mlp_op()
-        routed, shared, weights_early = op.tiles(), None, None
-        exact = kernel.input_dtype(routed[0], hidden_states) == hidden_states.dtype
-        if self.shared_experts is not None and exact:
-            shared = self.shared_experts.alone()
-        if early:
-            beside: Any = None if shared is None else self.shared_experts.early_qkv_a  # type: ignore[union-attr]
-            weights_early = (op.early_qkv_a.weight, None if beside is None else beside.weight)
-        experts = self.routed_experts_mlp_config.num_experts
-        out, *columns = kernel(hidden_states, routed, expert_index, weights, experts, shared, weights_early)
-        if early:
-            return (out, columns[0]) if exact else self._with_early_shared(out, columns[0], hidden_states)
-        return out if exact else self._with_shared(out, hidden_states), None
 
     def torch_blockwise_matmul_inference(
         self,

@@ -52,9 +52,9 @@ class LatentKVCacheManager(KVCacheManager):
     def get_kv_by_layer_id(self, idx: int, seq_len: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """NxDI's, up to slot `seq_len`; with flash decoding without the slots that NxDI adds to it.
 
-        Kernels are given the whole cache: a graph would copy a part of it before the call.
+        The kernel of whole layers is given the whole cache: a graph would copy a part of it before the call.
         """
-        if self.neuron_config.kernels:
+        if self.neuron_config.layers:
             kwargs["skip_slice"] = True
         if self.flash_decoding_enabled:
             seq_len -= EXTRA_RESERVED_SPACE

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import KimiK2InferenceConfig
-from .early_qkv_a import Following
-from .early_router import OutputProjection
 
 
 class KimiK2MLP(nn.Module):
@@ -22,17 +20,15 @@ class KimiK2MLP(nn.Module):
         self.sequence_parallel = config.neuron_config.sequence_parallel_enabled
         self.gate_proj = ColumnParallelLinear(hidden, width, **column)
         self.up_proj = ColumnParallelLinear(hidden, width, **column)
-        down = OutputProjection if config.neuron_config.kernels else RowParallelLinear
-        self.down_proj = down(
+        self.down_proj = RowParallelLinear(
             width, hidden, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=config.neuron_config.rpl_reduce_dtype,
             sequence_parallel_enabled=self.sequence_parallel, sequence_dimension=1,
         )  # fmt: skip
 
-    def forward(self, hidden_states: Tensor, following: Following | None = None) -> Tensor:
-        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism; `following.sums` is set."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H], both cut along S with sequence parallelism."""
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
-        inner = F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
-        out: Tensor = self.down_proj(inner) if following is None else self.down_proj(inner, following)
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
         return out

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from neuronx_distributed.modules.moe.model import MoE
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.sharding.early_qkv_a import precedes_another
+from kimi_k2.sharding.early_router import DTYPE
 
 from . import cpu_mode, lora, patches, prefill
 from .attention import KimiK2Attention
@@ -38,10 +40,8 @@ from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .checkpoint import check_router_bias, convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
-from .decode_layers import DecodeLayersKernel, WholeLayers
+from .decode_layers import DecodeLayersKernel, FoldedRows, WholeLayers
 from .draft_config import draft_state_dict, fused_state_dict, of_rank
-from .early_qkv_a import EarlyProjections, Following, KimiK2MoE
-from .early_router import EarlyLogits, EarlyRouter
 from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .fused_speculation import KimiK2FusedSpecModel
@@ -53,10 +53,10 @@ from .quantized import block_size, q_config, tile_dtype
 from .router import KimiK2Router
 
 
-def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE:
+def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> MoE:
     """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce.
 
-    With `early` the next layer's down projections are in it too.
+    With `early` the next layer's down projections are held folded with the experts', for the kernel of whole layers.
     """
     hf, neuron = config.hf, config.neuron_config
     decode_tp, decode_ep, prefill_tp, prefill_ep = initialize_moe_process_group(config, False)
@@ -72,13 +72,11 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
         enable_spmd_rank=blockwise.parallelize_token_to_block_mapping or neuron.moe_ep_degree > 1,
         use_index_calc_kernel=neuron.use_index_calc_kernel,
     )
-    kernel_cores = neuron.logical_nc_config if neuron.kernels else 0
     experts = KimiK2ExpertMLPs(
         tiles=tile_dtype(neuron),
         block=block_size(neuron),
         shared_width=config.shared_width,
         shared_tiles=config.shared_tiles,
-        kernel_cores=kernel_cores,
         rows_at_once=neuron.prefill_rows_at_once,
         early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,
         routed_experts_mlp_config=routed,
@@ -105,14 +103,12 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
     router = KimiK2Router(
         hf,
         bias_before_sigmoid=neuron.router_bias_before_sigmoid,
-        kernel_cores=kernel_cores,
-        transposed=neuron.kernels,
         sequence_parallel_enabled=False,  # it is given the gathered tokens
         sequence_dimension=1,
         dtype=neuron.torch_dtype,
         device=None,
     )
-    return KimiK2MoE(
+    return MoE(
         router=router,
         expert_mlps=experts,
         shared_experts=shared,
@@ -121,27 +117,25 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE
     ).eval()
 
 
-def plain_mlp_width(config: KimiK2InferenceConfig, layer: int) -> int:
-    """Width of a layer's dense MLP, or of a shared expert that is three linears; 0 where it has neither."""
-    hf = config.hf
-    if not hf.is_moe_layer(layer):
-        return hf.intermediate_size
-    return 0 if config.shared_width else hf.moe_intermediate_size * hf.n_shared_experts
-
-
 class KimiK2DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
     def __init__(self, config: KimiK2InferenceConfig, layer: int) -> None:
         super().__init__()
         hf = config.hf
-        self.input_layernorm, self.input_layernorm_eps = make_rms_norm(hf.hidden_size, hf.rms_norm_eps), hf.rms_norm_eps
+        self.input_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.self_attn = KimiK2Attention(config, hf.is_moe_layer(layer))
         self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.is_moe = hf.is_moe_layer(layer)
-        self.early_router = EarlyRouter(config) if self.is_moe and config.neuron_config.kernels else None
-        early = config.neuron_config.kernels and precedes_another(hf, layer)
-        self.early_qkv_a = EarlyProjections(config, plain_mlp_width(config, layer)) if early else None
+        neuron, experts = config.neuron_config, hf.n_routed_experts
+        self.early_router = self.early_qkv_a = None
+        early = neuron.layers and precedes_another(hf, layer)
+        if neuron.layers and self.is_moe:
+            rows = {"residual_weight": hf.hidden_size, "heads_weight": hf.num_attention_heads * hf.v_head_dim}
+            self.early_router = FoldedRows(rows, experts, DTYPE, neuron.tp_degree)
+        if early:
+            rows = {"residual_weight": hf.hidden_size}
+            self.early_qkv_a = FoldedRows(rows, hf.qkv_a_dim, neuron.torch_dtype, neuron.tp_degree)
         self.mlp = make_moe(config, early=early) if self.is_moe else KimiK2MLP(config)
 
     def forward(
@@ -151,8 +145,6 @@ class KimiK2DecoderLayer(nn.Module):
         position_ids: Tensor,
         past_key_value: tuple[Tensor, Tensor] | None = None,
         padding_mask: Tensor | None = None,
-        tensor_rank: Tensor | None = None,
-        following: Following | None = None,
         whole: WholeLayers | None = None,
         states: HiddenStates | None = None,
         idx: int = 0,
@@ -160,46 +152,26 @@ class KimiK2DecoderLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
         """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
 
-        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. An
-        early router needs `tensor_rank`, int [1], this rank's number, which steps alone are given; `following` takes
-        down projections from a layer to the next. With `whole`, a step, the first MoE layer computes all of them.
-        `states` takes what a draft reads of the residual around this layer, number `idx`.
+        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. With
+        `whole`, a step, the first MoE layer computes all of them. `states` takes what a draft reads of the residual
+        around this layer, number `idx`.
         """
         if states is not None and idx == 0:
             states.pass_by(0, hidden_states)
         if whole is not None and self.is_moe:
             if not whole.begun:
-                projected = None if following is None else following.take_sums()
-                assert projected is not None
-                hidden_states = whole.run(
-                    hidden_states, projected, attention_mask, position_ids, kwargs["active_mask"], states
-                )
+                hidden_states = whole.run(hidden_states, attention_mask, position_ids, kwargs["active_mask"], states)
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         residual = hidden_states
         # The markers tell the compiler's modular flow not to cut inside a layer.
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)
-        early = None
-        if self.early_router is not None and tensor_rank is not None:
-            early = EarlyLogits(self.early_router, residual, tensor_rank)
-        projected = None if following is None else following.take(residual, self.input_layernorm_eps)
-        # Where projections are known the norm is no part of the graph, but for tensor capture.
         normed = self.input_layernorm(hidden_states)
         hidden_states, entries, cos, sin = self.self_attn(
-            normed, attention_mask, position_ids, past_key_value, early=early, projected=projected,
-            decode=tensor_rank is not None, **kwargs,
-        )  # fmt: skip
+            normed, attention_mask, position_ids, past_key_value, **kwargs
+        )
         hidden_states = residual + hidden_states
         normed = self.post_attention_layernorm(hidden_states)
-        if following is not None and self.early_qkv_a is not None:
-            following.begin(self.early_qkv_a, hidden_states)
-        else:
-            following = None
-        if early is not None:
-            router: Any = self.mlp.router
-            with router.given(early.logits(hidden_states)):
-                out = self.mlp(normed, padding_mask, following)[0]
-        else:
-            out = self.mlp(normed, padding_mask, following)[0] if self.is_moe else self.mlp(normed, following)
+        out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
         hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
         if states is not None:
             states.pass_by(idx + 1, hidden_states)
@@ -230,7 +202,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
         )
         self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
         sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
-        self.whole = DecodeLayersKernel(*sizes) if neuron.decode == "layers" else None
+        self.whole = DecodeLayersKernel(*sizes) if neuron.layers else None
         self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
             hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling or neuron.on_cpu,
@@ -263,19 +235,13 @@ class NeuronKimiK2Model(NeuronBaseModel):
         return mask[:, None, None, :].to(torch.bool)
 
     def get_model_output(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's; layers are told this rank's number for an early router, and hand on down projections.
-
-        Behind a cached prefix under flash decoding they are told which tokens are this rank's.
-        """
+        """The base's; behind a cached prefix under flash decoding layers are told which tokens are this rank's."""
         split = self.neuron_config.flash_decoding_enabled and self.is_prefix_caching
         if split and kwargs["is_for_context_encoding"] and self.prefix_size:
             kwargs["own"] = self._own(kwargs["input_ids"].shape[1])
-        if not kwargs["is_for_context_encoding"]:
-            if self.neuron_config.kernels:
-                kwargs["tensor_rank"] = self.rank_util.get_rank()
-                kwargs["following"] = Following(self.rank_util.get_rank())
-            if self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
-                kwargs["whole"] = WholeLayers(self.layers, self.whole, self.neuron_config.decode_layers_per_kernel)
+        step = not kwargs["is_for_context_encoding"]
+        if step and self.whole is not None and self.whole.runs_on(kwargs["input_ids"].device):
+            kwargs["whole"] = WholeLayers(self.layers, self.whole, self.neuron_config.decode_layers_per_kernel)
         if not self.aux_layers:
             return super().get_model_output(*args, **kwargs)
         kwargs["states"] = states = HiddenStates(self.aux_layers)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.layout import Decode
+from kimi_k2.sharding import layout
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,15 +146,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "windowed_context_encoding_size": ((None,), _CACHE),
 }  # fmt: skip
 
-# With NKI kernels at decode: field: (the values that are taken, why no other is). Continuous batching, sequence
-# parallelism, flash decoding, prefix caching and several tokens a step are tested with them.
-KERNELS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "rpl_reduce_dtype": ((None, torch.float32), "what rides in an all-reduce is summed in float32"),
-}
-# The same with one kernel of all layers.
+# With `decode: layers`: field: (the values that are taken, why no other is). Continuous batching, sequence parallelism,
+# flash decoding, prefix caching and several tokens a step are tested with it.
 LAYERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **KERNELS_REFUSED,
-    "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; with decode 'kernels' they can"),
+    "rpl_reduce_dtype": ((None, torch.float32), "what rides in an all-reduce is summed in float32"),
+    "tensor_capture_config": ((None,), "modules inside the kernel cannot be captured; with decode 'xla' they can"),
 }
 MOST_COLUMNS = 128  # of the residual, on a rank
 MOST_SEQUENCES = (
@@ -341,48 +337,45 @@ def _check_drafts(config: Any) -> None:
 
 
 def check_decode(config: Any) -> None:
-    """Refuse what NKI kernels at decode, and experts in tiles, do not follow; `config` is the whole neuron config.
+    """Refuse what the kernel of whole layers, and experts in tiles, do not follow; `config` is the neuron config.
 
     Raises:
         ConfigError: naming the field.
     """
-    if config.decode not in get_args(Decode):
-        raise ConfigError(f"expected {' or '.join(get_args(Decode))}, got {config.decode!r}", field="decode")
-    if not config.kernels:
-        return
-    layers = config.decode == "layers"
-    for name, (taken, reason) in (LAYERS_REFUSED if layers else KERNELS_REFUSED).items():
-        if (value := getattr(config, name)) not in taken:
-            expected = " or ".join(repr(one) for one in taken)
-            raise ConfigError(f"expected {expected} with decode {config.decode!r}, got {value!r}: {reason}", field=name)
-    tokens = config.tkg_batch_size * max(config.speculation_length, 1)
-    if layers and tokens > MOST_SEQUENCES:
-        expected = f"at most {MOST_SEQUENCES} tokens a step with decode 'layers'"
-        raise ConfigError(f"expected {expected}, got {tokens}", field="batch_size")
+    layout.check_decode(config.decode)
+    layers = config.layers
     if config.decode_layers_per_kernel is not None and (not layers or config.decode_layers_per_kernel < 1):
         expected = "a positive number" if layers else "None without decode 'layers'"
         raise ConfigError(
             f"expected {expected}, got {config.decode_layers_per_kernel}", field="decode_layers_per_kernel"
         )
+    if not layers:
+        return
+    for name, (taken, reason) in LAYERS_REFUSED.items():
+        if (value := getattr(config, name)) not in taken:
+            expected = " or ".join(repr(one) for one in taken)
+            raise ConfigError(f"expected {expected} with decode 'layers', got {value!r}: {reason}", field=name)
+    tokens = config.tkg_batch_size * max(config.speculation_length, 1)
+    if tokens > MOST_SEQUENCES:
+        expected = f"at most {MOST_SEQUENCES} tokens a step with decode 'layers'"
+        raise ConfigError(f"expected {expected}, got {tokens}", field="batch_size")
     if config.quantized and config.quantization_type != "blockwise_symmetric":
-        expected = f"blockwise_symmetric with decode {config.decode!r}"
+        expected = "blockwise_symmetric with decode 'layers'"
         raise ConfigError(f"expected {expected}, got {config.quantization_type!r}", field="quantization_type")
     if not config.blockwise_matmul_config.use_torch_block_wise:
         raise ConfigError(
-            f"expected True with decode {config.decode!r}: NxD's NKI kernels read experts in another arrangement",
+            "expected True with decode 'layers': NxD's NKI kernels read experts in another arrangement",
             field="blockwise_matmul_config.use_torch_block_wise",
         )
 
 
-def check_slots(config: Any, group: int) -> None:
-    """Refuse cache lengths that the attention kernel does not take; `group` ranks share a cache.
+def check_slots(config: Any) -> None:
+    """Refuse cache lengths that the kernel of whole layers does not take, where each rank has the whole cache.
 
     Raises:
         ConfigError: naming the field.
     """
-    tile = 128 * config.logical_nc_config
-    taken = "the attention kernel takes a multiple of {tile}" + (f", {tile} a rank" if group > 1 else "")
-    _check_slots(config, tile * group, taken)
+    _check_slots(config, 128 * config.logical_nc_config, "decode 'layers' takes a multiple of {tile}")
 
 
 def _check_slots(config: Any, tile: int, taken: str) -> None:

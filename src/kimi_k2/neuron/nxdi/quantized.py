@@ -30,7 +30,7 @@ def q_config(neuron_config: Any) -> dict[str, Any]:
 
 def tile_dtype(neuron_config: Any) -> torch.dtype | None:
     """Dtype of the routed experts' tiles; None where they are held in NxD's own arrangement."""
-    if neuron_config.decode == "xla":
+    if not neuron_config.layers:
         return None
     dtype: torch.dtype = torch.float8_e4m3fn if neuron_config.quantized else neuron_config.torch_dtype
     return dtype
@@ -39,4 +39,4 @@ def tile_dtype(neuron_config: Any) -> torch.dtype | None:
 def block_size(neuron_config: Any) -> int:
     """Rows and columns of the routed experts' FP8 blocks; 0 where they have none, or lie in tiles."""
     blocks = neuron_config.quantized and neuron_config.quantization_type == "blockwise_symmetric"
-    return int(neuron_config.quantization_block_size[0]) if blocks and not neuron_config.kernels else 0
+    return int(neuron_config.quantization_block_size[0]) if blocks and not neuron_config.layers else 0

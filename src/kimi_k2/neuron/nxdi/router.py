@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.experts import NORM_GUARD
 
-from .kernels import RouterKernel
 from .products import dot_float32
 
 
@@ -28,8 +26,6 @@ class KimiK2Router(RouterTopK):
     Args:
         config: the validated Hugging Face configuration.
         bias_before_sigmoid: the published port's mistake, for measuring it only.
-        kernel_cores: cores (1 or 2) of the NKI kernel that routes up to 128 tokens; 0 for the PyTorch form.
-        transposed: the weight is held as [H, E], as the kernel reads it.
 
     Raises:
         ConfigError: `n_group` is not 1 (no member of the family groups its experts).
@@ -40,8 +36,6 @@ class KimiK2Router(RouterTopK):
         config: KimiK2Config,
         *,
         bias_before_sigmoid: bool = False,
-        kernel_cores: int = 0,
-        transposed: bool = False,
         **kwargs: Any,
     ) -> None:
         if config.n_group != 1:
@@ -53,14 +47,9 @@ class KimiK2Router(RouterTopK):
             act_fn="sigmoid",
             **kwargs,
         )
-        self.transposed = transposed
-        if transposed:
-            self.linear_router.weight = nn.Parameter(self.linear_router.weight.detach().T.contiguous())
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.bias_before_sigmoid = bias_before_sigmoid
-        self._given: Tensor | None = None
-        self.kernel = RouterKernel(kernel_cores) if kernel_cores and not bias_before_sigmoid else None
         # Not zeros: a constant would be folded into the graph, and the loaded values would have no effect.
         bias = torch.linspace(-1.0, 1.0, config.n_routed_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -73,21 +62,10 @@ class KimiK2Router(RouterTopK):
         moved.data = kept.to(moved.device)
         return self
 
-    @contextmanager
-    def given(self, router_logits: Tensor) -> Iterator[None]:
-        """Route by these float32 logits [T, E] instead of the router's own: NxD's MoE hands on hidden states alone."""
-        self._given = router_logits
-        try:
-            yield
-        finally:
-            self._given = None
-
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] to float32 logits [T, E]."""
-        if self._given is not None:
-            return self._given
         tokens = hidden_states.reshape(-1, self.hidden_size)
-        return dot_float32(tokens, self.linear_router.weight, ([1], [0 if self.transposed else 1]), ([], []))
+        return dot_float32(tokens, self.linear_router.weight, ([1], [1]), ([], []))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route.
@@ -99,12 +77,6 @@ class KimiK2Router(RouterTopK):
             router_logits float32 [T, E]; expert_affinities float32 [T, E], the final weights at the chosen experts and
             0 elsewhere; expert_index int64 [T, top_k].
         """
-        if self.kernel is not None and self.kernel.takes(hidden_states):
-            options = (self.e_score_correction_bias, self.top_k, self.norm_topk_prob, self.routed_scaling_factor)
-            if self._given is not None:
-                return self.kernel.choose(self._given, *options)
-            tokens = hidden_states.reshape(-1, self.hidden_size)
-            return self.kernel(tokens, self.linear_router.weight, *options, transposed=self.transposed)
         router_logits = self.get_router_logits(hidden_states)
         bias = self.e_score_correction_bias
         scores = torch.sigmoid(router_logits + bias if self.bias_before_sigmoid else router_logits)

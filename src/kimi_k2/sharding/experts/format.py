@@ -43,8 +43,7 @@ class ExpertFormat(ABC):
     Attributes:
         name: the project's name, as in `convert --experts`.
         quantization_type: NxD's name, an option of MoENeuronConfig; None for float weights.
-        tiles: for the NKI kernels (`Layout.decode`): gate and up are held in their tiles, and the router's weight as
-            [hidden, experts].
+        tiles: for the NKI kernels (`Layout.decode`): gate and up are held in their tiles.
         shared: the format of the shared expert, where it lies in tiles too, a stack of one that all ranks divide; None
             where it is three linears.
     """

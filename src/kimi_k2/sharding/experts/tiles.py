@@ -16,13 +16,6 @@ from kimi_k2.sharding.experts.format import ExpertFormat, input_first, register
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
     from kimi_k2.sharding.layout import Layout
-if TYPE_CHECKING:
-    from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.layout import Layout
-if TYPE_CHECKING:
-    from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.layout import Layout
-
 
 PARTITIONS = 128
 # A rank's columns of an expert that `kimi_k2.nki.kernels.experts` takes: gate and up together fill its partitions.
