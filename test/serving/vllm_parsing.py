@@ -51,6 +51,12 @@ def request(tools: list[dict[str, Any]] | None = None, **fields: Any) -> Any:
     return ChatCompletionRequest(messages=[{"role": "user", "content": "go"}], model="m", **fields)
 
 
+def constraint(**fields: Any) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**fields)
+
+
 def new_parser(
     tokenizer: Tokenizer, asked: Any, *, reasoning: str | None = NAME, tools: str | None = NAME, **options: Any
 ) -> Any:

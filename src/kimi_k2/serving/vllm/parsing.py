@@ -1,13 +1,19 @@
-"""What both parsers take of vLLM: message classes, which have moved between its versions, and its tokenizer."""
+"""What both parsers take of vLLM: its parser engine, its message classes, its tokenizer."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+from vllm.parser.engine.events import EventType
+from vllm.parser.engine.parser_engine import ParserEngine
+from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState, Transition
 
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.lexer import Marker
+from kimi_k2.tokenization.special_tokens import IM_MIDDLE
 
 # In the order in which they are looked for: 0.32 and newer; 0.24.
 _PLACES = ("vllm.entrypoints.generate.base.protocol", "vllm.entrypoints.openai.engine.protocol")
@@ -33,6 +39,45 @@ ToolCall = _find("ToolCall")
 def marker_ids(vocabulary: Mapping[str, int]) -> dict[int, Marker]:
     """The marker tokens that a vocabulary has; members of the family without reasoning lack two."""
     return {vocabulary[marker.value]: marker for marker in Marker if marker.value in vocabulary}
+
+
+class ReasoningEnds(ParserEngine):  # type: ignore[misc]  # vLLM has no types for mypy here
+    """vLLM's parser engine, told where a reply's reasoning ends; vLLM asks it where a grammar begins.
+
+    Text is read by our own lexer, in the adapters that hold this.
+
+    Attributes:
+        thinks: whether the vocabulary has the tags of reasoning, and the request has not switched it off.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Any = None, **keywords: Any) -> None:
+        options = keywords.get("chat_template_kwargs") or {}
+        asked = [options[name] for name in ("thinking", "enable_thinking") if options.get(name) is not None]
+        markers = set(marker_ids(tokenizer.get_vocab()).values())
+        self.thinks = {Marker.THINK, Marker.THINK_END} <= markers and (not asked or any(asked))
+        super().__init__(tokenizer, tools, parser_engine_config=_config(self.thinks), **keywords)
+
+
+def _config(thinks: bool) -> Any:
+    """What ends reasoning: its tag, or a section of calls, whose marker a grammar takes as its own first token."""
+    if not thinks:
+        return ParserEngineConfig(name="kimi_k2_stream")
+    ends = {"THINK_END": ParserState.CONTENT, "SECTION_BEGIN": ParserState.TOOL_PREAMBLE}
+    said = {
+        "name": "kimi_k2_stream",
+        "initial_state": ParserState.REASONING,
+        "wait_for_reasoning": True,
+        "turn_boundary_tokens": frozenset({IM_MIDDLE}),
+        "terminals": {name: Marker[name].value for name in ends},
+        "transitions": {
+            (ParserState.REASONING, name): Transition(state, (EventType.REASONING_END,)) for name, state in ends.items()
+        },
+    }
+    said["terminals"]["THINK_START"] = Marker.THINK.value
+    said["transitions"][ParserState.REASONING, "THINK_START"] = Transition(ParserState.REASONING)
+    said["token_id_terminals"] = said["terminals"]
+    known = {field.name for field in fields(ParserEngineConfig)}
+    return ParserEngineConfig(**{name: value for name, value in said.items() if name in known})
 
 
 def aligned_lexer(tokenizer: Any, vocabulary: Mapping[str, int]) -> AlignedLexer:

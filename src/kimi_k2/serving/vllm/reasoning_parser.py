@@ -5,31 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.reasoning.abs_reasoning_parsers import ReasoningParser
+from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
 
-from kimi_k2.serving.vllm.parsing import DeltaMessage, aligned_lexer, marker_ids
+from kimi_k2.serving.vllm.parsing import DeltaMessage, ReasoningEnds, aligned_lexer, marker_ids
+from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.deltas import Reasoning
 from kimi_k2.tokenization.lexer import Lexeme, Marker
-from kimi_k2.tokenization.reasoning import ReasoningMachine, parse_reasoning
+from kimi_k2.tokenization.reasoning import ReasoningMachine
 from kimi_k2.tokenization.special_tokens import IM_MIDDLE, THINK, THINK_END
 
 # Where reasoning ends: its tag, or a call that the model makes without closing it.
 _TAIL = 4  # ids at a prompt's end among which an open <think> stands: a template may write a line break after it
-_ENDS = (Marker.THINK_END, Marker.SECTION_BEGIN, Marker.CALL_BEGIN)
+_GRAMMAR_BEGINS = (Marker.THINK_END, Marker.SECTION_BEGIN)
+_ENDS = (*_GRAMMAR_BEGINS, Marker.CALL_BEGIN)  # in the text; no grammar knows a call outside its section
 
 
-class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLLM has no types for mypy here
+class KimiK2StreamReasoningParser(ParserEngineReasoningAdapter):  # type: ignore[misc]  # vLLM has no types for mypy here
     """One reply's reasoning; vLLM makes one for each choice of a request.
 
-    What follows the reasoning goes on as content, markers included, for a tool parser to read.
+    What follows the reasoning goes on as content, markers included, for a tool parser to read. Where a grammar begins
+    is vLLM's to find (`parsing.ReasoningEnds`).
     """
 
-    engine_based_streaming = True  # deltas alone are handed over, so time stays linear in the text
+    _parser_engine_cls = ReasoningEnds
 
     def __init__(self, tokenizer: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(tokenizer, *arguments, **keywords)
         self._markers = marker_ids(self.vocab)
-        self._reasons = {Marker.THINK, Marker.THINK_END} <= set(self._markers.values())
+        self._thinks = self._parser_engine.thinks
         self._turn_begin = self.vocab.get(IM_MIDDLE)
         self._lexer = aligned_lexer(tokenizer, self.vocab)
         self._machine: ReasoningMachine | None = None
@@ -38,35 +41,20 @@ class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLL
         self._has_ended = False
         self._handed_over: list[int] | None = None
 
-    @property
-    def reasoning_start_str(self) -> str | None:
-        """The tag that opens reasoning."""
-        return THINK
-
-    @property
-    def reasoning_end_str(self) -> str | None:
-        """The tag that closes it."""
-        return THINK_END
-
-    def adjust_request(self, request: Any) -> Any:
-        """Ask for text with markers in it."""
-        request.skip_special_tokens = False
-        return request
-
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether the last turn in these ids is past its reasoning; true for a vocabulary without <think>."""
-        if not self._reasons:
+        """Whether the last turn in these ids is past its reasoning; true without reasoning."""
+        if not self._thinks:
             return True
         for token in reversed(input_ids):
             if token == self._turn_begin or self._markers.get(token) is Marker.THINK:
                 return False
-            if self._markers.get(token) in _ENDS:
+            if self._markers.get(token) in _GRAMMAR_BEGINS:
                 return True
         return False
 
     def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
         """Whether reasoning ends within `delta_ids`, the last of `input_ids`."""
-        return any(self._markers.get(token) in _ENDS for token in delta_ids)
+        return not self._thinks or any(self._markers.get(token) in _GRAMMAR_BEGINS for token in delta_ids)
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
         """Whether the text so far is past its reasoning."""
@@ -105,14 +93,19 @@ class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLL
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """Split a whole reply into its reasoning and the rest."""
-        if not self._reasons:
+        if not self._thinks:
             return None, model_output
         prefilled = self._prefilled
         if prefilled is None:
             opened = model_output.lstrip().startswith(THINK)
             prefilled = not opened and (THINK_END in model_output or self._template_opens(request))
-        split = parse_reasoning(model_output, prefilled=prefilled)
-        return split.reasoning or None, split.content or None
+        lexer, machine = aligned_lexer(self.model_tokenizer, self.vocab), ReasoningMachine(prefilled=prefilled)
+        lexer.feed(model_output, ())
+        reasoning, after = _read(lexer, machine)
+        if after is not None:  # as in a stream, the rest is the tool parser's, as it is
+            return reasoning or None, "".join(map(_text, after)) + lexer.rest()[0] or None
+        more, content = _finish(lexer, machine)
+        return reasoning + more or None, content or None
 
     def extract_reasoning_streaming(
         self,
@@ -127,27 +120,15 @@ class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLL
         if self._machine is None:
             self._machine = ReasoningMachine(prefilled=bool(self._prefilled))
         self._lexer.feed(delta_text, delta_token_ids)
-        reasoning: list[str] = []
-        for lexeme in self._lexer.lexemes():
-            after: list[Lexeme] = []
-            for piece in self._machine.push(lexeme):
-                if isinstance(piece, Reasoning):
-                    reasoning.append(piece.text)
-                else:
-                    after.append(piece)
-            if after or (lexeme is Marker.THINK_END and self._machine.closed):
-                return _delta("".join(reasoning), self._hand_over(after))
-        return _delta("".join(reasoning), "")
+        reasoning, after = _read(self._lexer, self._machine)
+        return _delta(reasoning, "" if after is None else self._hand_over(after))
 
     def finish_streaming(self) -> Any:
         """What was held back, at the end of a reply that never left its reasoning; None if nothing."""
         if self._machine is None or self._has_ended:
             return None
         machine, self._machine = self._machine, None
-        pieces = [piece for lexeme in self._lexer.flush() for piece in machine.push(lexeme)]
-        pieces += machine.finish()
-        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-        return _delta(reasoning, "".join(_text(piece) for piece in pieces if not isinstance(piece, Reasoning)))
+        return _delta(*_finish(self._lexer, machine))
 
     def _hand_over(self, after: Sequence[Lexeme]) -> str:
         """The text that follows the reasoning, from `after` on; its ids wait for `extract_content_ids`."""
@@ -172,6 +153,29 @@ class KimiK2StreamReasoningParser(ReasoningParser):  # type: ignore[misc]  # vLL
         except Exception:  # a tokenizer without a template, or one of another kind: nobody knows then
             return False
         return isinstance(prompt, str) and prompt.rstrip().endswith(THINK)
+
+
+def _read(lexer: AlignedLexer, machine: ReasoningMachine) -> tuple[str, list[Lexeme] | None]:
+    """Reasoning among the lexemes that are complete, and the first that comes after it; None until it has ended."""
+    reasoning: list[str] = []
+    for lexeme in lexer.lexemes():
+        after: list[Lexeme] = []
+        for piece in machine.push(lexeme):
+            if isinstance(piece, Reasoning):
+                reasoning.append(piece.text)
+            else:
+                after.append(piece)
+        if after or (lexeme is Marker.THINK_END and machine.closed):
+            return "".join(reasoning), after
+    return "".join(reasoning), None
+
+
+def _finish(lexer: AlignedLexer, machine: ReasoningMachine) -> tuple[str, str]:
+    """Reasoning and content that were held back, at the end of a reply that never left its reasoning."""
+    pieces = [piece for lexeme in lexer.flush() for piece in machine.push(lexeme)]
+    pieces += machine.finish()
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return reasoning, "".join(_text(piece) for piece in pieces if not isinstance(piece, Reasoning))
 
 
 def _text(piece: Lexeme) -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.parser.engine.adapters import ParserEngineToolAdapter
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from kimi_k2.serving.vllm.parsing import (
     DeltaFunctionCall,
@@ -13,6 +20,7 @@ from kimi_k2.serving.vllm.parsing import (
     DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
+    ReasoningEnds,
     ToolCall,
     aligned_lexer,
 )
@@ -20,6 +28,8 @@ from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolC
 from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 from kimi_k2.tokenization.tool_calls import ToolCallMachine
+
+logger = logging.getLogger("vllm.kimi_k2")
 
 _TAGS = (Marker.THINK, Marker.THINK_END)
 
@@ -60,8 +70,54 @@ class _Quotes:
 
 
 def _forces_calls(request: Any) -> bool:
-    """Whether vLLM holds the reply to a grammar of calls."""
+    """Whether a request wants calls in any case."""
     return getattr(request, "tool_choice", None) not in (None, "auto", "none")
+
+
+def _has_grammar(request: Any) -> bool:
+    """Whether vLLM holds a request's calls to a grammar: forced ones, and those of tools that are `strict`."""
+    constraint = getattr(request, "structured_outputs", None)
+    return _forces_calls(request) or getattr(constraint, "structural_tag", None) is not None
+
+
+def _held_to_schema(tool: Any) -> Any:
+    """A tool of a request whose calls are forced; one of another kind than functions as it is."""
+    function = getattr(tool, "function", tool)
+    if getattr(function, "strict", True) is not None or not function.parameters:
+        return tool
+    held = _grammars_schema(function.name, json.dumps(function.parameters))
+    if held is None:
+        return tool
+    strict = function.model_copy(update={"strict": True, "parameters": held})
+    return strict if function is tool else tool.model_copy(update={"function": strict})
+
+
+@lru_cache(maxsize=1024)
+def _grammars_schema(name: str, schema: str) -> Any:
+    """What of a function's schema vLLM's grammars can hold a forced call to, None for nothing; the rest is logged."""
+    given = json.loads(schema)
+    held = _without_lengths(given)
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=held)))
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        logger.warning("kimi-k2: a forced call of %s takes any JSON, its schema has no grammar: %s", name, error)
+        return None
+    if held != given:
+        logger.warning("kimi-k2: a forced call of %s has strings of any length: no grammar holds it to others", name)
+    return held
+
+
+def _without_lengths(schema: Any) -> Any:
+    """Without bounds on strings: xgrammar then takes no escapes, so no line break or quote, but control characters."""
+    if isinstance(schema, list):
+        return [_without_lengths(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "default", "enum", "examples") else _without_lengths(value)
+        for key, value in schema.items()
+        if key not in ("minLength", "maxLength") or isinstance(value, dict)  # a property of that name
+    }
 
 
 def definitions(tools: Iterable[Any]) -> list[dict[str, Any]]:
@@ -77,34 +133,41 @@ def definitions(tools: Iterable[Any]) -> list[dict[str, Any]]:
     return functions
 
 
-class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no types for mypy here
+class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # vLLM has no types for mypy here
     """One reply's tool calls; vLLM makes one for each choice of a request.
 
-    Attributes:
-        skip_reasoning_parsing: vLLM sets it where no reasoning parser runs before: then <think> tags are content.
+    vLLM sets `skip_reasoning_parsing` where no reasoning parser runs before: then <think> tags are content.
     """
 
-    engine_based_streaming = True  # deltas alone are handed over, so time stays linear in the text
+    _parser_engine_cls = ReasoningEnds
     structural_tag_model = "kimi"  # of the grammar for required and strict calls, as vLLM's own parser names it
-    skip_reasoning_parsing = False
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **_: Any) -> None:
-        super().__init__(tokenizer, tools)
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **keywords: Any) -> None:
+        super().__init__(tokenizer, tools, **keywords)
         self._lexer = aligned_lexer(tokenizer, self.vocab)
         self._machine: ToolCallMachine | _NoCalls | None = None
-        self._is_open = self._is_forced = False
+        self._is_open = self._by_grammar = False
         self._quotes = _Quotes()
 
     def adjust_request(self, request: Any) -> Any:
         """Ask for text with markers in it, and in versions without structural tags for JSON where calls are forced."""
-        request = super().adjust_request(request)
+        request = ToolParser.adjust_request(self, request)  # its adapter asks for them where no calls are wanted, too
         if request.tools and request.tool_choice != "none":
             request.skip_special_tokens = False
         return request
 
+    def get_structural_tag(self, request: Any, **keywords: Any) -> Any:
+        """The grammar of calls: forced ones keep to their tool's schema, where vLLM itself takes any JSON.
+
+        A tool's `strict` is obeyed where the client says it. What vLLM's backend cannot express is named in its log.
+        """
+        if _forces_calls(request):
+            request = request.model_copy(update={"tools": [_held_to_schema(tool) for tool in request.tools]})
+        return super().get_structural_tag(request, **keywords)
+
     def extract_tool_calls(self, model_output: str, request: Any) -> Any:
         """Parse a whole reply: its calls and its content, each complete."""
-        lexer, machine, self._is_forced = TextLexer(), self._new_machine(request), _forces_calls(request)
+        lexer, machine, self._by_grammar = TextLexer(), self._new_machine(request), _has_grammar(request)
         eraser = MarkerEraser()
         lexemes = [*lexer.feed(model_output), *lexer.flush()]
         deltas = eraser.push([*self._push(machine, lexemes), *machine.finish()])
@@ -129,10 +192,10 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
     ) -> Any:
         """What these tokens add to the message; None if nothing yet."""
         if self._machine is None:
-            self._machine, self._is_forced = self._new_machine(request), _forces_calls(request)
+            self._machine, self._by_grammar = self._new_machine(request), _has_grammar(request)
         self._is_open = True
-        # The grammar of a forced call takes markers by their text, so the model may spell them with ordinary tokens.
-        self._lexer.feed(delta_text, () if self._is_forced else delta_token_ids)
+        # A grammar takes markers by their text, so the model may spell them with ordinary tokens.
+        self._lexer.feed(delta_text, () if self._by_grammar else delta_token_ids)
         return self._delta(merged(self._push(self._machine, self._lexer.lexemes())))
 
     def finish_streaming(self) -> Any:
@@ -150,10 +213,11 @@ class KimiK2StreamToolParser(ToolParser):  # type: ignore[misc]  # vLLM has no t
         return ToolCallMachine(definitions(self.tools or getattr(request, "tools", None) or ()))
 
     def _push(self, machine: ToolCallMachine | _NoCalls, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:
+        tags_are_text = getattr(self, "skip_reasoning_parsing", False)  # vLLM 0.24 has no such attribute
         for lexeme in lexemes:
-            if self._is_forced and machine.in_call:
+            if self._by_grammar and machine.in_call:
                 lexeme = self._quotes.read(lexeme)
-            if self.skip_reasoning_parsing and isinstance(lexeme, Marker) and lexeme in _TAGS and not machine.in_call:
+            if tags_are_text and isinstance(lexeme, Marker) and lexeme in _TAGS and not machine.in_call:
                 yield from machine.push(lexeme.value)
             else:
                 yield from machine.push(lexeme)
