@@ -1,39 +1,146 @@
-"""Render the measured tables of the documents from docs/measured.json: `python scripts/tables.py` rewrites them.
+"""Render the figures of README and docs from where they are recorded or computed: `python scripts/tables.py`.
 
-A table has `made` (card, date, the commit that recorded it, and the command if one prints it), `columns` and `rows`; it
-stands in a document behind a line `<!-- measured: NAME -->`, with a line that says how it was made.
+A measured table of docs/measured.json has `made` (card, date, the commit that recorded it, and the command if one
+prints it), `columns` and `rows`; it stands in a document behind `<!-- measured: NAME -->`, with a line that says how it
+was made. A planned one stands behind `<!-- planned: MODEL PRESET ... -->`: rows of `kimi-k2 plan --all-presets`.
+
+Figures in sentences are in docs/figures.json: by document the sentence, with {} for each figure, and where each is
+from: a cell of measured.json, a plan, or what others published. A sentence without {} is kept as it stands.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kimi_k2.bench.render import markdown_table
+from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.comparison import published_memory
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.expectation import fit
+from kimi_k2.plan.presets import PresetRow, preset_row, served_rows
+from kimi_k2.plan.published import runs
+from kimi_k2.plan.report import plan
 
-DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"<!-- measured: ([\w-]+) -->\n.*\n\n(?:\|.*\n)+")
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"<!-- (measured|planned): ([\w .-]+) -->\n.*\n\n(?:\|.*\n)+")
+NUMBER = r"(\d[\d.,]*(?:e-?\d+)?(?<=\d))"
+PLANNED = (
+    "preset", "batch x context, prompt", "held, GiB", "scratch, GiB", "fits", "GB a step", "TPOT bound",
+    "expected", "TTFT bound",
+)  # fmt: skip
+FITS = {(True, True): "yes", (True, False): "if", (False, False): "no"}
 
 
-def rendered(text: str) -> str:
-    """A document with its tables as they are recorded.
+@cache
+def _json(name: str) -> Any:
+    return json.loads((DOCS / name).read_text(encoding="utf-8"))
+
+
+def rendered(text: str, name: str = "") -> str:
+    """A document with its tables and the figures of its sentences as they are recorded and computed.
+
+    Args:
+        text: of the document.
+        name: under which docs/figures.json has it.
 
     Raises:
         KeyError: a table is not recorded.
+        ValueError: a sentence stands not once in the document.
     """
-    recorded = json.loads((DOCS / "measured.json").read_text(encoding="utf-8"))
+    for entry in _json("figures.json").get(name, ()):
+        text = _sentence(text, entry["text"], [_figure(source) for source in entry.get("from", ())])
+    return BLOCK.sub(lambda match: _measured(match[2]) if match[1] == "measured" else _planned(match[2]), text)
 
-    def block(match: re.Match[str]) -> str:
-        name = match[1]
-        made, table = recorded[name]["made"], markdown_table(recorded[name]["columns"], recorded[name]["rows"])
-        command = f": `{made['command']}`" if "command" in made else ""
-        caption = f"*{made['card']}, {made['date']}, recorded by {made['commit']}{command}*"
-        return f"<!-- measured: {name} -->\n{caption}\n\n{table}"
 
-    return BLOCK.sub(block, text)
+def pattern(template: str) -> re.Pattern[str]:
+    """What a sentence with any figures looks like; lines may break anywhere."""
+    pieces = [r"\s+".join(map(re.escape, re.split(r"\s+", piece))) for piece in template.split("{}")]
+    return re.compile(NUMBER.join(pieces))
+
+
+def _sentence(text: str, template: str, figures: list[str]) -> str:
+    found = list(pattern(template).finditer(text))
+    if len(found) != 1:
+        raise ValueError(f"expected once, stands {len(found)} times: {template}")
+    for group in range(len(figures), 0, -1):
+        text = text[: found[0].start(group)] + figures[group - 1] + text[found[0].end(group) :]
+    return text
+
+
+def _figure(source: dict[str, Any]) -> str:
+    """The words of one figure: a value, times `scale`, in `format`."""
+    if "measured" in source:
+        cell = _json("measured.json")[source["measured"]]["rows"][source["row"]][source["column"]]
+        value: Any = re.search(source["match"], cell)[1]  # type: ignore[index]
+        value = value if "format" not in source else float(value)
+    elif "plan" in source:
+        value = _report(*source["plan"])
+        for key in source["path"].split("."):
+            value = value[key]
+    elif "gpus" in source:
+        value = _gpus(*source["gpus"])[source["path"]]
+    elif "fit" in source:
+        term = fit(source["fit"]).terms[source["term"]]
+        value = term if source["term"] == 2 else 1 / term  # seconds a layer, or a share of the peak rate
+    elif "runs" in source:
+        value = len(runs())
+    elif "run" in source:
+        value = getattr(next(run for run in runs() if run.name == source["run"]), source["field"])
+    else:
+        differences = [row.difference for row in published_memory()]
+        value = min(differences) if source["memory"] == "least" else max(differences)
+    if "format" not in source:
+        return str(value)
+    return format(1 / value if source.get("inverse") else value * source.get("scale", 1), source["format"])
+
+
+@cache
+def _report(model: str, preset: str) -> dict[str, Any]:
+    return plan(model, preset)
+
+
+@cache
+def _gpus(model: str, gpu: str, way: str) -> dict[str, Any]:
+    rows = served_rows(KimiK2Config.from_preset(model), 4096, 1)
+    return asdict(next(row for row in rows if (row.gpu, row.way) == (gpu, way)))
+
+
+def _measured(name: str) -> str:
+    recorded = _json("measured.json")[name]
+    made, table = recorded["made"], markdown_table(recorded["columns"], recorded["rows"])
+    command = f": `{made['command']}`" if "command" in made else ""
+    caption = f"*{made['card']}, {made['date']}, recorded by {made['commit']}{command}*"
+    return f"<!-- measured: {name} -->\n{caption}\n\n{table}"
+
+
+def _planned(words: str) -> str:
+    model, *presets = words.split()
+    config = KimiK2Config.from_preset(model)
+    rows = [_cells(preset_row(config, Deployment.load(name))) for name in presets]
+    caption = f"*computed and modelled: `kimi-k2 plan {model} --all-presets`*"
+    return f"<!-- planned: {words} -->\n{caption}\n\n{markdown_table(list(PLANNED), rows)}"
+
+
+def _cells(row: PresetRow) -> list[str]:
+    expected = [f"{1e3 * time:.0f}" for time in (row.expected, row.low, row.high) if time is not None]
+    return [
+        row.name, f"{row.batch} x {row.context:,}, {row.prompt:,}", f"{row.resident / 2**30:.1f}",
+        f"{(row.scratch or 0) / 2**30:.1f}", FITS[row.fits, row.certain], f"{row.decode_bytes / 1e9:.2f}",
+        f"{1e3 * row.tpot:.2f} ms", "{} ms ({} to {})".format(*expected), f"{1e3 * row.ttft:.0f} ms",
+    ]  # fmt: skip
+
+
+def documents() -> dict[str, Path]:
+    """README and docs by the names that docs/figures.json has."""
+    return {"README.md": ROOT / "README.md", **{path.name: path for path in sorted(DOCS.glob("*.md"))}}
 
 
 if __name__ == "__main__":
-    for path in DOCS.glob("*.md"):
-        path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, path in documents().items():
+        path.write_text(rendered(path.read_text(encoding="utf-8"), name), encoding="utf-8")

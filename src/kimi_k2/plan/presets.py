@@ -73,10 +73,12 @@ def preset_rows(config: KimiK2Config) -> list[PresetRow]:
         return (*family, one.name != LEADING, one.batch_size, one.seq_len, one.name)
 
     plans: dict[object, ShardingPlan] = {}  # many share a layout
-    return [_row(config, one, plans) for one in sorted(map(Deployment.load, preset_names()), key=place)]
+    return [preset_row(config, one, plans) for one in sorted(map(Deployment.load, preset_names()), key=place)]
 
 
-def _row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingPlan]) -> PresetRow:
+def preset_row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingPlan] | None = None) -> PresetRow:
+    """One of them; sharding plans by layout are taken from `plans`, and put there."""
+    plans = {} if plans is None else plans
     layout = f"TP{preset.moe_tp_degree} EP{preset.moe_ep_degree}"
     lengths = (preset.batch_size, preset.seq_len, preset.max_context_length)
     try:

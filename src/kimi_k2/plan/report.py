@@ -100,8 +100,9 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     sharding = target.sharding(config)
     memory = memory_plan(config, target, sharding)
     decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
-    kernels = kernel_step(config, target, sharding)
-    report = {
+    kernels, expected = kernel_step(config, target, sharding), expect(config, target, decode)
+    bound, bound_of = step_bound(decode, target, kernels)
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {
             **{name: getattr(target, name) for name in _OF_TARGET},
@@ -112,7 +113,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "rank_memory": {
             **{name: getattr(memory, name) for name in _OF_MEMORY},
             **asdict(memory.memory),
-            "scratch": asdict(memory.scratch) if memory.scratch else None,
+            "scratch": {**asdict(memory.scratch), "nbytes": memory.scratch.nbytes} if memory.scratch else None,
             "longest_context": longest_context(config, target, memory),
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
             "cache_tokens": cache_tokens(config, target, memory),
@@ -123,10 +124,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "decode": step(decode, target),
         "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
         "kernels": kernels,
-        "tpot": {
-            **dict(zip(("bound", "bound_of"), step_bound(decode, target, kernels), strict=True)),
-            "expected": expected.as_json() if (expected := expect(config, target, decode)) else None,
-        },
+        "tpot": {"bound": bound, "bound_of": bound_of, "expected": expected.as_json() if expected else None},
         "ttft": {"bound": roofline(prefill, target.machine).bound},
         "machine": asdict(target.machine),
         "advice": advice(config, target, memory),
@@ -136,7 +134,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     if target.positions > 1:
         plain = make_report(config, replace(target, positions=1, head=None))
         rates = Rates(**kernels["rates"]) if target.decode_layers and kernels else None
-        report["drafts"] = drafts_report(target, report["tpot"]["bound"], plain["tpot"]["bound"], rates)
+        report["drafts"] = drafts_report(target, bound, plain["tpot"]["bound"], rates)
     return report
 
 
