@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+import os
+from types import MethodType
 from typing import Any
+
+import torch
 
 
 def load(app: Any) -> None:
-    """Load an application in CPU mode, with a model for each stage: they differ, as they do on a device."""
-    kept = app.config.neuron_config.is_continuous_batching
-    app.config.neuron_config.is_continuous_batching = True
+    """Load an application in CPU mode, with a model for each stage: they differ, as they do on a device.
+
+    Where the process has had another application, its groups are given up first.
+    """
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    if torch.distributed.is_initialized():
+        os.environ.pop("WORLD_SIZE", None)  # of which NxDI would make the world again
+        parallel_state.destroy_model_parallel()
+    neuron = app.config.neuron_config
+    kept = neuron.is_continuous_batching
+    neuron.is_continuous_batching = True
     try:
         app.to_cpu()
     finally:
-        app.config.neuron_config.is_continuous_batching = kept
+        neuron.is_continuous_batching = kept
+    for wrapper in app.models:
+        wrapper.model.register_forward_pre_hook(_set_bucket)
+        if neuron.output_logits:
+            wrapper.forward = MethodType(_with_all_logits, wrapper)
+
+
+def _set_bucket(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Give the module the bucket of each pass, which a traced graph has from its bucket."""
+    model.n_positions = inputs[1].shape[1]
+
+
+def _with_all_logits(wrapper: Any, *args: Any) -> Any:
+    """ModelWrapper.forward for `output_logits`, of which NxDI's CPU mode takes logits of a part for a cache.
+
+    models/model_wrapper.py:1420 writes all that comes behind the tokens into the caches, in order.
+    """
+    count, size = len(args[3]), wrapper.neuron_config.batch_size
+    if count == size:
+        return type(wrapper).forward(wrapper, *args)
+    given = [one for one in wrapper._process_args(*args) if isinstance(one, torch.Tensor)]
+    given = wrapper.pad_inputs(*wrapper.convert_int64_to_int32(*given))
+    if count < size:
+        tokens, logits, *caches = wrapper._forward_with_pad(*given)
+        return [tokens, logits.index_select(0, given[3]), *caches]
+    found: list[list[torch.Tensor]] = []
+    for row in range(0, count, size):
+        tokens, logits, *caches = _with_all_logits(wrapper, *(one[row : row + size] for one in given))
+        found.append([tokens, logits])
+        for one, new in zip(wrapper.model.kv_mgr.past_key_values, caches, strict=True):
+            one.data = new
+    return [*(torch.cat(parts) for parts in zip(*found, strict=True)), *caches]

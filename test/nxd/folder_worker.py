@@ -1,9 +1,10 @@
 """The folder of a pull request to NxDI, copied elsewhere and without `kimi_k2`, on a job's cases; one rank.
 
 WORLD_SIZE=2 RANK=0 NXD_CPU_MODE=1 ... python folder_worker.py job.json
+python folder_worker.py pytest test/unit    (the folder's own tests)
 
-The job names the copied folder, the checkpoint, the neuron config, the cases (`prompts` and `forced`, or the steps of
-schedule.py) and the output file.
+The file names the copied folder, the output file and jobs of one number of ranks, each with a checkpoint, a neuron
+config and cases: `prompts` and `forced`, or the steps of schedule.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import importlib
 import json
 import logging
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import folder_cpu
+import pytest
 import schedule
 import torch
 
@@ -48,22 +51,46 @@ def result(app: Any, case: dict[str, Any]) -> torch.Tensor:
     app.reset()
     if "steps" in case:
         return schedule.run(app, case["steps"])
-    found = [schedule.prompts(app, case["prompts"])]
+    if "arrival" in case:  # each into its own cache line
+        lines = schedule.Lines(app)
+        rows = {row: lines.prefill(row, case["prompts"][row], 0)[0] for row in case["arrival"]}
+        found = [torch.stack([rows[row] for row in sorted(rows)])]
+    else:
+        found = [schedule.prompts(app, case["prompts"])]
     for step in range(len(case["forced"][0])):
         places = [len(prompt) + step for prompt in case["prompts"]]
         found.append(schedule.decode(app, [[row[step]] for row in case["forced"]], places).logits[:, -1])
     return torch.stack(found)
 
 
+def answer(job: dict[str, Any]) -> Any:
+    """Logits of a job's cases, or the field by whose name it is refused."""
+    try:
+        app = application(job)
+    except ValueError as error:
+        if not hasattr(error, "field"):
+            raise
+        return error.field
+    folder_cpu.load(app)
+    return [result(app, case) for case in job["cases"]]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    job = json.loads(Path(sys.argv[1]).read_text())
     without_the_package()
+    if sys.argv[1] == "pytest":
+        sys.exit(pytest.main(sys.argv[2:]))
+    job = json.loads(Path(sys.argv[1]).read_text())
     sys.path.insert(0, job["folder"])
-    app = application(job)
-    folder_cpu.load(app)
-    answer = [result(app, case) for case in job["cases"]]
+    answers: list[Any] = []
+    for one in job["jobs"]:
+        try:
+            answers.append(answer(one))
+        except Exception:
+            if "carry on" not in job:
+                raise
+            answers.append({"crash": traceback.format_exc()})
     if torch.distributed.get_rank() == 0:
-        torch.save(answer, job["output"])
+        torch.save(answers, job["output"])
     torch.distributed.barrier()

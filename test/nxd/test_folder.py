@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,16 @@ ODD: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copied(directory: Path) -> Path:
     """contrib/models/NAME of a checkout that has nothing else."""
-    path = tmp_path_factory.mktemp("neuronx-distributed-inference") / "contrib" / "models" / SOURCE.name
+    path = directory / "neuronx-distributed-inference" / "contrib" / "models" / SOURCE.name
     shutil.copytree(SOURCE, path, ignore=shutil.ignore_patterns("__pycache__"))
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copied(tmp_path_factory.mktemp("copied"))
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +102,18 @@ def test_logits(
     checkpoint = stored(form, tiny_config(**ODD))
     reference = load_transformers_model(plain(checkpoint, tmp_path / "plain"))
     case = harness.sequences(batch, 512, steps=6)
-    job = {
-        "folder": str(folder),
-        "checkpoint": checkpoint,
-        "neuron_config": harness.neuron_config(*harness.LAYOUTS[layout], batch, **options),
-        "cases": [case],
-    }
-    (found,) = harness.launch(job, tmp_path, WORKER)
+    neuron = harness.neuron_config(*harness.LAYOUTS[layout], batch, **options)
+    job = {"checkpoint": str(checkpoint), "neuron_config": neuron, "cases": [case]}
+    head = {"folder": str(folder), "checkpoint": "", "neuron_config": neuron}
+    ((found,),) = harness.launch({**head, "jobs": [job]}, tmp_path, WORKER)
     harness.check(f"{form} {layout}", found, harness.expected_logits(reference, case))
     assert torch.isfinite(found).all()
+
+
+def test_its_own_tests(folder: Path) -> None:
+    """Unit tests run here; those of a device are skipped with the reason."""
+    command = [sys.executable, str(WORKER), "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--rootdir", ".", "test"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert re.search(r"4\d passed, 13 skipped", done.stdout), done.stdout[-500:]
+    assert "needs a trn2.48xlarge, KIMI_K2_MODEL and KIMI_K2_COMPILED" in done.stdout

@@ -66,7 +66,10 @@ _HARMLESS = """
 """
 HARMLESS = frozenset(_HARMLESS.split())
 # Of K2.5 and later, whose language model lies in text_config; the vision tower is not computed here.
-OUTER = ("text_config", "vision_config", "media_placeholder_token_id", "ignore_index", "use_unified_vision_chunk")
+OUTER = frozenset((
+    "text_config", "vision_config", "media_placeholder_token_id", "image_token_id", "video_placeholder",
+    "ignore_index", "use_unified_vision_chunk", "projection_hidden_size", "tie_word_embeddings", "quantization_config",
+))  # fmt: skip
 YARN = (
     "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "attention_factor", "truncate",
@@ -113,7 +116,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         blockwise = {"block_size": 128, "use_torch_block_wise": True}
         if not isinstance(given := kwargs.get("blockwise_matmul_config") or {}, dict):
             given = vars(given)
-        kwargs["blockwise_matmul_config"] = {**blockwise, **{n: v for n, v in given.items() if n != "skip_dma"}}
+        # NxDI writes enumerations to its JSON as dictionaries, which it does not read back.
+        plain = {name: value for name, value in given.items() if name != "skip_dma" and not isinstance(value, dict)}
+        kwargs["blockwise_matmul_config"] = {**blockwise, **plain}
         # Loading is reading then: NxD's transformation of layouts takes hours on a host, and MiniMax-M2's port saw it
         # drop a router's bias.
         kwargs.setdefault("weights_to_skip_layout_optimization", [".*"])
@@ -235,6 +240,13 @@ class KimiK2InferenceConfig(InferenceConfig):
         if self.first_k_dense_replace:
             divided["intermediate_size"] = neuron.tp_degree
         divided |= {"moe_intermediate_size": neuron.moe_tp_degree, "n_routed_experts": neuron.moe_ep_degree}
+        sampling = neuron.on_device_sampling_config
+        if sampling is not None and sampling.do_sample:
+            most = self.vocab_size // neuron.tp_degree  # a rank's part, of which NxDI's sampler takes the best
+            fits = sampling.global_topk <= most
+            require(
+                fits, "on_device_sampling_config.global_topk", f"expected at most {most}, got {sampling.global_topk}"
+            )
         sizes = [(name, getattr(self, name), ranks) for name, ranks in divided.items()]
         down = self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim  # columns of both down projections
         sizes.append(("q_lora_rank", down, neuron.tp_degree))
@@ -257,7 +269,8 @@ class KimiK2InferenceConfig(InferenceConfig):
     def rotary(self) -> tuple[list[float], float]:
         """Inverse frequencies of the rotary pairs, and the factor on cos and sin; YaRN as transformers has it."""
         size, base, yarn = self.qk_rope_head_dim, self.rope_theta, self.rope_scaling
-        plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        whole = {"dtype": torch.float32, "device": "cpu"}  # models are made on the meta device
+        plain = 1.0 / base ** (torch.arange(0, size, 2, **whole) / size)
         if not yarn:
             return plain.tolist(), 1.0
         factor, length = yarn["factor"], yarn["original_max_position_embeddings"]
@@ -269,7 +282,7 @@ class KimiK2InferenceConfig(InferenceConfig):
         if yarn.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+        ramp = (torch.arange(size // 2, **whole) - low) / (high - low if high != low else 0.001)
         kept = 1 - ramp.clamp(0, 1)
         mscale, all_dim = yarn.get("mscale"), yarn.get("mscale_all_dim")
         if yarn.get("attention_factor") is not None:
@@ -322,8 +335,10 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = dict(raw.get("text_config") or raw)
     if text_is_nested := "text_config" in raw:
-        for name in set(raw) - set(OUTER) - HARMLESS - {"model_type", "quantization_config", "tie_word_embeddings"}:
-            require(name in OPTIONAL, name, "not known, so it may change what the model computes")
+        require(raw.get("model_type") == "kimi_k25", "model_type", f"expected kimi_k25, got {raw.get('model_type')!r}")
+        for name in raw:
+            known = name in OUTER or name in HARMLESS or name in OPTIONAL or name == "model_type"
+            require(known, name, "not known, so it may change what the model computes")
         if raw.get("quantization_config") is not None:
             text.setdefault("quantization_config", raw["quantization_config"])
     rope = text.pop("rope_parameters", None)

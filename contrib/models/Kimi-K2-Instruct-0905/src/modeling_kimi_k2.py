@@ -96,7 +96,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
         self.norm = make_rms_norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(
             config.hidden_size, config.vocab_size, bias=False, dtype=neuron.torch_dtype,
-            gather_output=not self.on_device_sampling or neuron.on_cpu,
+            gather_output=not self.on_device_sampling,
         )  # fmt: skip
 
     def init_inference_optimization(self, config: Any) -> None:

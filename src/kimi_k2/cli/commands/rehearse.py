@@ -82,10 +82,6 @@ def neuron_steps(name: str, work: Path, absent: list[str]) -> Iterator[Step]:
         f'kimi-k2 generate {REAL} --backend neuron --preset {name} --compiled {RANKS} -p "What is MLA?"',
         "generate with the plain model",
     )  # fmt: skip
-    yield Step(
-        "integration tests", [], skip="they run compiled graphs: on the machine only",
-        real=f"KIMI_K2_MODEL={REAL} KIMI_K2_COMPILED={RANKS} pytest -m neuron contrib/models/Kimi-K2-Instruct-0905",
-    )  # fmt: skip
     lengths = ["--output-lengths", "4,8", "--prompt-lengths", "16", "--runs", "1", "--out", str(work / "sweep")]
     yield Step(
         "sweep, one rank", ["bench", checkpoint, *options, "--on-cpu", *lengths], 1, missing,
