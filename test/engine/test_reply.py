@@ -13,6 +13,7 @@ from kimi_k2.errors import GenerationError
 from kimi_k2.tokenization.message import AssistantMessage, collect, parse_message
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
 CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
     '{"city": "Bern"}<|tool_call_end|><|tool_calls_section_end|>'
@@ -77,7 +78,7 @@ def test_no_stop_string_counts_that_is_whole_within_min_tokens(
 def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled: bool) -> None:
     text = ("" if prefilled else "<think>") + "Bern, surely.</think>I look.\n" + CALL
     end = tokenizer.special_tokens["<|im_end|>"]
-    reply = Reply(tokenizer, {end}, prefilled=prefilled)
+    reply = Reply(tokenizer, {end}, prefilled=prefilled, tools=TOOLS)
     shown = run(reply, [*tokenizer.encode(text, allow_special=True), end, 1, 2, 3])
     assert reply.text == text
     assert reply.finish_reason == "tool_calls"

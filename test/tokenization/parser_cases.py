@@ -22,8 +22,9 @@ def section(*calls: str) -> str:
 
 
 def tool(name: str, *parameters: str) -> dict[str, Any]:
+    """The first parameter is required, the others are not."""
     properties = {parameter: {"type": "string"} for parameter in parameters}
-    schema = {"type": "object", "properties": properties}
+    schema = {"type": "object", "properties": properties, "required": list(parameters[:1])}
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 

@@ -28,7 +28,7 @@ class Reply:
         tokenizer: of the checkpoint.
         end_ids: tokens that end a turn; they are no text.
         stop: strings that end it; neither they nor what follows is part of the message.
-        tools: of the request; see MessageStream.
+        tools: of the request, None for none; see MessageStream.
         prefilled: the prompt left <think> open; see `opens_reasoning`.
         parse: split reasoning and tool calls off; without it everything is content.
         min_tokens: of the reply, before which a stop string ends nothing.
@@ -61,7 +61,7 @@ class Reply:
         self.finish_reason: FinishReason | None = None
         self._decoder = tokenizer.incremental_decoder()
         self._end_ids, self._stop, self._min_tokens = end_ids, tuple(stop), min_tokens
-        self._parser = MessageStream(tools=tools, prefilled=prefilled, tokenizer=tokenizer) if parse else None
+        self._parser = MessageStream(tools=tools or (), prefilled=prefilled, tokenizer=tokenizer) if parse else None
         self._held = [_Piece()]  # may begin a stop string; the last piece may be part of a character
         self._deltas: list[Delta] = []
 

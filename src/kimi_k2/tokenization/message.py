@@ -69,7 +69,7 @@ class MessageStream:
     """Incremental parser: feed text or tokens as they come, then `finish`; TokenizerError for anything after it.
 
     Args:
-        tools: OpenAI-style definitions of the request's tools; they tell the function of a call whose id does not.
+        tools: OpenAI-style definitions of the request's tools: no call is for another; None where nobody knows them.
         prefilled: the prompt ended with <think>; see `opens_reasoning`.
         after_reasoning: another parser has taken the reasoning; the text is what follows it.
         tokenizer: needed by `feed_token` only.

@@ -21,12 +21,11 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from jsonschema import SchemaError, ValidationError, validate
-
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.files import read_text, replace_file
 from kimi_k2.limits import MEDIA_BYTES
+from kimi_k2.tokenization.tool_resolver import schema_problem
 
 FAILED = (OSError, HTTPException)  # no answer, or one that breaks off
 
@@ -87,13 +86,7 @@ def problem(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str 
         arguments = json.loads(function.get("arguments") or "")
     except (ValueError, TypeError, RecursionError) as error:
         return f"arguments are no JSON: {error}"
-    try:
-        validate(arguments, schemas[name] or {"type": "object"})
-    except ValidationError as error:
-        return f"arguments do not fit the schema: {error.message[:200]}"
-    except (SchemaError, RecursionError) as error:
-        return f"the tool's schema cannot be used: {str(error)[:200]}"
-    return None
+    return schema_problem(arguments, schemas[name])
 
 
 @dataclass(frozen=True)
