@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.nki.kernels.router import noaux_tc_choice, noaux_tc_router
+from kimi_k2.nki.kernels.router import noaux_tc_router
 from kimi_k2.ops.experts import noaux_tc_gate, route
 
 HIDDEN, EXPERTS, SCALE = 7168, 384, 2.827
@@ -39,39 +35,13 @@ def test_router_at_real_size(tokens: int, dtype: torch.dtype, cores: int) -> Non
     assert ((torch.from_numpy(affinities).double() - dense).norm() / dense.norm()).item() < 1e-6
 
 
-def contrib_kernels() -> Any:
-    """`kernels.py` of the NxDI model, loaded without NxD."""
-    file = Path(__file__).parents[2] / "src/kimi_k2/neuron/nxdi/kernels.py"
-    spec = importlib.util.spec_from_file_location("contrib_kernels", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_form_that_the_nxdi_class_calls() -> None:
-    x, weight, bias = draw(4, torch.float32)
-    kernel = contrib_kernels().RouterKernel(2)
-    assert kernel.takes(x[None])
-    assert not kernel.takes(x[None].repeat(1, 40, 1))  # 160 tokens
-    assert not kernel.takes(x[None].to("meta"))
-    logits, affinities, index = kernel(x, weight, bias, 4, True, SCALE)
-    wanted_index, wanted = route(x, weight, bias, 4, routed_scaling_factor=SCALE)
-    assert torch.equal(index, wanted_index)
-    assert torch.allclose(logits, x @ weight.T, atol=1e-4)
-    assert torch.allclose(affinities, torch.zeros(4, EXPERTS).scatter(1, wanted_index, wanted), rtol=1e-4)
-
-
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize(("tokens", "top_k", "norm"), [(1, 8, True), (4, 4, True), (64, 8, False)])
-def test_logits_that_are_known(tokens: int, top_k: int, norm: bool, cores: int) -> None:
-    """The kernel behind an early router, and the class's call of it."""
-    logits = torch.randn(tokens, EXPERTS, generator=torch.Generator().manual_seed(tokens))
-    bias = draw(1, torch.float32)[2]
-    index, weights, affinities = noaux_tc_choice[cores](logits, bias[None], SCALE, norm, top_k)
+def test_fewer_experts_and_weights_as_they_are(tokens: int, top_k: int, norm: bool, cores: int) -> None:
+    x, weight, bias = draw(tokens, torch.float32)
+    index, weights, affinities = noaux_tc_router[cores](x, weight.T.contiguous(), bias[None], SCALE, norm, top_k)
     wanted_index, wanted = noaux_tc_gate(
-        logits.double(), bias.double(), top_k, norm_topk_prob=norm, routed_scaling_factor=SCALE
+        x.double() @ weight.double().T, bias.double(), top_k, norm_topk_prob=norm, routed_scaling_factor=SCALE
     )
     assert torch.equal(torch.from_numpy(index).long(), wanted_index)
     torch.testing.assert_close(torch.from_numpy(weights).double(), wanted, rtol=1e-6, atol=0)

@@ -220,7 +220,7 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
             ("shared expert's gate and up swapped", "decode_layers",
                 "shared_{name}\": part for", "shared_{name}\": part.flip(-1) for"),
             ("a rank's summand lost", "nki_emulator.ranks",
-                "brought for _, brought in found", "found[0][1] for _, brought in found"),
+                "brought for _, brought in gathered", "gathered[0][1] for _, brought in gathered"),
             ("every rank is the first", "decode_layers", "torch.distributed.get_rank()", "0"),
         ],
         "TP4 in pairs": [

@@ -101,10 +101,10 @@ class AttentionTiles(nn.Module):
     def arguments(self) -> dict[str, Tensor]:
         """The others by the kernel's names."""
         tensors: dict[str, Tensor] = {}
-        for name, field in (("q_b", "q_b"), ("w_uk", "w_uk"), ("w_uv", "w_uv"), ("o", "o_proj")):
+        for name in ("q_b", "w_uk", "w_uv", "o"):
             tile = self.get_submodule(name)
             assert isinstance(tile, TileWeights)
-            tensors[field] = tile.weight
+            tensors["o_proj" if name == "o" else name] = tile.weight
             if tile.scale is not None:
                 tensors[f"{name}_scales"] = tile.scale
         return tensors

@@ -32,9 +32,8 @@ def noaux_tc_router(
     routed_scaling_factor: float,
     norm_topk_prob: bool = True,
     top_k: int = 8,
-    return_logits: bool = False,
-) -> tuple[Any, ...]:
-    """Logits, choice and weights of T tokens; at LNC=2 each core reads one half of the weight.
+) -> tuple[Any, Any, Any]:
+    """Choice and weights of T tokens; at LNC=2 each core reads one half of the weight.
 
     Args:
         hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), float32 or BF16.
@@ -44,46 +43,15 @@ def noaux_tc_router(
         routed_scaling_factor: of the configuration.
         norm_topk_prob: divide the weights by their sum + 1e-20.
         top_k: at most 8.
-        return_logits: store the logits too.
 
     Returns:
         (expert_index int32 [T, top_k] by falling biased score, equal ones by the lower index; expert_weights float32
-        [T, top_k]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere; with
-        return_logits, float32 [T, E]).
+        [T, top_k]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere).
     """
     tokens, size = hidden.shape
     experts = weight_t.shape[1]
     logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
     index, weights, scores = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
-    expert_index, expert_weights, expert_affinities = _store(index, weights, scores)
-    if not return_logits:
-        return expert_index, expert_weights, expert_affinities
-    router_logits = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        nisa.dma_copy(dst=router_logits, src=logits)
-    return expert_index, expert_weights, expert_affinities, router_logits
-
-
-@nki.jit
-def noaux_tc_choice(
-    logits: Any,
-    e_score_correction_bias: Any,
-    routed_scaling_factor: float,
-    norm_topk_prob: bool = True,
-    top_k: int = 8,
-) -> tuple[Any, Any, Any]:
-    """Choice and weights of T tokens from logits that are known, of an early router.
-
-    Args:
-        logits: float32 [T, E], T at most 128, E at most 512.
-        e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
-
-    Returns:
-        expert_index, expert_weights and expert_affinities of `noaux_tc_router`.
-    """
-    loaded = nl.ndarray(logits.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=loaded, src=logits)
-    index, weights, scores = choose(loaded, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
     return _store(index, weights, scores)
 
 
