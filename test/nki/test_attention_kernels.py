@@ -21,7 +21,6 @@ from kimi_k2.ops.embedding import apply_rotary_interleaved
 
 from .relative_error import relative
 
-EXPERTS = 384
 HIDDEN, Q_RANK, RANK, ROPE, NOPE, VALUE = 7168, 1536, 512, 64, 128, 128
 SCALE, EPS = 0.1447, 1e-6
 SLOW = bool(os.environ.get("KIMI_K2_SLOW"))
@@ -212,38 +211,6 @@ def test_a_part_of_the_cache_is_read(cores: int) -> None:
     out, *entries = attention_decode[cores](*rank.arguments(), attended=256)
     for got, exact in zip((out, *entries), wanted, strict=True):
         assert relative(got, exact) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "rows", "cores", "stored"),
-    [
-        (1, 1, 112, 2, torch.bfloat16),
-        (4, 2, 64, 2, torch.float8_e4m3fn),
-        (4, 2, 64, 2, torch.float32),
-        (3, 2, 128, 1, torch.float32),
-    ],
-)
-def test_early_router(batch: int, heads: int, rows: int, cores: int, stored: torch.dtype) -> None:
-    """A rank's summand of the logits: its columns of the residual, and its heads through folded weights."""
-    rank = Rank(batch, 256, heads, torch.float32 if stored == torch.float32 else torch.bfloat16, stored)
-    residual = torch.randn(batch, rows, generator=rank.generator).to(rank.dtype)
-    gate = torch.randn(EXPERTS, rows, generator=rank.generator) * 0.02
-    full = torch.randn(EXPERTS, HIDDEN, generator=rank.generator, dtype=torch.float64) * 0.02
-    folded = full @ rank.o.to(torch.float64)
-    given = {"residual": residual, "early_residual": gate.T.contiguous(), "early_heads": folded.T.float().contiguous()}
-    plain = attention_decode[cores](*rank.arguments())
-    *same, sums = attention_decode[cores](*rank.arguments(), **given)
-    assert all(np.array_equal(one, other) for one, other in zip(plain, same, strict=True))
-    got = torch.from_numpy(sums).double()
-
-    def reference(kind: torch.dtype) -> Tensor:
-        return residual.to(kind) @ gate.to(kind).T + rank.reference(kind)[0] @ full.to(kind).T
-
-    exact = reference(torch.float64)
-    if stored == torch.float32:
-        assert relative(got, exact) < 1e-5
-    else:  # the PyTorch form rounds o_proj's output first
-        assert (got - exact).norm() <= (reference(torch.bfloat16).double() - exact).norm()
 
 
 def test_a_projection_of_more_than_a_bank_of_sums() -> None:

@@ -14,10 +14,8 @@ from torch import Tensor
 from kimi_k2.nki.kernels.experts import selective_experts
 
 from .relative_error import relative
-from .test_router_kernel import contrib_kernels
 
 HIDDEN, BLOCKS, TOP_K = 7168, 56, 8
-COLUMNS = 1536 + 512 + 64
 
 
 class Rank:
@@ -136,96 +134,18 @@ def test_the_shared_expert_rides_along(width: int, tokens: int, cores: int, form
     assert relative(got, wanted) <= (1e-5 if form == "float32" else relative(shared.reference(x, *one, dtype), wanted))
 
 
-class WithEarly(Rank):
-    """A rank whose experts also have [I, N] of the next layer's down projections, folded with their own."""
-
-    def __init__(self, width: int, experts: int, first: int, dtype: str) -> None:
-        super().__init__(width, experts, first, dtype)
-        drawn = torch.randn(experts, width, COLUMNS, generator=torch.Generator().manual_seed(experts + width))
-        self.early = drawn.to(torch.float32 if dtype == "float32" else torch.bfloat16)
-
-    def early_reference(self, x: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over experts held, float64 [T, N]; with weights and activations in `dtype`."""
-        out = torch.zeros(len(x), COLUMNS, dtype=torch.float64)
-        for token, experts in enumerate(index.tolist()):
-            for slot, expert in enumerate(experts):
-                if 0 <= expert - self.first < len(self.gate_up):
-                    gate_up = self.weights(expert - self.first)[0].to(dtype)
-                    gate, up = (x[token].to(dtype) @ gate_up.T).chunk(2)
-                    inner = (torch.nn.functional.silu(gate) * up) * weights[token, slot].to(dtype)
-                    out[token] += (inner @ self.early[expert - self.first].to(dtype)).double()
-        return out
-
-
-@pytest.mark.parametrize(
-    ("width", "cores", "tokens", "form", "chosen_from", "with_shared"),
-    [
-        (32, 2, 1, "float32", 10, False),
-        (64, 1, 2, "float32", 10, True),
-        (64, 2, 3, "float32", 24, True),
-        (64, 2, 1, "float8_e4m3", 12, False),
-        (32, 2, 4, "float8_e4m3", 12, True),
-    ],
-)
-def test_early_down_projections(
-    width: int, cores: int, tokens: int, form: str, chosen_from: int, with_shared: bool
-) -> None:
-    """Beside the output, which stays what it is; from 24 experts those of another rank are left out."""
-    dtype = torch.float32 if form == "float32" else torch.bfloat16
-    first = 6 if chosen_from == 24 else 0
-    routed, shared = WithEarly(width, 12, first, form), WithEarly(32, 1, 0, form)
-    x, index, weights = draw(tokens, dtype, chosen_from)
-    common = (x, *routed.tiles(), index, weights, first, max(chosen_from, 12))
-    beside = [part[0] for part in shared.tiles()] if with_shared else [None] * 4
-    out, columns = selective_experts[cores](*common, *beside, routed.early, shared.early[0] if with_shared else None)
-    assert np.array_equal(out, selective_experts[cores](*common, *beside))
-    one = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
-
-    def reference(kind: torch.dtype) -> Tensor:
-        total = routed.early_reference(x, index, weights, kind)
-        return total + shared.early_reference(x, *one, kind) if with_shared else total
-
-    wanted = reference(torch.float64)
-    error = relative(columns, wanted)
-    assert columns.shape == (tokens, COLUMNS)
-    assert error < (1e-5 if form == "float32" else 6e-3)
-    assert form == "float32" or error <= relative(reference(dtype), wanted)
-
-
-@pytest.mark.parametrize("form", ["float32", "float8_e4m3"])
-def test_the_form_that_the_nxdi_class_calls(form: str) -> None:
-    """Routed and shared expert in one call, as the class holds them; FP8 under torch's name for the same bits."""
-    shared, routed = Rank(32, 1, 0, form), Rank(64, 9, 0, form)
-    dtype = torch.float32 if form == "float32" else torch.bfloat16
-    x, index, weights = draw(3, dtype, 9)
-
-    def held(rank: Rank) -> list[Tensor]:
-        fp8 = torch.float8_e4m3fn
-        parts = (torch.from_numpy(part.view(np.uint8) if part.itemsize == 1 else part) for part in rank.tiles())
-        return [part.view(fp8) if part.dtype is torch.uint8 else part for part in parts]
-
-    kernel = contrib_kernels().ExpertsKernel(2)
-    names = ("gate_up", "gate_up_scales", "down", "down_scales")  # `TiledExperts.alone`
-    beside = {name: part[0] for name, part in zip(names, held(shared), strict=True)}
-    (found,) = kernel(x, held(routed), index.long(), weights, 9, beside)
-    assert (found.dtype, found.shape) == (torch.float32, x.shape)
-    one = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    wanted = routed.reference(x, index, weights, torch.float64) + shared.reference(x, *one, torch.float64)
-    assert relative(found, wanted) < (1e-5 if form == "float32" else 6e-3)
-
-
 def test_what_needs_no_choice_is_fetched_first() -> None:
-    """The shared expert and its early weights: before hidden states, numbers and weights of the step are touched."""
-    routed, shared = WithEarly(32, 9, 0, "float8_e4m3"), WithEarly(32, 1, 0, "float8_e4m3")
+    """The shared expert: before hidden states, numbers and weights of the step are touched."""
+    routed, shared = Rank(32, 9, 0, "float8_e4m3"), Rank(32, 1, 0, "float8_e4m3")
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
     index, weights = torch.arange(8).reshape(1, 8).int(), torch.ones(1, TOP_K)
     beside = [part[0] for part in shared.tiles()]
     kernel = selective_experts[2]
-    kernel(x, *routed.tiles(), index, weights, 0, 9, *beside, routed.early, shared.early[0])
+    kernel(x, *routed.tiles(), index, weights, 0, 9, *beside)
     assert kernel.last is not None
     brought = {kernel.last.arguments[place] for place in (0, 5, 6)}
     for trace in kernel.last.traces:
         touching = (any(box.storage in brought for box in one.accesses) for one in trace)
         first = next(number for number, touches in enumerate(touching) if touches)
         ahead = [box for one in trace[:first] if one.engine == "dma" for box in one.accesses if not box.region.on_chip]
-        assert sum(box.nbytes for box in ahead) >= (3 * HIDDEN * 32 + 32 * COLUMNS * 2) / 2
+        assert sum(box.nbytes for box in ahead) >= 3 * HIDDEN * 32 / 2

@@ -8,7 +8,6 @@ MODULES = {
     "noaux_tc_router": "router",
     "mla_decode": "mla_decode",
     "mla_decode_pages": "mla_decode",
-    "attention_decode": "attention",
     "selective_experts": "experts",
     "decode_layers": "layers",
 }

@@ -11,7 +11,6 @@ import nki
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones
-from kimi_k2.nki.kernels.early_router import EarlyRouter
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, write_entries
@@ -36,11 +35,8 @@ def attention_decode(
     lengths: Any,
     softmax_scale: float,
     eps: float,
-    residual: Any = None,
-    early_residual: Any = None,
-    early_heads: Any = None,
     attended: Any = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, Any, Any]:
     """From the gathered down projections to this rank's part of the attention's output, for B sequences.
 
     Both cores of LNC=2 make the queries; each attends to half of the slots and has half of o_proj's rows. All scales
@@ -65,14 +61,10 @@ def attention_decode(
         lengths: int32 [B, 1], slots in use, without the new entry.
         softmax_scale: of the configuration.
         eps: of both norms.
-        residual: [B, n], this rank's columns of what the norm before attention was given; None: no early router.
-        early_residual: float32 [n, E], n at most 128, and
-        early_heads: float32 [heads * 128, E]: weights of the early router (`sharding.early_router`).
         attended: how many of the S slots are read, a multiple of 128 (of 256 at LNC=2); None: all.
 
     Returns:
-        ([B, H/128, 128] float32, to be summed over the ranks; new latents [B, rank]; new rotated keys [B, rope]; with
-        an early router float32 [B, E], to be summed too).
+        ([B, H/128, 128] float32, to be summed over the ranks; new latents [B, rank]; new rotated keys [B, rope]).
     """
     batch, rank = projected.shape[0], latents.shape[2]
     identity = nl.shared_identity_matrix(BLOCK, dtype=projected.dtype)
@@ -86,20 +78,12 @@ def attention_decode(
         q_norm_weight, kv_norm_weight, q_b_tiles, q_b_scales, w_uk_tiles, w_uk_scales, rotation, identity, ones, eps
     )
     behind = OutputProjection(w_uv_tiles, w_uv_scales, o_tiles, o_scales, exact)
-    early = None
-    if residual != None:
-        early = EarlyRouter(early_residual, early_heads, residual, identity)
 
     queries = before.queries(projected)
     sums, total, _ = attention.attend(queries, softmax_scale)
     values = behind.values(normalized(sums, total, projected.dtype))
-    logits = None
-    if early != None:
-        logits = early.store(values)
     out = behind.store(values)
     new_latents = nl.ndarray((batch, rank), dtype=projected.dtype, buffer=nl.shared_hbm)
     new_keys = nl.ndarray((batch, keys.shape[2]), dtype=projected.dtype, buffer=nl.shared_hbm)
     write_entries(queries, identity, new_latents, new_keys)
-    if early == None:
-        return out, new_latents, new_keys
-    return out, new_latents, new_keys, logits
+    return out, new_latents, new_keys

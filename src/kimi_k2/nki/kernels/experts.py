@@ -14,7 +14,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
-from kimi_k2.nki.kernels.early_qkv_a import EarlyColumns
 from kimi_k2.nki.kernels.exchange import OwnTokens, add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
@@ -41,8 +40,6 @@ def selective_experts(
     shared_gate_up_scales: Any = None,
     shared_down_tiles: Any = None,
     shared_down_scales: Any = None,
-    early_weight: Any = None,
-    shared_early_weight: Any = None,
 ) -> Any:
     """The sum over a token's 8 experts, of those that this rank holds, and of its share of the shared expert.
 
@@ -63,12 +60,9 @@ def selective_experts(
         shared_gate_up_scales: float32 [2, H/128]; None for weights without scales.
         shared_down_tiles: [I_shared, H].
         shared_down_scales: float32 [H/128], or None.
-        early_weight: [E_local, I, N], N even at LNC=2: the next layer's down projections folded with each expert's down
-            (`sharding.early_qkv_a`); None: without.
-        shared_early_weight: [I_shared, N] of hidden's dtype, or None.
 
     Returns:
-        [T, H/128, 128] float32, to be summed over the ranks; with `early_weight` also [T, N] float32, to be summed too.
+        [T, H/128, 128] float32, to be summed over the ranks.
     """
     tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
     out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -77,13 +71,9 @@ def selective_experts(
     first, count = own.first, own.count
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-    early = None
-    if early_weight != None:
-        early = EarlyColumns(early_weight, shared_early_weight, tokens, own.divided, own.begin)
     routed = RoutedExperts(
-        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, early=early,
-        divided=own.divided,
-    )  # fmt: skip
+        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, divided=own.divided
+    )
 
     # On its way before anything that a collective brings.
     shared_expert = None
@@ -105,15 +95,11 @@ def selective_experts(
     shared = None
     if shared_expert != None:
         shared = shared_expert.apply(columns[:, half : half + size, :])
-        if early != None:
-            early.shared_inner = shared_expert.inner
         if own.divided:
             shared = own.all_blocks(shared)
     sums = routed.sum(columns[:, first : first + count, begin:end], places, kept, shared, exact)
     store_columns(out, sums, begin * blocks + first, exact)
-    if early == None:
-        return out
-    return out, early.sums
+    return out
 
 
 class Table(nl.NKIObject):  # type: ignore[misc]
@@ -145,7 +131,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
     Args:
         first, count: blocks of H of this core.
-        early: what is summed beside the experts' output, or None.
         slots: of a token's experts that this core adds up.
         apart: this core's sums are of all blocks, and to be added to the other's, which adds up other experts or, where
             gate and up are divided by blocks, other rows of down.
@@ -158,12 +143,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
-        num_experts: int, slots: int = 8, early: Any = None, apart: bool = False, beside: Any = None,
+        num_experts: int, slots: int = 8, apart: bool = False, beside: Any = None,
         divided: bool = False,
     ) -> None:  # fmt: skip
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
-        self.apart, self.beside, self.early, self.local = apart, beside, early, local
+        self.apart, self.beside, self.local = apart, beside, local
         self.extra = 0 if beside == None else beside.shape[2]
         self.divided, self.num_experts = divided, num_experts
         self.width, self.count, self.slots = width, count, slots
@@ -186,11 +171,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         self.down_tiles = self._buffers(groups, (BLOCK, out_count, BLOCK), down.dtype)
         self.beside_rows = None
         self.beside_tiles = None
-        if early != None:
-            self._make_beside(early.routed, early.first, early.count, groups)
-            assert len(self.beside_tiles) == groups, "expected early columns that fit 64 KiB a partition"
         if beside != None:
-            self._make_beside(beside, 0, self.extra, groups)
+            self.beside_rows = Table(beside, (self.rows, self.extra), (self.extra, 1), self.begin * self.extra)
+            self.beside_tiles = self._buffers(groups, (BLOCK, self.extra), beside.dtype)
         self.row_scales = nl.ndarray((2 * slots, count), dtype=nl.float32, buffer=nl.sbuf)
         self.out_scales = nl.ndarray((slots, out_count), dtype=nl.float32, buffer=nl.sbuf)
         if self.skips:
@@ -199,12 +182,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         # Which row of scales goes to which partition: [2 * slots, pairs, 128] for gate and up, [slots, groups, 128].
         self.spread_rows = _selector(2 * slots, [[-2 * self.per, pairs], [-2, self.per], [-1, 2], [0, width]], pairs)
         self.spread_out = _selector(slots, [[-self.stack, groups], [-1, self.stack], [0, rows]], groups)
-
-    def _make_beside(self, weight: Any, first: int, count: int, groups: int) -> None:
-        """Tiles for `count` columns from `first` on of a weight [E_local, I, N] that goes beside down's."""
-        columns = weight.shape[2]
-        self.beside_rows = Table(weight, (self.rows, count), (columns, 1), self.begin * columns + first)
-        self.beside_tiles = self._buffers(groups, (BLOCK, count), weight.dtype)
 
     def _buffers(self, wanted: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """Tiles used in turn. A skipped read leaves what is there, which must be a number: they begin as zeros."""
@@ -265,21 +242,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 place.append(places[token : token + 1, slot : slot + 1])
             column = halves[:, :, token, :] if parts > 1 else halves[:, :, token : token + 1]
             row_scales, factors = self._scales(place, by_slot[:, token : token + 1])
-            inner = []
             moving = []
             for group in range(self.slots // self.stack):
-                inner.append(self._inner(group, column, place, row_scales))
+                inner = self._inner(group, column, place, row_scales)
                 weighted = nl.ndarray((BLOCK, 1, self.out_count + 1), dtype=columns.dtype, buffer=nl.sbuf)
-                nisa.tensor_scalar(
-                    dst=weighted[:, 0, :], data=factors[:, group, :], op0=nl.multiply, operand0=inner[group]
-                )
+                nisa.tensor_scalar(dst=weighted[:, 0, :], data=factors[:, group, :], op0=nl.multiply, operand0=inner)
                 moving.append(weighted)
             if begun:
                 total = self._down(moving, place, exact, shared[:, :, token])
             else:
                 total = self._down(moving, place, None, None)
-            if self.early != None:
-                self._store_early(token, inner, place, factors)
             if begun:
                 nisa.tensor_copy(dst=result[:, :, token], src=total)
                 continue
@@ -436,18 +408,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         if rest > 0:
             nisa.tensor_reduce(dst=sums[0:rest, last:], op=nl.add, data=total[0:rest, last:, :], axis=2)
         return sums
-
-    def _store_early(self, token: int, inner: list[Any], place: list[Any], factors: Any) -> None:
-        """A token's sums beside the experts' output, to HBM; arguments as `_down`."""
-        groups, count = len(inner), self.out_count
-        weighted = nl.ndarray((BLOCK, groups), dtype=self.early.routed.dtype, buffer=nl.sbuf)
-        for group in range(groups):
-            self._load_group(self.beside_tiles[group], self.beside_rows, group, place)
-            nisa.tensor_scalar(
-                dst=weighted[:, group : group + 1], data=factors[:, group, count : count + 1], op0=nl.multiply,
-                operand0=inner[group],
-            )  # fmt: skip
-        self.early.store(token, self.beside_tiles, weighted)
 
     def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
         """The columns beside down's, of one group of experts; added to what is there, or not."""

@@ -21,14 +21,10 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         gate_up_scales: float32 [2, H/128] in HBM, or None.
         down: in HBM [I, H].
         down_scales: float32 [H/128] in HBM, or None.
-
-    Attributes:
-        inner: once applied, [I, T]: what goes into down.
     """
 
     row_scales: Any
     out_scales: Any
-    inner: Any
 
     def __init__(self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int) -> None:
         width, blocks = down.shape[0], gate_up.shape[1]
@@ -37,7 +33,6 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
         self.down = load_weight(down.reshape((width, blocks, BLOCK))[:, first : first + count, :])
         self.row_scales = None
         self.out_scales = None
-        self.inner = None
         if gate_up_scales != None:
             self.row_scales = nl.ndarray((2 * width, 1, count), dtype=nl.float32, buffer=nl.sbuf)
             for half in range(2):
@@ -49,9 +44,7 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
 
     def apply(self, columns: Any) -> Any:
         """down . (silu(gate . x) * (up . x)) of this core's blocks [128, count, T]: the same shape, float32."""
-        activated = self.activated(columns)
-        self.inner = activated.reshape((self.width, columns.shape[2]))
-        return self.outer(activated)
+        return self.outer(self.activated(columns))
 
     def outer(self, activated: Any) -> Any:
         """Down of what `activated` gave, for this core's blocks: float32 [128, count, T]."""
