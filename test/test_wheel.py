@@ -1,4 +1,4 @@
-"""A wheel from an sdist of a tag, installed where no checkout is near: its files are all that the commands have."""
+"""A wheel from an sdist, installed where no checkout is near: its files are all that the commands have."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(ROOT / name, tree / name)
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "x"], [*identity, "tag", "v9.8.7"]):
-        subprocess.run(["git", *words], check=True, capture_output=True, cwd=tree)
     code = f"import setuptools.build_meta as backend; backend.build_sdist({str(directory)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tree, timeout=120)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    sdist = str(directory / "kimi_k2-9.8.7.tar.gz")
+    sdist = str(directory / "kimi_k2-0.1.0.tar.gz")
     build = [*pip, "wheel", sdist, "--no-deps", "--no-build-isolation", "-w", str(directory)]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
     (wheel,) = directory.glob("*.whl")
@@ -91,7 +88,7 @@ def test_the_script_is_installed_and_the_nxdi_model_comes_along(python: Path, tm
     script = python.with_name("kimi-k2")
     done = subprocess.run([script, "--version"], cwd=tmp_path, env=isolated(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "kimi-k2 9.8.7\n"
+    assert done.stdout == "kimi-k2 0.1.0\n"
     code = """
 from importlib.resources import files
 print(*(path.name for path in (files("kimi_k2") / "neuron" / "nxdi").iterdir()))
