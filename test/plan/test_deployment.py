@@ -127,7 +127,7 @@ def test_a_preset_is_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("instance: h200", "instance: b200", r"instance.*'trn2.48xlarge', 'h200' or 'h100'"),
+        ("instance: h200", "instance: b200", r"instance.*'trn2.48xlarge', 'trn3', 'h200' or 'h100'"),
         ("tp_degree: 8", "tp_degree: 16", "tp_degree.*expected moe_tp_degree x moe_ep_degree"),
         ("moe_tp_degree: 4", "moe_tp_degree: four", "moe_tp_degree.*integer"),
         ("tp_degree: 8\nmoe_tp_degree: 4", "tp_degree: 16\nmoe_tp_degree: 8", "tp_degree.*at most 8 on h200"),

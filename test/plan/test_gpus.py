@@ -73,7 +73,7 @@ def test_the_command_prints_rows_and_records() -> None:
     assert result.exit_code == 0, result.output
     printed = json.loads(result.output)
     assert {row["way"] for row in printed["modelled"]} >= {"TP8", "DP8+EP8", "TP8 x PP2", "DP16+EP16", "DP32+EP32"}
-    assert {row["gpu"] for row in printed["modelled"]} == {"h100", "h200"}
+    assert {row["gpu"] for row in printed["modelled"]} == {"h100", "h200", "b200", "gb300"}
     table = CliRunner().invoke(app, words, env={"COLUMNS": "170"})
     assert table.exit_code == 0
     assert "DP32+EP32" in table.output
@@ -92,3 +92,24 @@ def test_a_profiled_steps_floor_is_its_bytes(requests: int, milliseconds: float)
     assert read - half == 61 * 576 * 1024 * requests
     few, experts = floor(config, layout, card, [1024] * requests, distinct=8)[1], 60 * 3 * 7168 * 2048 // 8
     assert read - few == pytest.approx(experts * (384 * (1 - (376 / 384) ** requests) - 8), rel=0.01, abs=1e6)
+
+
+def test_machines_to_plan_for_alone() -> None:
+    """Trn3 fits more and reads faster than trn2; nothing compiles or runs for it, by name."""
+    run, model = CliRunner().invoke, "kimi-k2-instruct-0905"
+    three, two = (
+        json.loads(run(app, ["plan", model, "--preset", f"trn{n}-tp64-ep1", "--json"]).stdout) for n in (3, 2)
+    )
+    assert three["rank_memory"]["certain"] and not two["rank_memory"]["certain"]
+    assert three["decode"]["bytes_read"] == two["decode"]["bytes_read"]
+    assert three["tpot"]["bound"] < two["tpot"]["bound"] and three["tpot"]["expected"] is None
+    for words in (["compile", model, "--hlo-only"], ["rehearse"]):
+        refused = run(app, [*words, "--preset", "trn3-tp64-ep1"])
+        assert refused.exit_code != 0 and "plan only" in str(refused.exception), words
+
+
+def test_blackwell_holds_and_reads_more_than_hopper(rows: Rows) -> None:
+    for model in ("kimi-k2-instruct-0905", "kimi-k2.5"):
+        hopper, blackwell, rack = (rows[model, gpu, "TP8"][0] for gpu in ("h200", "b200", "gb300"))
+        assert hopper.usable < blackwell.usable < rack.usable and hopper.weights == rack.weights
+        assert rack.fits and blackwell.fits

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib.axes
 import pytest
@@ -54,10 +55,10 @@ def test_plan_table_compile_and_chart_have_one_figure(
     drawn: dict[str, float] = {}
     bar = matplotlib.axes.Axes.bar
 
-    def sums(axes: object, labels: object, heights: object, *args: object, **options: object) -> object:
-        for label, height in [(labels, heights)] if isinstance(labels, str) else zip(labels, heights, strict=True):  # type: ignore[call-overload]
+    def sums(axes: Any, labels: Any, heights: Any, *args: Any, **options: Any) -> Any:
+        for label, height in [(labels, heights)] if isinstance(labels, str) else zip(labels, heights, strict=True):
             drawn[label] = drawn.get(label, 0.0) + height
-        return bar(axes, labels, heights, *args, **options)  # type: ignore[arg-type]
+        return bar(axes, labels, heights, *args, **options)
 
     monkeypatch.setattr(matplotlib.axes.Axes, "bar", sums)
     plot(config, load_target(name, config), tmp_path / "chart.png")

@@ -84,9 +84,10 @@ def in_xla_form(raw: Any) -> Any:
 
 
 CONFIGS = Path(str(files("kimi_k2"))) / "configs"  # a link to the repository's configs/
+PLAN_ONLY = "plan_only"  # of these, presets of machines on which nothing here runs
 CONTEXT_ENCODING, TOKEN_GENERATION = STAGES = ("context_encoding_model", "token_generation_model")  # NxDI's tags
 VISION_ENCODER = "vision_encoder_model"
-InstanceName = Literal["trn2.48xlarge", "h200", "h100"]
+InstanceName = Literal["trn2.48xlarge", "trn3", "h200", "h100"]
 
 
 class OnDeviceSampling(_Part):
@@ -262,17 +263,21 @@ class Deployment(_Part):
                 raise ConfigError(f"expected {expected}, got {list(buckets)}", field=f"neuron_config.{field}")
 
     @classmethod
-    def load(cls, name_or_path: str | Path) -> Deployment:
-        """By name (a file in configs/) or path.
+    def load(cls, name_or_path: str | Path, *, to_plan: bool = False) -> Deployment:
+        """By name (a file in configs/ or configs/plan_only/) or path.
 
         Raises:
-            ConfigError: there is no such preset, or a field is missing, unknown or mistyped.
+            ConfigError: there is no such preset, or a field is missing, unknown or mistyped; or its machine can only be
+                planned for, and it is not loaded `to_plan`.
         """
         path = _file_of(name_or_path)
         try:
-            return cls.model_validate({"name": path.stem, **_fields_of(path)})
+            loaded = cls.model_validate({"name": path.stem, **_fields_of(path)})
         except ValidationError as error:
             raise first_fault(error, path) from None
+        if loaded.hardware.plan_only and not to_plan:
+            raise ConfigError(f"{loaded.instance}: {loaded.hardware.plan_only}", field="instance", file=path)
+        return loaded
 
     @property
     def hardware(self) -> Instance:
@@ -327,10 +332,14 @@ class Deployment(_Part):
 
 def _file_of(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
-    path = path if path.suffix == ".yaml" else CONFIGS / f"{name_or_path}.yaml"
-    if not path.is_file():
+    if path.suffix == ".yaml":
+        places = [path]
+    else:
+        places = [folder / f"{name_or_path}.yaml" for folder in (CONFIGS, CONFIGS / PLAN_ONLY)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
         raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
-    return path
+    return found
 
 
 def _fields_of(path: Path, *above: Path) -> dict[str, Any]:

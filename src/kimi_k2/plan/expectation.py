@@ -150,11 +150,11 @@ def form_of(target: Target) -> str:
 
 
 def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> Expectation | None:
-    """Of a step on trn2; None on a GPU, of which the published runs say nothing.
+    """Of a step on trn2; None on other machines, of which the published runs say nothing.
 
     Collectives beyond two a layer and one are added at what DeepSeek-V3's README profiled.
     """
-    if not target.is_neuron:
+    if target.machine.name != TRN2_LNC2.name:
         return None
     form, layers = form_of(target), config.num_hidden_layers
     found = fit(form)

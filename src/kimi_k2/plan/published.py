@@ -100,11 +100,11 @@ class Run:
         """Bytes that a core reads a step, as the run's layout has them: weights once, and the cache of the bucket."""
         m, ranks = self.sizes, self.tp or self.cores
         moe, wide = m.layers - m.dense_layers, self.weight_bytes
-        dense = (m.layers * m.attention + moe * m.shared + m.dense_layers * m.dense_mlp) * wide / ranks
+        dense: float = (m.layers * m.attention + moe * m.shared + m.dense_layers * m.dense_mlp) * wide / ranks
         dense += m.vocabulary * m.hidden * 2 / ranks + (moe * m.experts * m.hidden * 2)  # the router is on every core
         if self.whole_down_projections:
             dense += m.layers * m.down_projections * 2 * (1 - 1 / ranks)
-        cache = m.layers * self.batch * self.context * m.cache * 2
+        cache: float = m.layers * self.batch * self.context * m.cache * 2
         cache *= 1 / min(ranks, m.cache_heads) if m.cache_heads else self.cache_copies
         return dense + self.expert_read + cache
 

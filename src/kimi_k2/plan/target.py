@@ -221,4 +221,4 @@ def load_target(name: str, config: KimiK2Config) -> Target:
     Raises:
         ConfigError: there is no such preset, or it is wrong.
     """
-    return make_target(Deployment.load(name), config)
+    return make_target(Deployment.load(name, to_plan=True), config)

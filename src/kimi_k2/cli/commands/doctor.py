@@ -125,6 +125,7 @@ def _cuda() -> Iterator[Finding]:
     import subprocess
 
     from kimi_k2.kernels.common.build import find_nvcc
+    from kimi_k2.plan.roofline import BLACKWELL
 
     if importlib.util.find_spec("torch") is None:
         return
@@ -137,7 +138,7 @@ def _cuda() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability()
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
         hopper = (major, minor) == (9, 0)
-        yield Finding("CUDA GPU", "ok" if hopper else "note", gpus, "" if hopper else "our kernels are for Hopper")
+        yield Finding("CUDA GPU", "ok" if hopper else "note", gpus, "" if hopper else BLACKWELL)
     else:
         build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
         yield Finding("CUDA GPU", "missing", f"none; {build}")
