@@ -20,6 +20,7 @@ import torch.distributed as dist
 from kimi_k2.checkpoint.hub import resolve_checkpoint
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import Reading
 from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.engine.device import check_device
@@ -70,7 +71,7 @@ def compute_defaults(backend: str, dtype: str | None, keep_quantized: bool | Non
 
 def load_model(checkpoint: Path, **options: Any) -> KimiK2ForCausalLM:
     """`KimiK2ForCausalLM.from_pretrained` with a progress bar."""
-    with CheckpointReader(checkpoint, KimiK2Config.from_pretrained(checkpoint).tensor_prefix) as reader:
+    with CheckpointReader(checkpoint) as reader:
         total = reader.total_bytes
     try:
         with ByteProgress("loading", total) as bar:
@@ -86,7 +87,12 @@ NGRAM = "ngram"
 
 
 def load_drafter(
-    draft: str | Path, target: KimiK2ForCausalLM, checkpoint: Path | None = None, *, download: bool = False
+    draft: str | Path,
+    target: KimiK2ForCausalLM,
+    checkpoint: Path | None = None,
+    *,
+    download: bool = False,
+    layers: Reading = "auto",
 ) -> Drafter:
     """What proposes tokens to a target.
 
@@ -95,6 +101,7 @@ def load_drafter(
         target: the loaded model; on ranks each loads the whole head.
         checkpoint: of the target, to tell a head of another member.
         download: fetch what the cache lacks.
+        layers: how a head's list of the target's layers is read, see `DraftConfig`.
 
     Raises:
         KimiK2Error: (subclasses) as `Eagle3Head.from_pretrained` does.
@@ -102,7 +109,7 @@ def load_drafter(
     if str(draft) == NGRAM:
         return NgramDrafter()
     directory = resolve_checkpoint(draft, download=download)
-    head = Eagle3Head.from_pretrained(directory, target, target_directory=checkpoint)
+    head = Eagle3Head.from_pretrained(directory, target, target_directory=checkpoint, reading=layers)
     return HeadDrafter(head, GraphRecorder)
 
 
@@ -303,6 +310,7 @@ class KimiK2:
         keep_cache: bool = False,
         draft: str | Path | None = None,
         draft_tokens: int = 3,
+        draft_layers: Reading = "auto",
     ) -> Iterator[KimiK2]:
         """Load the model, or this process's part of it.
 
@@ -323,6 +331,7 @@ class KimiK2:
             keep_cache: see `Generator`: for one conversation after another turn.
             draft: see `load_drafter`; None decodes token by token. What is generated stays the same.
             draft_tokens: tokens that are drafted at most before they are verified.
+            draft_layers: how a head's list of the target's layers is read, see `DraftConfig`.
 
         Raises:
             KimiK2Error: (subclasses) as loading does.
@@ -335,6 +344,7 @@ class KimiK2:
                 "keep_quantized": keep_quantized,
                 "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
                 "batch_invariant": batch_invariant or None,
+                "draft_layers": None if draft_layers == "auto" else draft_layers,
             }
             for field_name, value in plain_options.items():
                 if value is not None:
@@ -363,7 +373,9 @@ class KimiK2:
             model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
             model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
             media_reader = MediaReader(directory, config, tokenizer, compute, backend)
-            drafter = None if draft is None else load_drafter(draft, model, directory, download=download)
+            drafter = (
+                None if draft is None else load_drafter(draft, model, directory, download=download, layers=draft_layers)
+            )
             generator = Generator(model, keep=keep_cache, drafter=drafter, draft_tokens=draft_tokens)
             yield cls(generator, tokenizer, config, params, media_reader=media_reader, **options)
         else:
@@ -372,7 +384,9 @@ class KimiK2:
                 model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
                 place = model.lm_head.weight.device
                 if draft is not None:
-                    part.generator.drafter = load_drafter(draft, model, directory, download=download)
+                    part.generator.drafter = load_drafter(
+                        draft, model, directory, download=download, layers=draft_layers
+                    )
                     part.generator.draft_tokens = draft_tokens
                 media_reader = MediaReader(directory, config, tokenizer, compute, place, ranks)
                 yield cls(

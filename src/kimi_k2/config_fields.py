@@ -6,10 +6,12 @@ here has heard of may be the one that changes what the model computes.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, KimiK2Warning
 
 _WITHOUT_EFFECT: dict[str, str] = {
     "who wrote the file, and with which classes": "_name_or_path name_or_path _commit_hash transformers_version"
@@ -71,6 +73,16 @@ _OTHER_MODELS = {
 _DEEPSEEK_V3_VOCABULARY = 129280
 
 
+# A derivative's own account of where it comes from.
+_NOTE = re.compile(r"_(info|notes?|comments?|metadata|provenance|history)$")
+
+
+def is_note(name: str, value: Any, known: Collection[str]) -> bool:
+    """Whether an unknown field is such an account, which can be no number of the model: of its fields it names none."""
+    inner = value.keys() if isinstance(value, Mapping) else () if isinstance(value, str) else None
+    return _NOTE.search(name) is not None and inner is not None and not any(one in known for one in inner)
+
+
 def refuse_unknown(
     raw: Mapping[str, Any],
     known: Collection[str],
@@ -95,6 +107,9 @@ def refuse_unknown(
         if name in known or name in harmless:
             continue
         field = f"{place}.{name}" if place else str(name)
+        if name not in only and is_note(str(name), value, known):
+            warnings.warn(f"field {field!r} is taken for a note, and not read", KimiK2Warning, stacklevel=3)
+            continue
         if name not in only:
             raise ConfigError(
                 "not known, so it may change what the model computes; remove it if it has no effect", field=field

@@ -67,6 +67,8 @@ def normalised(raw: Any, fields: Collection[str]) -> Normalised:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected a JSON object at the top level, got {type(raw).__name__}")
     check_architecture(raw)
+    for holder in (raw, raw.get("text_config")):
+        _refuse_mlx(holder if isinstance(holder, Mapping) else {})
     known = {*fields, *_ALIASES, *_DERIVED, *QUANTIZATION_FIELDS, "rope_parameters", "architectures"}
     text: Any = raw
     place = prefix = ""
@@ -96,6 +98,16 @@ def normalised(raw: Any, fields: Collection[str]) -> Normalised:
     flat["vision"] = normalised_vision(raw.get("vision_config"), raw, flat.get("hidden_size"))
     flat["quantization"], flat["kv_cache_fp8"] = _quantization(raw, text, place)
     return Normalised(flat, place, renamed)
+
+
+def _refuse_mlx(raw: Mapping[str, Any]) -> None:
+    """MLX writes `quantization`, and the same object as `quantization_config`, without saying whose method it is."""
+    for name in ("quantization", *QUANTIZATION_FIELDS):
+        value = raw.get(name)
+        if isinstance(value, Mapping) and "quant_method" not in value and {"group_size", "bits"} <= value.keys():
+            raise ConfigError(
+                "MLX's stored form; expected safetensors in a form of Hugging Face's quantizers", field=name
+            )
 
 
 def _check_outer(raw: Mapping[str, Any], text: Mapping[str, Any], known: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from kimi_k2.errors import CheckpointError, ConfigError, MissingTensorError, Ten
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.apply import parallelize
-from kimi_k2.serving.paged.weights import PREFIX, RankLoader
+from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.plan import make_plan
@@ -114,7 +114,9 @@ def test_a_part_that_never_came_is_named(checkpoints: dict[str, Path], left_out:
     directory = checkpoints["k2.5"]
     config, layout = KimiK2Config.from_pretrained(directory), Layout(1, target="cuda", experts=STORED)
     loader = new_loader(config, layout, 0)
-    loader.load([(name, tensor) for name, tensor in tensors(directory, config) if name != PREFIX + left_out])
+    loader.load(
+        [(name, tensor) for name, tensor in tensors(directory, config) if name != f"{config.tensor_prefix}{left_out}"]
+    )
     with pytest.raises(MissingTensorError, match=r"lm_head|experts\.down_proj_scale"):
         loader.check()
 

@@ -1,6 +1,6 @@
 """Which tensors a Kimi-K2 checkpoint holds: names, shapes and dtypes, from the configuration alone.
 
-Names here are without `config.tensor_prefix` unless a docstring says otherwise.
+Names are those of `spellings`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of
 # the wrong size, the others belong to K2.5's vision tower.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(vision_tower|mm_projector|multi_modal_projector)\.")
 
+STACKED = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 EXPERT = re.compile(r"^(?P<moe>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<proj>\w+)\.(?P<kind>\w+)$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 

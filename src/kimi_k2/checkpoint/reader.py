@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kimi_k2.checkpoint.index import DTYPES, CheckpointIndex, open_tensors, read_header
-from kimi_k2.checkpoint.names import IGNORED, VISION, companions, expected_tensors, vision_tensors
+from kimi_k2.checkpoint.names import IGNORED, STACKED, VISION, companions, expected_tensors, vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
@@ -30,6 +30,7 @@ from kimi_k2.files import open_regular
 from kimi_k2.limits import NAME_CHARACTERS
 from kimi_k2.quantization.rows import nonfinite
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
+from kimi_k2.spellings import K2, plain_name, spelled, writer
 
 # safetensors maps a shard into memory; touched pages stay resident until the map goes. Reopening the shard
 # after this many bytes keeps a 17 GB shard from counting as 17 GB.
@@ -62,14 +63,17 @@ class CheckpointReader:
     """A checkpoint directory, read shard by shard.
 
     Headers of all shards are read and checked when the reader is made; tensor data only on request. Names
-    are without the `language_model.` prefix of K2.5 when `prefix` is given; what lies outside the prefix is
-    then left out, as is everything that `names.IGNORED` matches; `vision` brings the tower's tensors back.
+    are those of `spellings`, whoever wrote the files. What `names.IGNORED` matches is left out; `vision` brings the
+    tower's tensors back.
 
     Args:
         directory: checkpoint directory with an index, or a lone `model.safetensors`.
-        prefix: tensor-name prefix of the language model, `KimiK2Config.tensor_prefix`.
         vision: deliver the vision tower and projector too.
         allow_nonfinite: deliver NaN, Inf and impossible scales too.
+
+    Attributes:
+        tensors: by name.
+        spelling: whose names the files have.
 
     Raises:
         CorruptHeaderError, TruncatedShardError, MissingShardError, MissingTensorError, UnexpectedTensorError:
@@ -77,18 +81,16 @@ class CheckpointReader:
         NonfiniteError: (where data is read) a tensor holds NaN, Inf or impossible scales; how many.
     """
 
-    def __init__(
-        self, directory: str | Path, prefix: str = "", *, vision: bool = False, allow_nonfinite: bool = False
-    ) -> None:
+    def __init__(self, directory: str | Path, *, vision: bool = False, allow_nonfinite: bool = False) -> None:
         self.index = CheckpointIndex.open(directory)
         self.directory = self.index.directory
-        self.prefix = prefix
         self.vision = vision
         self.allow_nonfinite = allow_nonfinite
         self.quantization: StoredFormat | None = None  # known when `validate` has seen the configuration
         self.tensors: dict[str, StoredTensor] = {}
         self._by_shard: dict[str, list[str]] = {}
         self._shard_of: dict[str, str] = {}  # by stored name, ignored tensors included
+        self._stored_names: dict[str, str] = {}  # where they are others
         self._open_shard: str | None = None
         self._handle: Any = None
         self._delivered = 0
@@ -96,12 +98,13 @@ class CheckpointReader:
             self._by_shard[shard] = self._read_header(shard)
         self._check_index()
         self._release()
+        self.spelling = writer(self._shard_of)
 
     @classmethod
     def for_config(
         cls, directory: str | Path, config: KimiK2Config, *, vision: bool = False, allow_nonfinite: bool = False
     ) -> CheckpointReader:
-        """Open with the prefix that `config` implies and check every tensor against it.
+        """Open and check every tensor against `config`.
 
         Args:
             directory: see the class.
@@ -110,7 +113,7 @@ class CheckpointReader:
             allow_nonfinite: see the class.
         """
         vision = vision and config.vision is not None
-        reader = cls(directory, config.tensor_prefix, vision=vision, allow_nonfinite=allow_nonfinite)
+        reader = cls(directory, vision=vision, allow_nonfinite=allow_nonfinite)
         reader.validate(config)
         return reader
 
@@ -126,8 +129,8 @@ class CheckpointReader:
                     file=self.directory / shard,
                 )
             self._shard_of[key] = shard
-            name = self._strip(key)
-            if name is None:
+            name = plain_name(key)
+            if IGNORED.search(name) and not (self.vision and VISION.match(name)):
                 continue
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
@@ -137,20 +140,16 @@ class CheckpointReader:
                     f"already in {self.tensors[name].shard}", file=self.directory / shard, tensor=key
                 )
             self.tensors[name] = StoredTensor(shard, dtype, tuple(entry["shape"]))
+            if name != key:
+                self._stored_names[name] = key
             names.append(name)
         return names
 
-    def _strip(self, key: str) -> str | None:
-        if self.vision and VISION.match(key):
-            return key
-        if not key.startswith(self.prefix):
-            return None
-        key = key[len(self.prefix) :]
-        return None if IGNORED.search(key) else key
-
     def stored_name(self, name: str) -> str:
-        """The name in the files of a tensor that this reader delivers as `name`."""
-        return name if self.vision and VISION.match(name) else self.prefix + name
+        """The name in the files of a tensor that this reader delivers as `name`, or would."""
+        if name in self.tensors or self.spelling == K2 or VISION.match(name):
+            return self._stored_names.get(name, name)
+        return next((one for one in spelled(name) if writer([one]) == self.spelling), name)
 
     def _check_index(self) -> None:
         indexed = self.index.weight_map
@@ -179,6 +178,14 @@ class CheckpointReader:
             OrphanScaleError, MissingTensorError, UnexpectedTensorError, TensorShapeError, TensorDtypeError.
         """
         self.quantization = config.quantization
+        for name, stacked in self.tensors.items():
+            if STACKED.search(name):
+                raise UnexpectedTensorError(
+                    "holds all experts of a layer, transformers' form in memory; expected a tensor an expert, as its"
+                    " save_pretrained writes unless save_original_format=False",
+                    file=self.directory / stacked.shard,
+                    tensor=self.stored_name(name),
+                )
         suffixes = config.quantization.suffixes if config.quantization else ()
         for name, lone in self.tensors.items():
             for other in companions(config.quantization, name):
@@ -188,13 +195,6 @@ class CheckpointReader:
                         file=self.directory / lone.shard,
                         tensor=self.stored_name(name),
                     )
-        for key, shard in self._shard_of.items():
-            if not key.startswith(self.prefix) and not IGNORED.search(key):
-                raise UnexpectedTensorError(
-                    f"belongs neither to the language model, whose names begin with '{self.prefix}', nor to the tower",
-                    file=self.directory / shard,
-                    tensor=key,
-                )
         self._leave_out(config)
         expected = {spec.name: spec for spec in expected_tensors(config)}
         if self.vision:

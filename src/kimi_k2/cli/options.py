@@ -237,6 +237,10 @@ class ModelOptions:
         _in(MODEL, metavar="HEAD", help="Eagle3 head (directory or name) or ngram that drafts tokens to verify."),
     ] = None
     draft_tokens: DraftTokens = 3
+    draft_layers: Annotated[
+        Literal["auto", "inputs", "outputs"],
+        _in(MODEL, help="With --draft: what the head's layer ids count; auto: outputs if they begin with 1."),
+    ] = "auto"
     download: Download = False
     preset: Annotated[str, _in(NEURON, help=_PRESET)] = DEFAULT_DEPLOYMENT
     compiled: Annotated[
@@ -258,11 +262,12 @@ class ModelOptions:
         if self.backend != "neuron":
             refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu", "max_model_len")
         else:
-            refuse(context, OF_THE_PLAIN_MODEL, "batch_invariant", "keep_quantized", "kv_cache_dtype", "ranks")
+            plain = ("batch_invariant", "draft_layers", "keep_quantized", "kv_cache_dtype", "ranks")
+            refuse(context, OF_THE_PLAIN_MODEL, *plain)
         if self.compiled is not None:
             refuse(context, "the compiled graphs say it", "dtype", "max_model_len")
         if self.draft is None:
-            refuse(context, "goes with --draft", "draft_tokens")
+            refuse(context, "goes with --draft", "draft_layers", "draft_tokens")
         if self.backend == "neuron" and self.draft == "ngram":
             raise typer.BadParameter("--draft ngram goes with --backend cpu or cuda; NxDI drafts with a head")
         from kimi_k2.api import Neuron

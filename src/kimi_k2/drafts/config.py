@@ -4,12 +4,14 @@ Two forms are published for Kimi-K2: `LlamaForCausalLMEagle3`, one Llama layer, 
 layer of multi-head latent attention with a dense MLP. Fields and their meanings are those of vLLM's loaders
 (`llama_eagle3.py`, `deepseek_eagle3.py`). Layer i of `eagle_aux_hidden_state_layer_ids` is, as in vLLM, the residual
 stream before decoder layer i, which is the output of layer i - 1; the number of layers is the stream after the last.
+SpecForge and Model-Optimizer write outputs of layers, from layer 1 on; a list that begins with 1 is read so.
 
 And which tensors a head's files hold, by the names that SpecForge, TorchSpec and vLLM give them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +23,20 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config, YarnScaling, first_fault
 from kimi_k2.config_fields import ONLY, WITHOUT_EFFECT, check_limits, refuse_unknown
 from kimi_k2.config_file import normalise_rope
-from kimi_k2.errors import ConfigError, MissingTensorError, TensorDtypeError, TensorShapeError, UnexpectedTensorError
+from kimi_k2.errors import (
+    ConfigError,
+    KimiK2Warning,
+    MissingTensorError,
+    TensorDtypeError,
+    TensorShapeError,
+    UnexpectedTensorError,
+)
 from kimi_k2.files import read_json
 from kimi_k2.limits import CONFIG_FIELDS
 
 Form = Literal["llama", "mla"]
+# What the ids count; `auto`: outputs if they begin with 1 and the target has so many layers.
+Reading = Literal["auto", "inputs", "outputs"]
 FORMS: dict[str, Form] = {
     "LlamaForCausalLMEagle3": "llama",
     "Eagle3LlamaForCausalLM": "llama",
@@ -58,7 +69,10 @@ _EAGLE_ONLY: dict[str, tuple[Any, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
 }
+_EAGLE_HARMLESS = ("parallel_draft_heads_num_layers",)  # of steps beyond the first
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -69,7 +83,8 @@ class DraftConfig(BaseModel):
         form: which attention the head's layer has.
         head_dim: of the Llama form.
         draft_vocab_size: rows of its lm_head; `d2t` says which tokens of the target they are.
-        aux_layers: layers of the target whose hidden states it reads, see the module; None for vLLM's default.
+        aux_layers: layers of the target as the file names them, see `layers`; None for vLLM's default.
+        reading: what they are, the inputs of layers or their outputs.
         norm_before_residual: the residual is the normed hidden state.
         norm_before_fc: one norm over all hidden states side by side, before they become one.
         fc_norm: a norm for each of them.
@@ -100,17 +115,18 @@ class DraftConfig(BaseModel):
     rope_scaling: YarnScaling | None = None
     rms_norm_eps: PositiveFloat
     aux_layers: tuple[int, ...] | None = None
+    reading: Reading = "auto"
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> DraftConfig:
+    def from_pretrained(cls, directory: str | Path, reading: Reading = "auto") -> DraftConfig:
         """Read the `config.json` of a head's directory."""
         path = Path(directory) / "config.json"
         try:
-            return cls.from_dict(read_json(path, ConfigError), file=path)
+            return cls.from_dict(read_json(path, ConfigError), file=path).model_copy(update={"reading": reading})
         except FileNotFoundError:
             raise ConfigError("no such file; expected an Eagle3 head's config.json", file=path) from None
 
@@ -125,9 +141,13 @@ class DraftConfig(BaseModel):
             raise first_fault(error, file) from None
 
     def layers(self, target: KimiK2Config) -> tuple[int, ...]:
-        """`aux_layers`; where the file names none those that vLLM takes: 2, the middle, and three before the last."""
-        count = target.num_hidden_layers
-        return self.aux_layers or (2, count // 2, count - 3)
+        """Layers whose inputs the head reads; of a file without any those of vLLM: 2, the middle, the fourth last."""
+        count, named = target.num_hidden_layers, self.aux_layers
+        if not named:
+            return 2, count // 2, count - 3
+        told = named[0] == 1 and named[-1] < count
+        outputs = self.reading == "outputs" or (self.reading == "auto" and told)
+        return tuple(layer + 1 for layer in named) if outputs else named
 
     def fit(self, target: KimiK2Config, file: str | Path | None = None) -> None:
         """Refuse a target that this head was not made for.
@@ -143,6 +163,13 @@ class DraftConfig(BaseModel):
             if own != theirs:
                 raise ConfigError(f"expected {theirs}, as the target has, got {own}", field=field, file=file)
         last = target.num_hidden_layers
+        if self.reading == "auto" and self.aux_layers not in (None, self.layers(target)):
+            warnings.warn(
+                f"{file or 'the head'}: {_LAYERS} {list(self.aux_layers or ())} begin with 1: taken for outputs of"
+                f" layers, the inputs of {list(self.layers(target))}; --draft-layers inputs reads them as they stand",
+                KimiK2Warning,
+                stacklevel=3,
+            )
         for layer in self.layers(target):
             if not 0 <= layer <= last:
                 raise ConfigError(f"expected layers of the target, 0 to {last}, got {layer}", field=_LAYERS, file=file)
@@ -167,14 +194,18 @@ def _flat(raw: Any) -> dict[str, Any]:
     form = FORMS.get(name) if isinstance(name, str) else None
     if form is None:
         raise ConfigError(f"expected one of {', '.join(FORMS)}, got {names!r:.100}", field="architectures")
-    fields = set(DraftConfig.model_fields) - {"form", "aux_layers"} - (set(_MLA) if form == "llama" else {"head_dim"})
+    fields = (
+        set(DraftConfig.model_fields)
+        - {"form", "aux_layers", "reading"}
+        - (set(_MLA) if form == "llama" else {"head_dim"})
+    )
     derived = {"head_dim"} if form == "mla" else set()  # what transformers adds to DeepSeek's configurations
     refuse_unknown(raw, fields | _READ | derived, only=_ONLY, harmless=_HARMLESS)
     flat = {field: raw[field] for field in fields if field in raw}
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, Mapping):
         raise ConfigError(f"expected an object, got {type(eagle).__name__}", field="eagle_config")
-    refuse_unknown(eagle, {_LAYERS, "norm_before_fc"}, "eagle_config", only=_EAGLE_ONLY, harmless=())
+    refuse_unknown(eagle, {_LAYERS, "norm_before_fc"}, "eagle_config", only=_EAGLE_ONLY, harmless=_EAGLE_HARMLESS)
     flat["norm_before_fc"] = eagle.get("norm_before_fc", raw.get("norm_before_fc", False))
     flat["aux_layers"] = _layers(raw, eagle)
     flat["form"] = form

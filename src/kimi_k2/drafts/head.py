@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, check_tensors, module_name
+from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, Reading, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
 from kimi_k2.files import parse_yaml, read_json, read_text
 from kimi_k2.model.attention import MultiHeadLatentAttention
@@ -161,7 +161,12 @@ class Eagle3Head(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, target: KimiK2ForCausalLM, *, target_directory: str | Path | None = None
+        cls,
+        directory: str | Path,
+        target: KimiK2ForCausalLM,
+        *,
+        target_directory: str | Path | None = None,
+        reading: Reading = "auto",
     ) -> Eagle3Head:
         """Load a head for a target, on its device and in its dtype.
 
@@ -169,13 +174,14 @@ class Eagle3Head(nn.Module):
             directory: of config.json and safetensors.
             target: the loaded model.
             target_directory: where it was loaded from: its name tells a head of another member of the family.
+            reading: of its list of the target's layers, see `DraftConfig`.
 
         Raises:
             ConfigError: config.json is missing or wrong, or does not fit the target.
             CheckpointError: (subclasses) a tensor is missing, unexpected, damaged, or of another shape.
         """
         directory = Path(directory)
-        config = DraftConfig.from_pretrained(directory)
+        config = DraftConfig.from_pretrained(directory, reading)
         config.fit(target.config, directory / "config.json")
         if target_directory is not None:
             warn_of_other_member(directory, Path(target_directory))

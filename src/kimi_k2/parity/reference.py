@@ -103,7 +103,7 @@ def reference_state_dict(directory: str | Path, dtype: torch.dtype = torch.float
     """Dequantized weights of a (small) checkpoint under Hugging Face's per-expert names, all in memory."""
     config = KimiK2Config.from_pretrained(directory)
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    with CheckpointReader(directory, config.tensor_prefix) as reader:
+    with CheckpointReader(directory) as reader:
         for name, tensor in reader.stream():
             module, _, suffix = name.rpartition(".")
             groups[module][suffix] = tensor.clone()

@@ -1,7 +1,6 @@
 """Which modules a list in a quantization config names, by the rule of the library that wrote it.
 
-K2.5's checkpoints put `language_model.` before the language model's names, transformers' class of it
-`model.language_model.`; lists have either, or neither.
+Names are spelled as any writer of checkpoints spells them, or as here.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import regex
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.limits import MODULE_PATTERNS
+from kimi_k2.spellings import plain_module, spelled
 
 # `compressed`: names and, after `re:`, expressions that match from the start (compressed-tensors).
 # `transformers`: expressions that match from the start to a dot or the end, or endings (`should_convert_module`).
@@ -22,7 +22,6 @@ from kimi_k2.limits import MODULE_PATTERNS
 # `substring`: parts of names (AWQ). `quark`: names with `*`, and expressions after `re:`.
 Rule = Literal["compressed", "transformers", "glob", "substring", "quark"]
 
-_WRAPPERS = ("model.language_model.", "language_model.")
 _SECONDS_A_MATCH = 0.05
 _KEPT = 16
 # By the list's identity: a list of 100,000 names would take longer to hash than to look up.
@@ -80,18 +79,9 @@ def _pattern(entry: str, rule: Rule) -> str | None:
     return None if re.fullmatch(r"[\w.]*", entry) else rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"
 
 
-def _bare(name: str) -> str:
-    """A name without what K2.5's wrapper puts before it."""
-    for wrapper in _WRAPPERS:
-        if name.startswith(wrapper):
-            rest = name.removeprefix(wrapper)
-            return rest if rest.startswith(("model.", "lm_head")) else f"model.{rest}"
-    return name
-
-
 def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
     patterns = [(_matcher(one), "language" in one) for entry in entries if (one := _pattern(entry, rule)) is not None]
-    names = frozenset(_bare(entry) for entry in entries if _pattern(entry, rule) is None)
+    names = frozenset(plain_module(entry) for entry in entries if _pattern(entry, rule) is None)
     endings, packages = (tuple(names), names) if rule == "transformers" else ((), frozenset())
 
     def named(module: str) -> bool:
@@ -105,10 +95,7 @@ def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
         for matches, wrapped in patterns:
             if matches(module):
                 return True
-            if wrapped and any(
-                matches(wrapper + (module.removeprefix("model.") if wrapper == _WRAPPERS[0] else module))
-                for wrapper in _WRAPPERS
-            ):
+            if wrapped and any(matches(one.removesuffix(".")) for one in spelled(f"{module}.")):
                 return True
         return False
 

@@ -72,6 +72,7 @@ def hf_config(config: KimiK2Config) -> dict[str, Any]:
     outer: dict[str, Any] = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
         "text_config": plain,
     }
     if "quantization_config" in plain:

@@ -110,6 +110,7 @@ def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, t
         "checkpoint": str(directory),
         "shards": len(reader.index.shards),
         "tensors": len(reader.tensors),
+        "names": reader.spelling,
         "bytes": reader.total_bytes,
         "parts": parts,
         "config": {field: getattr(config, field) for field in fields} | {"quantization": _quantization(config)},
@@ -137,7 +138,7 @@ def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointRea
     console.print(
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts top-"
         f"{config.num_experts_per_tok}, cache {config.cache_dim} values a token a layer, quantization "
-        f"{_quantization(config)}"
+        f"{_quantization(config)}; names are {reader.spelling}"
     )
 
 

@@ -19,6 +19,7 @@ from kimi_k2.sharding.attention_tiles import CORES, OF_GROUP
 from kimi_k2.sharding.experts.format import ExpertFormat
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.whole import load_whole_state_dict, whole_state_dict
+from kimi_k2.spellings import plain_name
 
 _LOG = logging.getLogger(__name__)
 _BIAS = ".mlp.router.e_score_correction_bias"
@@ -49,10 +50,11 @@ def convert_state_dict(
     Raises:
         MissingTensorError, UnexpectedTensorError: it is not the model's.
     """
+    plain_names = {name: plain_name(name) for name in state_dict}
     stored_names = {
-        name if name.startswith(("model.", "lm_head.")) else f"model.{name}": name
-        for name in state_dict
-        if not IGNORED.search(name)
+        plain if plain.startswith(("model.", "lm_head.")) else f"model.{plain}": name
+        for name, plain in plain_names.items()
+        if not IGNORED.search(plain)
     }
     read, dtype = lambda name: state_dict.pop(stored_names[name]), neuron_config.torch_dtype
     state = whole_state_dict(config, dtype, experts, stored_names, read, **_layout(neuron_config))

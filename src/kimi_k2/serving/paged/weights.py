@@ -13,9 +13,9 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
+from kimi_k2.spellings import plain_name
 
 FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
-PREFIX = "language_model."  # of K2.5's names
 
 
 class RankLoader:
@@ -60,7 +60,7 @@ class RankLoader:
         """
         self._rows.clear()  # they may have been moved
         for name, tensor in weights:
-            plain = name.removeprefix(PREFIX)
+            plain = plain_name(name)
             if IGNORED.search(plain) or plain in self.elsewhere:
                 continue
             if EXPERT.match(plain):
