@@ -36,19 +36,18 @@ from typing import Any
 
 import pytest
 
-SEED = 30
-PACKAGES = ("quantization", "sharding", "checkpoint", "ops", "tokenization")
+SEED = 45
+PACKAGES = ("engine", "drafts", "plan", "parity", "quantization")
 # Tests of other packages that import these; slow ones of backends (nxd, nki, kernels, serving, gpu) are left out.
 TESTS = (
     *PACKAGES,
-    "robustness",
+    "checkpoint",
+    "sharding",
     "model",
-    "engine",
+    "ops",
     "synthetic",
     "media",
-    "parity",
     "parallel",
-    "plan",
     "cli",
     ".",
     "model/*",
