@@ -21,19 +21,18 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat, formats
 from kimi_k2.serving.paged import support as common
-from kimi_k2.serving.vllm import plugin, support
+from kimi_k2.serving.vllm import adapter, plugin, support
 
 HERE = Path(plugin.__file__).parent
 MODEL = ("attention", "lora", "model", "prompt_graphs", "ranks", "tower")
 WORKER = ("decode_steps", *MODEL)
 
 
-def taken_of_vllm(*modules: str) -> list[tuple[str, str]]:
-    """Modules and names that ours import, sorted."""
+def taken_of_vllm(*modules: str) -> list[str]:
+    """Names that ours import of the adapter, sorted."""
     trees = [ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8")) for module in modules]
     found = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
-    named = {(one.module, alias.name) for one in found for alias in one.names if one.module is not None}
-    return sorted(one for one in named if one[0].startswith("vllm"))
+    return sorted({alias.name for one in found if one.module == adapter.__name__ for alias in one.names})
 
 
 class Anything(type):
@@ -70,12 +69,18 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, without: str, platform: str = "vl
         "EngineArgs": type("EngineArgs", (), {"create_engine_config": lambda self: self.additional_config}),
         "VerifyAndUpdateConfig": type("Stock", (), {"verify_and_update_config": lambda config: None}),
     }
-    for module, name in taken_of_vllm(*(path.stem for path in HERE.glob("*.py"))):
-        made = fake_module(monkeypatch, module)
+    for name in taken_of_vllm(*(path.stem for path in HERE.glob("*.py"))):
+        made = fake_module(monkeypatch, adapter.NAMES[name].modules[0])
         if name != without:
             setattr(made, name, given[name] if name in given else Anything(name, (), {}))
-    monkeypatch.setattr(plugin, "BASE_WORKERS", {"cpu": ("json.decoder", "class JSONDecoder(")})
+    derive_worker_from(monkeypatch, "JSONDecoder")
     return registered
+
+
+def derive_worker_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A class whose source there is, or is not."""
+    monkeypatch.setattr(plugin, "BASE_WORKERS", {"cpu": name})
+    monkeypatch.setitem(adapter.NAMES, name, adapter.Row("", ("json.decoder",)))
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def fresh() -> Iterator[Callable[[str], Any]]:
     vars(package).update(attributes)
 
 
-@pytest.mark.parametrize("gone", sorted({name for _, name in taken_of_vllm(*MODEL) if not name.startswith("Deepseek")}))
+@pytest.mark.parametrize("gone", [name for name in taken_of_vllm(*MODEL) if not name.startswith("Deepseek")])
 def test_the_model_is_vllms_without_a_name(
     gone: str, fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +124,7 @@ def test_the_model_is_ours(fresh: Callable[[str], Any], monkeypatch: pytest.Monk
     assert plugin.ARCHITECTURES["DeepseekV3ForCausalLM"] == "KimiK2ForVllm"
 
 
-@pytest.mark.parametrize("gone", sorted({name for _, name in taken_of_vllm("decode_steps")}))
+@pytest.mark.parametrize("gone", taken_of_vllm("decode_steps"))
 def test_steps_are_vllms_without_a_name(
     gone: str, fresh: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,7 +150,7 @@ def test_registration_without_a_name(
 
 def test_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fake_vllm(monkeypatch, without="")
-    monkeypatch.setattr(plugin, "BASE_WORKERS", {"cpu": ("json.decoder", "class Gone(")})
+    derive_worker_from(monkeypatch, "Gone")
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert "since it has changed: json.decoder: class Gone" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 from dataclasses import dataclass, field
@@ -68,25 +67,12 @@ def test_every_argument_is_in_one_group() -> None:
 
 
 def test_an_engine_version_is_one_file() -> None:
-    """A version with one more argument: a word in flags.py. One that moved a name: the one file that takes it."""
+    """A version with one more argument: a word in flags.py."""
     path = Path(flags.__file__)
     source = path.read_text(encoding="utf-8").replace('OBEYED = _names("""', 'OBEYED = _names("""tomorrows', 1)
     toy: dict[str, Any] = {"__name__": "toy_flags"}
     exec(compile(source, "toy_flags.py", "exec"), toy)
     assert toy["judged"](Arguments(tomorrows=4))["vllm"] == []
-    taken: dict[tuple[str, str], set[str]] = {}
-    for file in path.parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
-                for alias in node.names:
-                    taken.setdefault((str(node.module), alias.name), set()).add(file.name)
-    several = {name for (_, name), files in taken.items() if len(files) > 1}
-    # vLLM's oldest interfaces, and the classes that ours are derived from and fall back to.
-    assert several <= {
-        "current_platform", "get_forward_context", "get_tp_group", "weak_ref_tensor", "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-    }  # fmt: skip
-    assert len(taken) > 30
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (docs/engines.md)")

@@ -11,18 +11,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.spread import Spread
 from kimi_k2.kernels.attention.mla_sizes import PAGE
+from kimi_k2.serving.vllm.adapter import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayerBase,
+    AttentionMetadataBuilder,
+    MLAAttentionSpec,
+    MLACommonMetadata,
+    current_platform,
+    get_forward_context,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    split_decodes_and_prefills,
+)
 from kimi_k2.serving.vllm.lora import may_touch_experts
 from kimi_k2.serving.vllm.ranks import context_ranks
 from kimi_k2.serving.vllm.support import invariant

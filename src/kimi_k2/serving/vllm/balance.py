@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.eplb.eplb_state import EplbLayerState
-from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from kimi_k2.model.moe import Experts
+from kimi_k2.serving.vllm.adapter import BaseRouter, EplbLayerState, RoutingMethodType
 
 
 class Placed(BaseRouter):  # type: ignore[misc]  # vLLM has no types for mypy here

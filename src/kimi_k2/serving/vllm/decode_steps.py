@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import set_forward_context
-from vllm.utils.torch_utils import weak_ref_tensor
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, on_all_ranks
 from kimi_k2.ops.mla import next_step
+from kimi_k2.serving.vllm.adapter import ExecuteModelState, SchedulerOutput, set_forward_context, weak_ref_tensor
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.serving.vllm.support import against_decode_steps
 
@@ -213,7 +210,6 @@ def reason_against(runner: Any, second: bool, mode: str) -> str | None:
         ("its second model runner", second),
         (f"its runner has changed: {', '.join(lacking)}", bool(lacking)),
         ("what its runner hands to sampling has changed", ExecuteModelState._fields != STATE),
-        ("routed experts are to be returned", bool(getattr(runner, "routed_experts_initialized", False))),
         ("prompts as embeddings", bool(getattr(runner, "enable_prompt_embeds", False))),
         ("several caches", len(runner.kv_cache_config.kv_cache_groups) != 1),
         (f"cudagraph_mode {mode}", runner.device.type == "cuda" and not mode.startswith("FULL")),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 
 from kimi_k2.engine.graphs import Recorded, Recorder
+from kimi_k2.serving.vllm.adapter import CUDAGraphMode
 
 # Attentions of a head on a GPU whose metadata takes nothing of the host but sizes.
 ATTENTIONS = {"FLASH_ATTN", "FLASH_ATTN_MLA"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.serving.vllm.adapter import ParallelLMHead, VocabParallelEmbedding
 
 
 class Shared:

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.lora.utils import is_in_target_modules
-from vllm.model_executor.layers.linear import LinearBase
 
 from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
 from kimi_k2.serving.paged.model import PagedModel
+from kimi_k2.serving.vllm.adapter import BaseLayerWithLoRA, LinearBase, is_in_target_modules
 from kimi_k2.sharding.layout import PlannedTensor
 
 # By vLLM's names of joined linears, for `--lora-target-modules`.

@@ -8,10 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.distributed.utils import get_pp_indices
-from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from vllm.sequence import IntermediateTensors
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.layer_step import LayerStep
@@ -20,6 +16,14 @@ from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.serving.paged.model import Held, PagedModel, started
 from kimi_k2.serving.paged.support import config_of
+from kimi_k2.serving.vllm.adapter import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    IntermediateTensors,
+    get_pp_group,
+    get_pp_indices,
+    get_tp_group,
+)
 from kimi_k2.serving.vllm.attention import LatentAttention, move_caches
 from kimi_k2.serving.vllm.balance import Placed
 from kimi_k2.serving.vllm.drafts import Shared

@@ -1,39 +1,15 @@
-"""What both parsers take of vLLM: its parser engine, its message classes, its tokenizer."""
+"""What both parsers have in common: vLLM's parser engine, and its tokenizer."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from vllm.parser.engine.events import EventType
-from vllm.parser.engine.parser_engine import ParserEngine
-from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState, Transition
-
+from kimi_k2.serving.vllm.adapter import EventType, ParserEngine, ParserEngineConfig, ParserState, Transition
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.lexer import Marker
 from kimi_k2.tokenization.special_tokens import IM_MIDDLE
-
-# In the order in which they are looked for: 0.32 and newer; 0.24.
-_PLACES = ("vllm.entrypoints.generate.base.protocol", "vllm.entrypoints.openai.engine.protocol")
-
-
-def _find(name: str) -> Any:
-    for place in _PLACES:
-        try:
-            return getattr(importlib.import_module(place), name)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"vLLM has no {name} in {' or '.join(_PLACES)}")
-
-
-DeltaMessage = _find("DeltaMessage")
-DeltaToolCall = _find("DeltaToolCall")
-DeltaFunctionCall = _find("DeltaFunctionCall")
-ExtractedToolCallInformation = _find("ExtractedToolCallInformation")
-FunctionCall = _find("FunctionCall")
-ToolCall = _find("ToolCall")
 
 
 def marker_ids(vocabulary: Mapping[str, int]) -> dict[int, Marker]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 from typing import Any
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_names
-from kimi_k2.serving.vllm import flags
+from kimi_k2.serving.vllm import adapter, flags
 from kimi_k2.serving.vllm.support import BATCH_INVARIANT, against_decode_steps, invariant, refusal
 from kimi_k2.variables import check_names
 
@@ -22,11 +21,7 @@ ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalL
 WITH_WORKER = (*ARCHITECTURES, "KimiK25ForConditionalGeneration")
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # which of vLLM's two: 0 is the first, whose decode steps ours can replace
 WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
-# What ours is derived from, by platform; its import would be slow.
-BASE_WORKERS = {
-    "cuda": ("vllm.v1.worker.gpu_worker", "class Worker("),
-    "cpu": ("vllm.v1.worker.cpu_worker", "class CPUWorker("),
-}
+BASE_WORKERS = {"cuda": "Worker", "cpu": "CPUWorker"}  # what ours is derived from, by platform
 
 
 def register() -> None:
@@ -35,8 +30,7 @@ def register() -> None:
     On a platform that is neither vLLM's own for CUDA nor for CPUs nothing is touched: it may have models of its own.
     """
     try:
-        from vllm.model_executor.models.registry import ModelRegistry
-        from vllm.platforms import current_platform
+        from kimi_k2.serving.vllm.adapter import ModelRegistry, current_platform
 
         kind = "cuda" if current_platform.is_cuda() else "cpu" if current_platform.is_cpu() else None
         if kind is None or not type(current_platform).__module__.startswith("vllm.platforms."):
@@ -57,7 +51,7 @@ def _note_arguments() -> None:
 
     Of the configuration itself one cannot tell: many of its values are computed, and other versions have other fields.
     """
-    from vllm.engine.arg_utils import EngineArgs
+    from kimi_k2.serving.vllm.adapter import EngineArgs
 
     stock = EngineArgs.create_engine_config
     if getattr(stock, "of_kimi_k2", False):  # once a process
@@ -80,10 +74,11 @@ def _note_arguments() -> None:
 def _offer_worker(kind: str) -> None:
     """Have vLLM's configuration of these models name our worker and its runner, where the user names none."""
     try:
-        from vllm.model_executor.models.config import MODELS_CONFIG_MAP as CONFIGS
-        from vllm.model_executor.models.config import VerifyAndUpdateConfig
+        from kimi_k2.serving.vllm.adapter import MODELS_CONFIG_MAP as CONFIGS
+        from kimi_k2.serving.vllm.adapter import VerifyAndUpdateConfig
 
-        if gone := lacking((), [BASE_WORKERS[kind]]):
+        name = BASE_WORKERS[kind]
+        if gone := lacking((), [(adapter.NAMES[name].modules[0], f"class {name}(")]):  # an import would be slow
             raise ImportError(*gone)
     except ImportError as error:
         logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
@@ -157,14 +152,14 @@ def _leave_prefixes(vllm_config: Any) -> None:
 
 def register_parsers() -> None:
     """Offer this project's parsers to vLLM, by vLLM's own name too. What a version lacks is named, and left out."""
-    _register_parser("tool_parsers", "ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
-    _register_parser("reasoning", "ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")
+    _register_parser("ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
+    _register_parser("ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")
 
 
-def _register_parser(package: str, manager: str, module: str, name: str) -> None:
+def _register_parser(manager: str, module: str, name: str) -> None:
     """Name a parser that vLLM imports when somebody asks for it."""
     try:
-        managing = getattr(importlib.import_module(f"vllm.{package}"), manager)
+        managing = getattr(adapter, manager)
         for known in parser_names():
             managing.register_lazy_module(known, f"kimi_k2.serving.vllm.{module}", name)
     except (ImportError, AttributeError) as error:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import weak_ref_tensor
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, Work, on_all_ranks
@@ -29,6 +28,7 @@ from kimi_k2.model.linear import RMSNorm
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.linear import add_norm
 from kimi_k2.parallel.apply import AllReduce
+from kimi_k2.serving.vllm.adapter import weak_ref_tensor
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.variables import whole
 

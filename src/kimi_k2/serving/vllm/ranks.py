@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_tp_group
-from vllm.forward_context import get_forward_context
-
-try:
-    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
-except ImportError:  # its place in older versions
-    from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
 
 from kimi_k2.engine.spread import Spread
+from kimi_k2.serving.vllm.adapter import (
+    cp_lse_ag_out_rs,
+    get_dcp_group,
+    get_dp_group,
+    get_forward_context,
+    get_tp_group,
+)
 
 
 def least_of_ranks(number: int) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
-
-from kimi_k2.serving.vllm.parsing import DeltaMessage, ReasoningEnds, aligned_lexer, marker_ids
+from kimi_k2.serving.vllm.adapter import DeltaMessage, ParserEngineReasoningAdapter
+from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer, marker_ids
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.deltas import Reasoning
 from kimi_k2.tokenization.lexer import Lexeme, Marker

@@ -13,7 +13,7 @@ def _classes() -> tuple[Any, Any]:
         from kimi_k2.serving.vllm import model
     except Exception as error:  # whatever vLLM has become, its own models must go on
         logger.warning("kimi-k2: all operations are vLLM's, since it has changed: %s", error)
-        from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+        from kimi_k2.serving.vllm.adapter import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 
         return DeepseekV3ForCausalLM, DeepseekV2ForCausalLM
     return model.KimiK2ForVllm, model.KimiK25TextForVllm

@@ -214,6 +214,6 @@ def _refusal_of_gpu(vllm_config: Any, config: KimiK2Config) -> str | None:
 
 def _is_hopper() -> bool:
     """As the driver's library says: asking torch would start CUDA, and vLLM's processes could not fork any more."""
-    from vllm.platforms import current_platform
+    from kimi_k2.serving.vllm.adapter import current_platform
 
     return bool(current_platform.is_cuda() and current_platform.is_device_capability((9, 0)))

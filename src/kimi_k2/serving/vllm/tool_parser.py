@@ -8,22 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
-from vllm.parser.engine.adapters import ParserEngineToolAdapter
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.tool_parsers.abstract_tool_parser import ToolParser
-from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
-
-from kimi_k2.serving.vllm.parsing import (
+from kimi_k2.serving.vllm.adapter import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
-    ReasoningEnds,
+    ParserEngineToolAdapter,
+    SamplingParams,
+    StructuredOutputsParams,
     ToolCall,
-    aligned_lexer,
+    ToolParser,
+    VLLMValidationError,
+    validate_xgrammar_grammar,
 )
+from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer
 from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect, merged
 from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import (
+
+from kimi_k2.serving.vllm import adapter
+from kimi_k2.serving.vllm.adapter import (
+    get_load_balance_assignment,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from vllm.model_executor.models.vision import get_load_balance_assignment
 
 logger = logging.getLogger("vllm.kimi_k2")
 SHARES_OUT = "run_dp_sharded_mrope_vision_model"
@@ -58,7 +60,7 @@ def shared_out(
 def share_out() -> None:
     """Have vLLM's K2.5 do so."""
     try:
-        tower = importlib.import_module("vllm.model_executor.models.kimi_k25_vit")
+        tower = importlib.import_module(adapter.NAMES[SHARES_OUT].modules[0])
         if not hasattr(tower, SHARES_OUT):
             raise ImportError(SHARES_OUT)
     except ImportError as error:

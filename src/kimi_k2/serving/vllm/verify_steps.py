@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import CANNOT, Recorded, Recorder
 from kimi_k2.ops.mla import chunk_slots
+from kimi_k2.serving.vllm.adapter import CommonAttentionMetadata, SpecDecodeMetadata
 from kimi_k2.serving.vllm.decode_steps import DecodeSteps, Forward
 from kimi_k2.serving.vllm.draft_passes import DraftPasses, against_draft_passes
 

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
+
+from kimi_k2.serving.vllm.adapter import current_platform
 
 if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    from kimi_k2.serving.vllm.adapter import CPUWorker as Worker
 else:
-    from vllm.v1.worker.gpu_worker import Worker
+    from kimi_k2.serving.vllm.adapter import Worker  # type: ignore[no-redef]
 
 logger = logging.getLogger("vllm.kimi_k2")
 
