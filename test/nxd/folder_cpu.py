@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from types import MethodType
 from typing import Any
@@ -28,6 +29,10 @@ def load(app: Any) -> None:
         neuron.is_continuous_batching = kept
     for wrapper in app.models:
         wrapper.model.register_forward_pre_hook(_set_bucket)
+        if wrapper.model.sampler is not None:  # it would take the best of its own rank's logits
+            wrapper.model.sampler.neuron_config = copy.copy(wrapper.neuron_config)
+            wrapper.model.sampler.neuron_config.on_cpu = False
+            wrapper.model.sampler.neuron_config.disable_argmax_kernel = True
         if neuron.output_logits:
             wrapper.forward = MethodType(_with_all_logits, wrapper)
 

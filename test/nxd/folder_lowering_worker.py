@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any
 
 os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.pop("NXD_CPU_MODE", None)
 
 import environment
 
@@ -39,18 +40,20 @@ if __name__ == "__main__":
     lowering = environment.contrib("lowering")
     for stage in lowering.STAGES:
         graph = lowering.lower(app, stage)
-        named = set(graph.parameters.values())
-        operations = Counter(re.findall(r"= \S+ ([a-z][a-z-]+)\(", graph.hlo))
-        print(
-            "COUNTS",
-            json.dumps({
-                "stage": stage,
-                "bytes": len(graph.hlo),
-                "collectives": {n: c for n, c in operations.items() if n.startswith(("all-", "reduce-scatter"))},
-                "custom": operations["custom-call"],
-                "f64": graph.hlo.count("f64["),
-                "constants": {n: list(t.shape) for n, t in graph.constants.items() if t.numel() > 128},
-                "parameters": len(named),
-            }),
-            flush=True,
-        )  # fmt: skip
+        types = {
+            name: re.findall(rf"(\w+)\[([\d,]*)\]\S* parameter\({number}\)", graph.hlo)[0]
+            for number, name in graph.parameters.items()
+        }
+        dtype, shape = types["layers.1.mlp.experts.gate_up_proj.weight"]
+        gathered = re.findall(r"= \w+\[(\d+),(7168),(\d+)\]\S* gather\(", graph.hlo)
+        counts = {
+            "stage": stage,
+            "bytes": len(graph.hlo),
+            "collectives": dict(Counter(re.findall(r" (all-\w+|reduce-scatter)\(", graph.hlo))),
+            "f64": graph.hlo.count("f64["),
+            "constants": {number: list(one.shape) for number, one in graph.constants.items() if one.numel() > 128},
+            "float32": [n for n, (kind, _) in types.items() if kind == "f32" and not n.startswith("input.")],
+            "experts": [dtype, [int(size) for size in shape.split(",")]],
+            "selected": [int(size) for size in gathered[0]] if gathered else None,
+        }
+        print("COUNTS", json.dumps(counts), flush=True)

@@ -59,7 +59,11 @@ def result(app: Any, case: dict[str, Any]) -> torch.Tensor:
         found = [schedule.prompts(app, case["prompts"])]
     for step in range(len(case["forced"][0])):
         places = [len(prompt) + step for prompt in case["prompts"]]
-        found.append(schedule.decode(app, [[row[step]] for row in case["forced"]], places).logits[:, -1])
+        out = schedule.decode(app, [[row[step]] for row in case["forced"]], places)
+        found.append(out.logits[:, -1])
+        sampling = app.neuron_config.on_device_sampling_config
+        if sampling is not None and not sampling.do_sample:
+            assert torch.equal(out.tokens.flatten(), found[-1].argmax(-1)), "tokens are not the likeliest"
     return torch.stack(found)
 
 

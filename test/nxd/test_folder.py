@@ -21,13 +21,20 @@ from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 SOURCE = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905"
+LAYOUTS = {**harness.LAYOUTS, "EP4": (1, 4)}
 WORKER = Path(__file__).with_name("folder_worker.py")
-BLOCKS = {"quantized": True, "quantization_type": "blockwise_symmetric"}
+BLOCKS: dict[str, Any] = {"quantized": True, "quantization_type": "blockwise_symmetric"}
 # More experts than a step has choices, so that they are loaded selectively; odd heads, and blocks that end part empty.
 ODD: dict[str, Any] = {
     "n_routed_experts": 24, "hidden_size": 320, "moe_intermediate_size": 192, "num_attention_heads": 12,
     "num_key_value_heads": 12, "v_head_dim": 24,
 }  # fmt: skip
+
+
+def options_of(layout: str, batch: int, **options: Any) -> dict[str, Any]:
+    """Options of NxDI for a layout; blocks of 16 tokens take prefill through them."""
+    blockwise = {"blockwise_matmul_config": {"block_size": 16}}
+    return {**harness.neuron_config(*LAYOUTS[layout], batch), **blockwise, **options}
 
 
 def copied(directory: Path) -> Path:
@@ -102,7 +109,7 @@ def test_logits(
     checkpoint = stored(form, tiny_config(**ODD))
     reference = load_transformers_model(plain(checkpoint, tmp_path / "plain"))
     case = harness.sequences(batch, 512, steps=6)
-    neuron = harness.neuron_config(*harness.LAYOUTS[layout], batch, **options)
+    neuron = options_of(layout, batch, **options)
     job = {"checkpoint": str(checkpoint), "neuron_config": neuron, "cases": [case]}
     head = {"folder": str(folder), "checkpoint": "", "neuron_config": neuron}
     ((found,),) = harness.launch({**head, "jobs": [job]}, tmp_path, WORKER)

@@ -17,7 +17,7 @@ import harness
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_folder import WORKER, copied, plain
+from test_folder import WORKER, copied, options_of, plain
 
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -41,7 +41,6 @@ def drawn(seed: int) -> Job:
     """One combination; most differ in many places at once."""
     pick = random.Random(seed)
     heads, layout = pick.choice([4, 8, 12]), pick.choice(["TP1", "TP2", "EP2", "TP2xEP2", "TP4", "EP4"])
-    tp, ep = {**harness.LAYOUTS, "EP4": (1, 4)}[layout]
     member = {
         "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads,
         "n_routed_experts": pick.choice([8, 16, 40]), "num_experts_per_tok": pick.choice([1, 2, 4]),
@@ -77,7 +76,7 @@ def drawn(seed: int) -> Job:
     return {
         "seed": seed, "layout": layout, "form": form, "member": member, "batch": batch,
         "preset": pick.choice(["kimi-k2-instruct-0905", "kimi-k2-instruct-0905", "kimi-k2.5"]), "held": held,
-        "neuron_config": {**harness.neuron_config(tp, ep, batch), **options},
+        "neuron_config": options_of(layout, batch, **options),
     }  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LAYOUTS, neuron_config
 from safetensors.torch import load_file
+from test_folder import options_of
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -32,7 +32,7 @@ def mocked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def application(checkpoint: Path, layout: str, options: dict[str, Any]) -> Any:
     src = importlib.import_module("kimi_k2.neuron.contrib_model")
-    neuron = src.KimiK2NeuronConfig(**neuron_config(*LAYOUTS[layout], 1, save_sharded_checkpoint=True, **options))
+    neuron = src.KimiK2NeuronConfig(**options_of(layout, 1, save_sharded_checkpoint=True, **options))
     config = src.KimiK2InferenceConfig(neuron, load_config=src.load_kimi_config(checkpoint))
     return src.NeuronKimiK2ForCausalLM(str(checkpoint), config)
 

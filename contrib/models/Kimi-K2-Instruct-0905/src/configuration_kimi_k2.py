@@ -19,7 +19,7 @@ from .quantization import BLOCKWISE, CHANNELWISE, ConfigError, StoredForm, held_
 
 # Options of NxDI that this model or NxDI's host code follows at any value that the checks below let through.
 _FOLLOWED = """
-    batch_size ctx_batch_size seq_len max_context_length max_new_tokens allow_input_truncation on_cpu torch_dtype
+    batch_size ctx_batch_size seq_len max_context_length allow_input_truncation on_cpu torch_dtype
     rpl_reduce_dtype tp_degree moe_tp_degree moe_ep_degree start_rank_id local_ranks_size logical_nc_config
     sequence_parallel_enabled is_continuous_batching apply_seq_ids_mask async_mode output_logits
     on_device_sampling_config disable_argmax_kernel enable_bucketing context_encoding_buckets token_generation_buckets
@@ -101,8 +101,14 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         given = dict(kwargs)
         self._set_defaults(kwargs)
         base = {name: value for name, value in kwargs.items() if name in self.FOLLOWED}
-        super().__init__(**kwargs, **WITHOUT_ATTRIBUTE)
-        self._check_followed(given, vars(MoENeuronConfig(**base, **WITHOUT_ATTRIBUTE)))
+        try:
+            expected = vars(MoENeuronConfig(**base, **WITHOUT_ATTRIBUTE))
+            self._check_given(given, expected)
+            super().__init__(**kwargs, **WITHOUT_ATTRIBUTE)
+        except AssertionError as error:  # NxDI's own, which may or may not say of what
+            named = [name for name in given if name in str(error)] or ["neuron_config"]
+            raise ConfigError(f"NxDI: {error}", field=named[0]) from error
+        self._check_kept(given, expected)
         self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
         self.check_together()
@@ -110,7 +116,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     @staticmethod
     def _set_defaults(kwargs: dict[str, Any]) -> None:
         ranks = kwargs.setdefault("tp_degree", 64)
-        kwargs.setdefault("moe_ep_degree", 2 if ranks == 64 and kwargs.get("moe_tp_degree", 32) == 32 else 1)
+        if "moe_tp_degree" in kwargs:
+            kwargs.setdefault("moe_ep_degree", ranks // kwargs["moe_tp_degree"])
+        kwargs.setdefault("moe_ep_degree", 2 if ranks == 64 else 1)
         kwargs.setdefault("moe_tp_degree", ranks // kwargs["moe_ep_degree"])
         kwargs.setdefault("logical_nc_config", 2)
         blockwise = {"block_size": 128, "use_torch_block_wise": True}
@@ -124,27 +132,36 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         kwargs.setdefault("weights_to_skip_layout_optimization", [".*"])
         if kwargs.get("is_continuous_batching"):
             kwargs.setdefault("apply_seq_ids_mask", True)
+            kwargs.setdefault("ctx_batch_size", 1)
         if kwargs.get("quantized"):
             kwargs.setdefault("quantization_type", BLOCKWISE)
             kwargs.setdefault("quantization_dtype", "f8e4m3")
             kwargs.setdefault("quantized_checkpoints_path", "")  # demanded by NxDI; the checkpoint itself is read
             kwargs.setdefault("modules_to_not_convert", ["embed_tokens", "layers", "norm", "lm_head"])
 
-    def _check_followed(self, given: dict[str, Any], expected: dict[str, Any]) -> None:
-        """Refuse what changes an attribute that nothing here reads, and what NxDI overrides or does not know."""
-        for name, value in vars(self).items():
-            if name not in self.FOLLOWED and not _same(value, expected[name]):
-                raise ConfigError(f"expected {expected[name]!r}, got {value!r}: not followed here", field=name)
+    def _check_given(self, given: dict[str, Any], expected: dict[str, Any]) -> None:
+        """Refuse what NxDI does not know, and what nothing here reads."""
         for name, value in given.items():
             require(name in expected, name, "NxDI has no such option")
+            is_object = isinstance(value, dict) and hasattr(expected[name], "__dict__")  # compared when it is made
+            if name not in self.FOLLOWED and not is_object:
+                same = _same(value, expected[name])
+                require(same, name, f"expected {expected[name]!r}, got {value!r}: not followed here")
+
+    def _check_kept(self, given: dict[str, Any], expected: dict[str, Any]) -> None:
+        """Refuse what came to another value than is followed, and what NxDI overrides."""
+        for name, value in vars(self).items():
+            same = name in self.FOLLOWED or _same(value, expected[name])
+            require(same, name, f"expected {expected[name]!r}, got {value!r}: not followed here")
+        for name, value in given.items():
             kept = getattr(self, name)
             plain = isinstance(value, (bool, int, float, str, list)) and type(value) is type(kept)
             require(not plain or value == kept, name, f"expected {kept!r}, to which NxDI sets it, got {value!r}")
         default = vars(MoENeuronConfig(blockwise_matmul_config={"use_torch_block_wise": True}).blockwise_matmul_config)
         for name, value in vars(self.blockwise_matmul_config).items():
+            same = name == "block_size" or _same(value, default[name])
             field = f"blockwise_matmul_config.{name}"
-            taken = name in ("block_size", "parallelize_token_to_block_mapping") or _same(value, default[name])
-            require(taken, field, f"expected {default.get(name)!r}, got {value!r}: prefill is PyTorch operations")
+            require(same, field, f"expected {default.get(name)!r}, got {value!r}: prefill is PyTorch operations")
 
     def check_together(self) -> None:
         """Refuse combinations that would crash or give other numbers.
@@ -158,7 +175,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         )
         single, batched = self.is_continuous_batching, self.batch_size
         contexts = 1 if single else batched
-        require(self.ctx_batch_size == contexts or batched == 1, "ctx_batch_size", f"expected {contexts}")
+        require(self.ctx_batch_size == contexts, "ctx_batch_size", f"expected {contexts}, got {self.ctx_batch_size}")
         require(
             not single or batched == 1 or self.apply_seq_ids_mask, "apply_seq_ids_mask",
             "expected True: a step of some sequences would overwrite the others' caches",
