@@ -29,6 +29,7 @@ def prepare(cpu: bool = True) -> list[str]:
     if cpu:
         os.environ["NXD_CPU_MODE"] = "1"
         os.environ["PJRT_DEVICE"] = "CPU"
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # of processes that pytest does not start
     return standins.install()
 
 

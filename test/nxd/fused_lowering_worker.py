@@ -18,11 +18,12 @@ import environment
 
 environment.prepare(cpu=False)
 
+from hlo import count, peak_live_bytes, summary  # noqa: E402
+
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import build_application, draft_options, summary, without_nki  # noqa: E402
+from kimi_k2.neuron.compile import build_application, draft_options, without_nki  # noqa: E402
 from kimi_k2.plan.deployment import Deployment  # noqa: E402
-from kimi_k2.plan.hlo import count, peak_live_bytes  # noqa: E402
 
 
 def main() -> None:

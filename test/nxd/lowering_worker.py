@@ -19,14 +19,15 @@ import environment
 
 environment.prepare(cpu=False)
 
+from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, summary  # noqa: E402
+from kernel_calls import kernel_name  # noqa: E402
+
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import build_application, summary, without_nki  # noqa: E402
+from kimi_k2.neuron.compile import build_application, without_nki  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
-from kimi_k2.plan.hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes  # noqa: E402
-from kimi_k2.plan.kernel_calls import kernel_name  # noqa: E402
-from kimi_k2.plan.scratch import live_bytes  # noqa: E402
+from kimi_k2.plan.memory import live_bytes  # noqa: E402
 from kimi_k2.plan.target import make_target  # noqa: E402
 from kimi_k2.sharding.plan import make_plan  # noqa: E402
 

@@ -18,7 +18,7 @@ from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.vision.model import VisionModel
-from kimi_k2.plan.scratch import tower_live_bytes
+from kimi_k2.plan.memory import tower_live_bytes
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, tower_rank_bytes
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from hlo import HloParseError, count, peak_live_bytes
 
-from kimi_k2.plan.hlo import Collective, GraphCounts, HloParseError, count, peak_live_bytes
-from kimi_k2.plan.roofline import Machine, roofline
+from kimi_k2.plan.roofline import Collective, GraphCounts, Machine, roofline
 
 MODULE = """HloModule example
 

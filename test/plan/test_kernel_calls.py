@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 
 import pytest
-
-from kimi_k2.plan.hlo import count
+from hlo import count
 
 HIDDEN, BLOCKS, EXPERTS, TOP_K, RANK, ROPE = 7168, 56, 384, 8, 512, 64
 

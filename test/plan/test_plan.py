@@ -17,15 +17,12 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.neuron.compile import compiler_args
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
-from kimi_k2.plan.against_hlo import against_hlo
 from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
-from kimi_k2.plan.expert_blocks import expert_blocks
 from kimi_k2.plan.instructions import prefill_instructions
-from kimi_k2.plan.memory import memory_plan, read_index
+from kimi_k2.plan.memory import expert_blocks, live_bytes, memory_plan, read_index, reported_scratch
 from kimi_k2.plan.report import plan
-from kimi_k2.plan.scratch import live_bytes, reported_scratch
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -199,23 +196,6 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     assert tables.exit_code == 0
     for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55", "165.5", "6.99 ms a token"):
         assert word in tables.output
-
-
-def test_plan_against_graphs_names_what_is_wrong(config: KimiK2Config, tmp_path: Path) -> None:
-    """The graphs themselves are compared in test/nxd/test_lowering.py, where NxD is there to lower them."""
-    target = load_target("trn2-tp32-ep2", config)
-    path = tmp_path / "compile.json"
-    with pytest.raises(ConfigError, match="--hlo-only"):
-        against_hlo(config, target, tmp_path)
-    for text, says in (
-        ('{"made_from": ', "not a manifest"),
-        ("[]", "not a manifest"),
-        ('{"made_from": {"preset": "trn2-tp64-ep1"}, "artifacts": {}}', "expected graphs of trn2-tp32-ep2"),
-        ('{"made_from": {"preset": "trn2-tp32-ep2"}, "artifacts": {"model.neff": {"bytes": 1}}}', "no lowered graphs"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=says):
-            against_hlo(config, target, tmp_path)
 
 
 def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.hlo import Collective
+from kimi_k2.plan.roofline import Collective
 from kimi_k2.plan.target import load_target
 
 

@@ -25,19 +25,17 @@ from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_json, replace_file
 from kimi_k2.neuron import contrib, sdk
 from kimi_k2.plan.advice import advice
-from kimi_k2.plan.against_hlo import MANIFEST
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
 from kimi_k2.plan.drafts import with_drafts
-from kimi_k2.plan.hlo import GraphCounts, count, peak_live_bytes
 from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
-from kimi_k2.plan.roofline import roofline
 from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS, check_made_for
 
 LONG_CONTEXT = 128 * 1024
+MANIFEST = "compile.json"  # beside manifest.json, which is the converted weights'
 
 
 def compiler_args(deployment: Deployment, stage: str) -> list[str]:
@@ -215,7 +213,7 @@ def build_application(
 
 
 def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: Any) -> None:
-    """Write the HLO text and counts of every graph; graphs of the manifest that are still whole are kept.
+    """Write the HLO text of every graph; graphs of the manifest that are still whole are kept.
 
     `overrides` as for `build_application`.
     """
@@ -230,11 +228,8 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: 
         start = time.monotonic()
         graph = lower()
         replace_file(out / name, graph.hlo)
-        counts = count(graph.hlo, graph.parameters)
-        live = peak_live_bytes(graph.hlo).nbytes
-        manifest.add(name, {**facts, "peak_live_bytes": live, **summary(counts)})
-        seconds, moved = time.monotonic() - start, counts.memory_bytes / 1e9
-        say(f"[{number}/{len(jobs)}] {name}: {seconds:.0f} s, {moved:.2f} GB through memory")
+        manifest.add(name, facts)
+        say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {len(graph.hlo) / 1e6:.1f} MB of HLO")
 
 
 def _lowering_jobs(
@@ -335,23 +330,6 @@ def compile_all(preset: Deployment, model: str, out: Path, say: Say, **overrides
             manifest.add(str(path.relative_to(out)), {})
     manifest.finish(seconds=round(time.monotonic() - start))
     say(f"compiled in {time.monotonic() - start:.0f} s; {out / MANIFEST} lists the artifacts")
-
-
-def summary(counts: GraphCounts) -> dict[str, Any]:
-    """Counts and the modelled time of a graph, for a manifest or a table."""
-    modelled = roofline(counts)
-    return {
-        "weight_bytes_held": counts.bytes_held(),
-        "weight_bytes_read": counts.bytes_read(),
-        "bytes_moved": sum(counts.moved.values()),
-        "routed_expert_bytes_read": counts.bytes_read(r"\.mlp_op\."),
-        "flops": counts.flops,
-        "collectives": [
-            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
-            for one, times in sorted(counts.collectives.items(), key=lambda item: str(item))
-        ],
-        "modelled_seconds": {"memory": modelled.memory, "compute": modelled.compute, "total": modelled.bound},
-    }
 
 
 class Manifest:

@@ -8,9 +8,8 @@ from itertools import islice
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.memory import MemoryPlan, cache_bytes, memory_plan
+from kimi_k2.plan.memory import MemoryPlan, cache_bytes, make_scratch, memory_plan, reported_scratch
 from kimi_k2.plan.roofline import INSTANCES
-from kimi_k2.plan.scratch import make_scratch, reported_scratch
 from kimi_k2.plan.target import GIB, RESERVED_SLOTS, Target
 from kimi_k2.sharding.experts.format import expert_formats
 

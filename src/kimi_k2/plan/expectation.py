@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.hlo import GraphCounts
-from kimi_k2.plan.memory import category
+from kimi_k2.plan.memory import category, held_as
 from kimi_k2.plan.published import Run, data, runs, source_words
-from kimi_k2.plan.roofline import TRN2_LNC2
-from kimi_k2.plan.scratch import held_as
+from kimi_k2.plan.roofline import TRN2_LNC2, GraphCounts
 from kimi_k2.plan.target import Target
 
 ENOUGH = 8  # mixture-of-experts runs of a form; below that its dense ones are taken too

@@ -16,8 +16,7 @@ from typing import Any
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.cost import of_stage
-from kimi_k2.plan.expert_blocks import expert_blocks
-from kimi_k2.plan.memory import category
+from kimi_k2.plan.memory import category, expert_blocks
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import ShardingPlan
 

@@ -14,10 +14,8 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
-from kimi_k2.plan.hlo import GraphCounts
-from kimi_k2.plan.memory import local_bytes
-from kimi_k2.plan.roofline import TRN2_LNC2, Machine, roofline
-from kimi_k2.plan.scratch import FLOAT32
+from kimi_k2.plan.memory import FLOAT32, local_bytes
+from kimi_k2.plan.roofline import TRN2_LNC2, GraphCounts, Machine, roofline
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import ShardingPlan
 from nki_emulator.rates import TRAINIUM2

@@ -24,9 +24,8 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Deployment, preset_names
 from kimi_k2.plan.expectation import expect
 from kimi_k2.plan.kernels import kernel_step, step_bound
-from kimi_k2.plan.memory import WORKSPACE, WORKSPACE_BYTES, category, memory_plan
+from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, category, memory_plan
 from kimi_k2.plan.roofline import GIB, INSTANCES, UTILIZATION, Instance, roofline
-from kimi_k2.plan.scratch import BF16
 from kimi_k2.plan.target import Target, make_target
 from kimi_k2.sharding.layout import Layout, ShardingPlan
 

@@ -12,16 +12,14 @@ from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
-from kimi_k2.plan.against_hlo import GraphRow
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import LINE
 from kimi_k2.plan.drafts import drafts_report, print_drafts
 from kimi_k2.plan.expectation import WIDE, expect
-from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.plan.instructions import prefill_instructions
 from kimi_k2.plan.kernels import Rates, kernel_step, nearest_counted, print_kernel_step, step_bound
 from kimi_k2.plan.memory import TOWER, MemoryPlan, cache_tokens, category, host_plan, memory_plan
-from kimi_k2.plan.roofline import roofline
+from kimi_k2.plan.roofline import GraphCounts, roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -91,15 +89,14 @@ _OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
 _OF_MEMORY = ("parts", "resident", "fits", "certain", "room", "needed", "verdict")
 
 
-def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
-    """Everything about one deployment; sizes in bytes, times in seconds.
+def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
+    """Of `make_report` what answers whether a deployment fits and how long a token takes.
 
     Raises:
         ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
     """
     sharding = target.sharding(config)
-    memory = memory_plan(config, target, sharding)
-    decode, prefill = decode_counts(config, target, sharding), prefill_counts(config, target, sharding)
+    memory, decode = memory_plan(config, target, sharding), decode_counts(config, target, sharding)
     kernels, expected = kernel_step(config, target, sharding), expect(config, target, decode)
     bound, bound_of = step_bound(decode, target, kernels)
     report: dict[str, Any] = {
@@ -118,24 +115,37 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
             "cache_tokens": cache_tokens(config, target, memory),
         },
-        "vision": vision_report(config, memory.room + memory.parts.get(TOWER, 0)),
-        "stored_form": stored_form(config, target, memory.parts.get("expert weights", 0)),
-        "host": host_plan(config, target),
         "decode": step(decode, target),
-        "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
         "kernels": kernels,
         "tpot": {"bound": bound, "bound_of": bound_of, "expected": expected.as_json() if expected else None},
-        "ttft": {"bound": roofline(prefill, target.machine).bound},
         "machine": asdict(target.machine),
         "advice": advice(config, target, memory),
         "drafts": None,
         "lora": LINE if target.lora is not None else None,
     }
     if target.positions > 1:
-        plain = make_report(config, replace(target, positions=1, head=None))
+        plain = make_answer(config, replace(target, positions=1, head=None))
         rates = Rates(**kernels["rates"]) if target.decode_layers and kernels else None
         report["drafts"] = drafts_report(target, bound, plain["tpot"]["bound"], rates)
     return report
+
+
+def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
+    """Everything about one deployment; sizes in bytes, times in seconds.
+
+    Raises:
+        ConfigError: as `make_answer`.
+    """
+    report, sharding = make_answer(config, target), target.sharding(config)
+    prefill, parts = prefill_counts(config, target, sharding), report["rank_memory"]["parts"]
+    return {
+        **report,
+        "vision": vision_report(config, report["rank_memory"]["room"] + parts.get(TOWER, 0)),
+        "stored_form": stored_form(config, target, parts.get("expert weights", 0)),
+        "host": host_plan(config, target),
+        "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
+        "ttft": {"bound": roofline(prefill, target.machine).bound},
+    }
 
 
 def plan(
@@ -340,21 +350,6 @@ def _print_host(report: dict[str, Any], console: Console) -> None:
     if index is not None:
         stated = "no size" if index["total_size"] is None else _size(index["total_size"])
         table.add_row("index states", f"{stated}, {index['shards']} shards, {index['tensors']:,} tensors")
-    console.print(table)
-
-
-def print_against_hlo(rows: list[GraphRow], console: Console) -> None:
-    """Planned over counted in HLO, graph by graph."""
-    table = Table("graph", "GB counted", "GB planned", "difference", "FLOPs", "collectives", title="plan against HLO")
-    for row in rows:
-        table.add_row(
-            f"{row.stage} {row.bucket}",
-            f"{row.bytes_counted / 1e9:.4f}",
-            f"{row.bytes_planned / 1e9:.4f}",
-            f"{100 * (row.bytes_planned / row.bytes_counted - 1):+.4f} %",
-            f"{100 * (row.flops_planned / row.flops_counted - 1):+.2f} %",
-            "the same" if row.same_collectives else "differ",
-        )
     console.print(table)
 
 

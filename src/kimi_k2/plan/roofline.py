@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 
-from kimi_k2.plan.hlo import GraphCounts
 from kimi_k2.sharding.layout import Target
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind, group size and payload.
+
+    Attributes:
+        nbytes: bytes of one result a rank.
+    """
+
+    kind: str
+    ranks: int
+    nbytes: int
+
+
+@dataclass
+class GraphCounts:
+    """What one execution of the graph costs a rank.
+
+    Attributes:
+        read: bytes read by parameter name.
+        held: bytes of the parameters, by name.
+        moved: bytes that gathers and scatters of intermediate arrays read and write, by operation.
+        flops: of dots.
+        collectives: how often each occurs.
+    """
+
+    read: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    collectives: dict[Collective, int] = field(default_factory=dict)
+
+    def bytes_read(self, pattern: str = "") -> int:
+        """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
+        return sum(count for name, count in self.read.items() if re.search(pattern, name))
+
+    def bytes_held(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.held.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that pass through memory: of parameters and of intermediate arrays."""
+        return self.bytes_read() + sum(self.moved.values())
+
+    @property
+    def collective_bytes(self) -> int:
+        """Result bytes of all collectives a rank."""
+        return sum(one.nbytes * count for one, count in self.collectives.items())
 
 
 @dataclass(frozen=True)

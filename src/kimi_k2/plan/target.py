@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -13,9 +13,6 @@ from kimi_k2.plan.torch_native import BLOCK, TorchNativeOptions, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.layout import Layout, ShardingPlan
 from kimi_k2.sharding.plan import make_plan, without_nxdis
-
-if TYPE_CHECKING:
-    from kimi_k2.plan.drafts import Head
 
 __all__ = ["GIB", "OURS", "PUBLISHED_PORT", "Arrangement", "Memory", "Target", "load_target", "make_target"]
 
@@ -57,6 +54,16 @@ PUBLISHED_PORT = Arrangement(
     selective_under_ep=False,
     dense_over_all_ranks=False,
 )
+
+
+class DraftHead(Protocol):
+    """What a head that drafts takes of a rank (`plan.drafts.Head`)."""
+
+    def slot_bytes(self, target: Target) -> int:
+        """Bytes of a token in its cache."""
+
+    def weights(self, target: Target) -> int:
+        """Bytes of its weights."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Target:
     prefill_rows_at_once: int = 16384
     torch_native: TorchNativeOptions | None = None
     positions: int = 1
-    head: Head | None = None
+    head: DraftHead | None = None
     lora: LoraServing | None = None
 
     @property

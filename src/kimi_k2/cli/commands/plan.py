@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, DraftTokens, Preset, number, picture, refuse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kimi_k2.config import KimiK2Config
 
 
 def plan(
@@ -35,7 +40,6 @@ def plan(
     published: Annotated[
         bool, typer.Option("--published", help="Also check the planner against published memory figures.")
     ] = False,
-    hlo: Annotated[Path | None, typer.Option(help="Compare with graphs that `compile --hlo-only` wrote here.")] = None,
     chart: Annotated[
         Path | None, typer.Option(callback=picture, help="Write a stacked bar chart (PNG, SVG, PDF).")
     ] = None,
@@ -58,17 +62,9 @@ def plan(
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.drafts.config import FORMS, DraftConfig
-    from kimi_k2.plan import presets as served
-    from kimi_k2.plan.against_hlo import against_hlo
-    from kimi_k2.plan.comparison import comparison, print_comparison
-    from kimi_k2.plan.drafts import with_drafts
-    from kimi_k2.plan.measured import read_measured
     from kimi_k2.plan.memory import read_index
-    from kimi_k2.plan.presets import WIDTH, preset_rows, print_presets, rows_as_json
-    from kimi_k2.plan.report import make_report, plot, print_against_hlo, print_answer, print_report
+    from kimi_k2.plan.report import make_answer, make_report, plot, print_answer, print_report
     from kimi_k2.plan.target import PUBLISHED_PORT, check_context, load_target
-    from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
     if all_presets:
         refuse(context, "--all-presets takes presets as they are", but=("all_presets", "model", "as_json", "download"))
@@ -76,32 +72,22 @@ def plan(
         lengths = ("max_model_len", "batch_size")
         refuse(context, "not of --gpus", but=("gpus", "model", "as_json", "download", *lengths))
     if as_json:
-        refuse(context, "prints tables: not with --json", "verbose", "hlo")
+        refuse(context, "prints tables: not with --json", "verbose")
     if draft is None:
         refuse(context, "goes with --draft", "draft_tokens")
     directory = resolve_checkpoint(model, download=download, weights=False)
     config = KimiK2Config.load(directory)
     console = table_console()
-    if all_presets:
-        rows = preset_rows(config)
-        if as_json:
-            typer.echo(json.dumps(rows_as_json(rows), indent=1))
-        else:
-            console.width = max(console.width, WIDTH)
-            print_presets(rows, console)
-        return
     check_context(config, max_model_len)
-    if gpus:
-        tokens = max_model_len or 4096
-        ways = served.served_rows(config, tokens, batch_size)
-        if as_json:
-            typer.echo(json.dumps(served.served_as_json(ways), indent=1))
-        else:
-            console.width = max(console.width, WIDTH)
-            served.print_served(ways, tokens, console)
+    if all_presets or gpus:
+        _tables(config, console, gpus, max_model_len or 4096, batch_size, as_json)
         return
     target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
     if draft is not None:
+        from kimi_k2.drafts.config import FORMS, DraftConfig
+        from kimi_k2.plan.drafts import with_drafts
+        from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
+
         if form := next((one for one in FORMS.values() if one == draft), None):
             fields = draft_fields(config, form, draft_vocab_size=min(PUBLISHED_VOCABULARY, config.vocab_size))
             head = DraftConfig.from_dict(fields)
@@ -109,13 +95,18 @@ def plan(
             head = DraftConfig.from_pretrained(resolve_checkpoint(draft, download=download, weights=False))
         target = with_drafts(target, config, head, draft_tokens)
     if measured:
+        from kimi_k2.plan.measured import read_measured
+
         target = replace(target, machine=read_measured(measured).on(target.machine))
     if port:
         if not target.is_neuron:
             raise typer.BadParameter(f"arranges weights for Trainium, not for {preset}", param_hint="--port")
         target = replace(target, arrangement=PUBLISHED_PORT)
-    report = {"model": Path(model).name, "index": read_index(directory), **make_report(config, target)}
+    made = (make_report if verbose or as_json else make_answer)(config, target)
+    report = {"model": Path(model).name, "index": read_index(directory), **made}
     if published:
+        from kimi_k2.plan.comparison import comparison, print_comparison
+
         report["published"] = comparison()
     if chart is not None:
         plot(config, target, chart)
@@ -125,10 +116,29 @@ def plan(
         (print_report if verbose else print_answer)(report, console)
         if published:
             print_comparison(report["published"], console)
-        if hlo is not None:
-            print_against_hlo(against_hlo(config, target, hlo), console)
     if not report["rank_memory"]["fits"]:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _tables(
+    config: KimiK2Config, console: Console, gpus: bool, tokens: int, batch_size: int | None, as_json: bool
+) -> None:
+    """Layouts of GPUs side by side, or all presets."""
+    from kimi_k2.plan import presets
+
+    console.width = max(console.width, presets.WIDTH)
+    if gpus:
+        ways = presets.served_rows(config, tokens, batch_size)
+        if as_json:
+            typer.echo(json.dumps(presets.served_as_json(ways), indent=1))
+        else:
+            presets.print_served(ways, tokens, console)
+        return
+    rows = presets.preset_rows(config)
+    if as_json:
+        typer.echo(json.dumps(presets.rows_as_json(rows), indent=1))
+    else:
+        presets.print_presets(rows, console)
 
 
 COMMAND = Command(

@@ -8,7 +8,7 @@ layers, and hands residual and down projections to the next call in float32: the
 
 On a device the kernel is the vendor's `nki`, in CPU mode its emulator. Where a graph is lowered without `nki` it is a
 custom call that nothing can execute: its name, and in `backend_config` the arguments that are no tensors.
-`kimi_k2.plan.kernel_calls` counts what it costs.
+test/helpers/kernel_calls.py counts what it costs.
 """
 
 from __future__ import annotations

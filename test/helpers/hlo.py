@@ -13,10 +13,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from kimi_k2.plan.kernel_calls import CallCost, call_cost
+from kernel_calls import CallCost, call_cost
+
+from kimi_k2.plan.roofline import Collective, GraphCounts
 
 DTYPE_BYTES = {
     "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
@@ -68,56 +71,6 @@ class Instruction:
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
     attributes: str
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind, group size and payload.
-
-    Attributes:
-        nbytes: bytes of one result a rank.
-    """
-
-    kind: str
-    ranks: int
-    nbytes: int
-
-
-@dataclass
-class GraphCounts:
-    """What one execution of the graph costs a rank.
-
-    Attributes:
-        read: bytes read by parameter name.
-        held: bytes of the parameters, by name.
-        moved: bytes that gathers and scatters of intermediate arrays read and write, by operation.
-        flops: of dots.
-        collectives: how often each occurs.
-    """
-
-    read: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
-    collectives: dict[Collective, int] = field(default_factory=dict)
-
-    def bytes_read(self, pattern: str = "") -> int:
-        """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
-        return sum(count for name, count in self.read.items() if re.search(pattern, name))
-
-    def bytes_held(self) -> int:
-        """Bytes of all parameters."""
-        return sum(self.held.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that pass through memory: of parameters and of intermediate arrays."""
-        return self.bytes_read() + sum(self.moved.values())
-
-    @property
-    def collective_bytes(self) -> int:
-        """Result bytes of all collectives a rank."""
-        return sum(one.nbytes * count for one, count in self.collectives.items())
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -345,3 +298,18 @@ def _last_uses(instructions: list[Instruction]) -> dict[str, int]:
         for operand in one.operands:
             last[operand] = max(last.get(operand, 0), until)
     return last
+
+
+def summary(counts: GraphCounts) -> dict[str, Any]:
+    """Counts of a graph as JSON types."""
+    return {
+        "weight_bytes_held": counts.bytes_held(),
+        "weight_bytes_read": counts.bytes_read(),
+        "bytes_moved": sum(counts.moved.values()),
+        "routed_expert_bytes_read": counts.bytes_read(r"\.mlp_op\."),
+        "flops": counts.flops,
+        "collectives": [
+            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
+            for one, times in sorted(counts.collectives.items(), key=lambda item: str(item))
+        ],
+    }
