@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kimi_k2.quantization import neuron_e4m3
 from kimi_k2.quantization.fp8_block import (
     dequantize_fp8_block,
     dequantized_chunks,
@@ -36,6 +37,17 @@ def test_nan_is_kept() -> None:
     halved, _, inexact = halve_blocks(nan.view(torch.float8_e4m3fn), torch.ones(1, 2), (1, 1), 1)
     assert torch.equal(halved.view(torch.uint8), nan)
     assert not len(inexact)
+
+
+def test_nan_is_kept_in_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long tensors are halved a piece at a time."""
+    monkeypatch.setattr(neuron_e4m3, "_CHUNK", 4)
+    codes = torch.arange(24, dtype=torch.uint8).add(64)
+    for place in range(24):
+        weight = codes.clone()
+        weight[place] = 0x7F
+        halved, _, _ = halve_blocks(weight.view(torch.float8_e4m3fn).view(12, 2), torch.ones(12, 2), (1, 1), 1)
+        assert halved.float().isnan().flatten().nonzero().tolist() == [[place]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,14 +1,16 @@
 """Malformed checkpoints: one error that names file, tensor or field, or rightly accepted; never a traceback.
 
 `KIMI_K2_SLOW=1` runs every kind with every command; otherwise some kinds with one command. Three of each mechanism
-are drawn too, or as many as `KIMI_K2_DRAWS` says.
-`measure.py` does the same in processes, with their time and memory.
+are drawn too, or as many as `KIMI_K2_DRAWS` says. No command takes long over it, or much memory.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import resource
+import time
 from pathlib import Path
 
 import kinds_of_shards
@@ -17,11 +19,13 @@ import kinds_of_tokenizers
 import pytest
 from damage import Kind, private_copy
 from mechanisms import MECHANISMS, drawn
-from run_commands import COMMANDS, Ending, run
+from run_commands import COMMANDS, SIX, Ending, run
 
 SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_DRAWS", "3"))
 ALL = bool(os.environ.get("KIMI_K2_SLOW"))
 KINDS = [*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()]
+# Of CPU, and of memory beyond the most that this process has held.
+MOST_SECONDS, MOST_BYTES = 5.0, 500e6
 # Where time counts, every fourth of those that one command alone reads and every sixteenth of the others.
 CHOSEN = [kind for number, kind in enumerate(KINDS) if ALL or number % (16 if kind.refused == "icg" else 4) == 0]
 
@@ -29,7 +33,10 @@ CHOSEN = [kind for number, kind in enumerate(KINDS) if ALL or number % (16 if ki
 def endings(directory: Path, out: Path, commands: list[str], capsys: pytest.CaptureFixture[str]) -> list[Ending]:
     found = []
     for command in commands:
+        began, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         status = run(command, directory, out / command)
+        seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert seconds < MOST_SECONDS and (peak - held) * 1024 < MOST_BYTES, (command, seconds, peak - held)
         shown = capsys.readouterr()
         found.append(Ending(command, status, shown.out + shown.err if status else ""))
     return found
@@ -51,13 +58,18 @@ def test_a_kind(checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_mechanism(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
     """What must be refused is, by `generate`, which reads most; what happens meanwhile has happened before here."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))  # of `chat`
     base = checkpoints[("fp8", "thinking", "bf16", "k2.5")[seed // len(MECHANISMS) % 4]]
     fault = drawn(seed, base)
     directory = private_copy(base, tmp_path / "checkpoint")
     for damage in (fault.damage, *filter(None, [fault.meanwhile])):
         damage(directory)
-    (ending,) = endings(directory, tmp_path, ["generate"], capsys)
-    assert not ending.fault(fault), (fault, ending.fault(fault))
+    for ending in endings(directory, tmp_path, list(SIX) if ALL else ["generate"], capsys):
+        assert not ending.fault(fault), (fault, ending.fault(fault))
