@@ -76,12 +76,18 @@ def test_the_line_without_nxdi_gets_its_own_options(checkpoints: dict[str, Path]
     assert options == {
         "ep_degree": 16, "quantization": "per_channel", "num_batched_tokens_buckets": [2048],
         "kv_segment_size_buckets": [2048], "num_seqs_buckets": [1, 8], "decode_context_length_buckets": [1024],
-        "on_device_sampling_config": None,
+        "on_device_sampling_config": {"max_top_k": 256}, "enable_structured_outputs": True,
     }  # fmt: skip
+    assert "--no-async-scheduling" not in made.words
     assert made.environment["VLLM_NEURON_DISABLE_WARMUP_COMPILE"] == "1"
     whole = command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp32-ep2")
     assert "--no-enable-prefix-caching" in whole.words
     assert whole.environment == {}
+    preset = tmp_path / "host.yaml"
+    sampling = "  on_device_sampling_config: null\n  enable_structured_outputs: false\n"
+    preset.write_text(f"like: trn2-native-tp4-ep16\ntorch_native:\n{sampling}")
+    host = command.vllm_command(checkpoints["fp8"], "neuron", preset=str(preset))
+    assert "--no-async-scheduling" in host.words  # which needs the device's sampler
 
 
 def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: Path) -> None:

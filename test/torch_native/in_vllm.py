@@ -82,8 +82,9 @@ def main(job: dict[str, Any], rank: int) -> dict[str, Any]:
         neuron = line.NeuronConfig(ep_degree=options["ep_degree"], quantization=options["quantization"])
         hf_config = config.model_config.hf_config
         hf_config.dtype = torch.float32  # as the plain model is run; vLLM takes FP8 and INT4 in 16 bits alone
-        runner = line.Runner(Path(job["model"]), hf_config, neuron, rank=rank, segment=job["segment"])
-        tokens = line.serve(runner, line.prompts(Path(job["model"])), line.WANTED)
+        options = {"rank": rank, "segment": job["segment"], "compile_with": line.eager}  # vLLM's groups are no nodes
+        runner = line.Runner(Path(job["model"]), hf_config, neuron, **options)
+        requests = line.serve(runner, line.prompts(Path(job["model"])), line.WANTED)
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
     return {
@@ -93,7 +94,7 @@ def main(job: dict[str, Any], rank: int) -> dict[str, Any]:
         "architecture": architecture,
         "runner": type(runner.model).__name__,
         "groups": type(runner.model.ranks.tp).__name__,
-        "tokens": tokens,
+        "tokens": [request.output for request in requests],
     }
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import line
-import ml_dtypes
 import pytest
 import torch
-from torch import Tensor
+from lowering import Lowering, name_of
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
-from nki_emulator import install
 
 # What the kernels take: eight experts a token, 64 columns a rank, whole partitions.
 SIZES: dict[str, Any] = {
@@ -30,47 +27,40 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def to_kernel(value: Any) -> Any:
-    """Trainium's name for e4m3 below 256, and NumPy for the rest."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.dtype == torch.float8_e4m3fn:
-        return value.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
-    return value.contiguous()
-
-
 @pytest.mark.parametrize("runs", [True, False])
 def test_kernels_give_the_plain_models_tokens(tiled: Path, monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
-    """TP2 x EP2 in FP8 tiles with the shared expert in them; a step of one line chooses few enough experts."""
-    calls: list[str] = []
-
-    def wrap_nki(kernel: Any) -> Any:
-        class Launch:
-            def __getitem__(self, cores: int) -> Any:
-                def call(*arguments: Any, **named: Any) -> Any:
-                    calls.append(kernel.__name__)
-                    made = kernel[cores](*map(to_kernel, arguments), **{k: to_kernel(v) for k, v in named.items()})
-                    parts = [torch.as_tensor(part) for part in (made if isinstance(made, tuple | list) else [made])]
-                    return parts if len(parts) > 1 else parts[0]
-
-                return call
-
-        return Launch()
-
-    install()
+    """TP2 in FP8 tiles with the shared expert in them; a step of one line chooses few enough experts."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    modules = line.stand_ins()
-    for name in ("vllm_neuron.utils.neuron_utils", "libtorch_neuronx_lite.nki.nki_hop"):  # as 0.24 has them
-        for end in range(1, name.count(".") + 2):
-            modules.setdefault(path := ".".join(name.split(".")[:end]), ModuleType(path))
-    vars(modules["vllm_neuron.utils.neuron_utils"])["can_run_kernel"] = lambda tensor: runs
-    vars(modules["libtorch_neuronx_lite.nki.nki_hop"])["wrap_nki"] = wrap_nki
-    for name, module in modules.items():
+    for name, module in line.stand_ins(kernels=runs).items():
         monkeypatch.setitem(sys.modules, name, module)
     drawn = [[token % 200 for token in prompt] for prompt in line.prompts(tiled)[:2]]
     monkeypatch.setattr(line, "prompts", lambda directory: drawn)
-    wanted = line.plain_tokens(tiled)
-    for rank in line.served(tiled, tp=2, ep=1, held="tiles", width=32):
-        assert rank == wanted
-    expected = {"noaux_tc_router", "selective_experts", "mla_decode_pages"} if runs else set()
-    assert set(calls) == expected
+    lowering = Lowering(("earlier", "aot") if runs else ("earlier",))
+    for rank in line.served(tiled, tp=2, held="tiles", width=32, buckets=((32,), (1, 2)), lowering=lowering):
+        assert line.differences(tiled, rank)[0] == 0
+    called = {
+        node.args[0] if name_of(node) == "line.nki" else name_of(node)
+        for one in lowering.graphs.values()
+        for node in one.graph.graph.nodes
+        if name_of(node) in ("line.nki", "line.write_pages")
+    }
+    kernels = {"noaux_tc_router", "selective_experts", "mla_decode_pages", "line.write_pages"}
+    assert called == (kernels if runs else set())
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_only_rows_of_real_slots_are_written(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """More rows than partitions, in any order, some of them padding; both orders of a page's dimensions."""
+    line.stand_ins(kernels=True)
+    generator = torch.Generator().manual_seed(cores)
+    pages = torch.rand(2, 64, 1, 4, 6, generator=generator)
+    slots = torch.randperm(256, generator=generator)[:150].to(torch.int32)
+    slots[::7] = 2**31 - 1
+    entries, wanted = torch.rand(150, 12, generator=generator), pages.clone()
+    for slot, entry in zip(slots.tolist(), entries, strict=True):
+        if slot < 256:
+            wanted[0].view(256, 6)[slot], wanted[1].view(256, 6)[slot] = entry.chunk(2)
+    given = pages.transpose(2, 3) if cores == 2 else pages
+    given = given.contiguous()
+    line.write_pages(given[0], given[1], entries, slots.unsqueeze(1), cores)
+    assert torch.equal(given.view(2, 256, 6), wanted.view(2, 256, 6))

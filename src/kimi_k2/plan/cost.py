@@ -104,6 +104,8 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     counts.held["cache"] = cache_bytes(config, target)
     if target.torch_native and not target.layout.tiles:  # pages laid one after another, and read again
         counts.moved = {"gather": 2 * counts.read["cache"]}
+    if target.torch_native:
+        counts.moved["cache write"] = _cache_write(config, tokens)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
@@ -127,6 +129,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         # A segment's graph reads every page that a sequence may have; a whole prompt none.
         keys = target.context if target.torch_native.kv_segment_size_buckets else keys
         counts.read["cache"] = cache_bytes(config, replace(target, batch=1)) if keys > target.prompt else 0
+        counts.moved["cache write"] = _cache_write(config, tokens)
     else:
         # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it; with continuous
         # batching it writes the prompt's rows in place.
@@ -145,7 +148,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
     if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
         rows = blocks * BLOCK + tokens * config.num_experts_per_tok
-        counts.moved = {"gather": moe_layers(config) * rows * config.hidden_size * BF16}
+        counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
     elif blocks:
         local = local_experts(config, target)
         counts.flops += moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
@@ -159,6 +162,11 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         # Where those outputs lie is scattered into a table.
         counts.moved["scatter"] = counts.moved.get("scatter", 0) + moe_layers(config) * slots * 2 * 8
     return counts
+
+
+def _cache_write(config: KimiK2Config, tokens: int) -> int:
+    """Bytes of new rows, read and written by a kernel a layer: the scatters of PyTorch's form pass the whole pool."""
+    return 2 * config.num_hidden_layers * tokens * config.cache_dim * BF16
 
 
 def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
@@ -285,13 +293,14 @@ def _of_torch_native(
 ) -> dict[Collective, int]:
     """Embedding, down projections and logits are gathered, two sums a layer; a prompt's tokens are divided between.
 
-    Sampled on the device only a value and a number a rank are gathered (as in NxDI; the line's sampler was not read).
+    Sampled on the device only each rank's largest values and their numbers are gathered.
     """
     ranks, layers, hidden = target.layout.ranks, config.num_hidden_layers, tokens * config.hidden_size * BF16
-    on_device = target.torch_native is not None and target.torch_native.on_device_sampling_config
-    logits = (
-        [sampled * ranks * size for size in SAMPLED_BYTES] if on_device else [sampled * config.vocab_size * FLOAT32]
-    )
+    assert target.torch_native is not None
+    logits = [sampled * config.vocab_size * FLOAT32]
+    if (on_device := target.torch_native.on_device_sampling_config) is not None:
+        most = min(on_device["max_top_k"], config.vocab_size // ranks)
+        logits = [sampled * ranks * most * size for size in SAMPLED_BYTES]
     gathers = [hidden, *logits, *[tokens * config.qkv_a_dim * BF16] * layers]
     counts: Counter[Collective] = Counter()
     if divided:

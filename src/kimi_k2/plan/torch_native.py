@@ -48,9 +48,12 @@ class TorchNativeOptions(BaseModel):
         kv_segment_size_buckets: prompts are read in segments of so many tokens, which prefix caching needs; the same
             single number as `num_batched_tokens_buckets`.
         decode_context_length_buckets: further cache lengths that have a decode graph.
-        on_device_sampling_config: None samples on the host, whatever a request asks for; `all_greedy` has every request
-            greedy, and lets a step begin before the last one's token is known. Versions differ in what leaving it out
+        on_device_sampling_config: None samples on the host, without masks of structured outputs or asynchronous
+            scheduling; `max_top_k` on the device, among so many tokens with the largest logits. (The line's
+            `all_greedy` ignores what a request asks for, so it is not taken.) Versions differ in what leaving it out
             means, so it is always said.
+        enable_structured_outputs: every step has a mask, for schemas and for required or named tools; without it the
+            line refuses such requests.
         block_size: tokens of a page.
     """
 
@@ -60,7 +63,8 @@ class TorchNativeOptions(BaseModel):
     num_seqs_buckets: Buckets | None = None
     kv_segment_size_buckets: tuple[Segment] | None = None
     decode_context_length_buckets: Buckets | None = None
-    on_device_sampling_config: dict[Literal["all_greedy"], Literal[True]] | None = Field(default=None, min_length=1)
+    on_device_sampling_config: dict[Literal["max_top_k"], PositiveInt] | None = Field(default=None, min_length=1)
+    enable_structured_outputs: bool = False
     block_size: PositiveInt = 32
 
     def check(self, batch: int, context: int, prompt: int) -> None:
@@ -75,6 +79,11 @@ class TorchNativeOptions(BaseModel):
                 raise ConfigError(
                     f"expected ascending up to {last}, got {list(buckets)}", field=f"torch_native.{field}"
                 )
+        if self.enable_structured_outputs and self.on_device_sampling_config is None:
+            raise ConfigError(
+                "expected on_device_sampling_config beside it: the line's host sampling applies no mask",
+                field="torch_native.enable_structured_outputs",
+            )
         lengths = self.decode_context_length_buckets or ()
         if list(lengths) != sorted(set(lengths)) or any(one % TILE or one >= context for one in lengths):
             expected = f"ascending multiples of {TILE} below seq_len ({context})"

@@ -142,6 +142,7 @@ def vllm_command(
             options = {"neuron_config": line.neuron_config(chosen.experts, chosen.moe_ep_degree)}
             flags += ["--max-num-batched-tokens", str(chosen.max_context_length), "--block-size", str(line.block_size)]
             flags += ["--enable-expert-parallel"] if chosen.moe_ep_degree > 1 else []
+            flags += ["--no-async-scheduling"] if line.on_device_sampling_config is None else []
         if line is None or line.kv_segment_size_buckets is None:
             flags += ["--no-enable-prefix-caching"]
         flags += ["--additional-config", json.dumps(options)]

@@ -27,26 +27,42 @@ rotate = apply_rotary_interleaved.__wrapped__  # type: ignore[attr-defined]
 class Pages:
     """One layer's pages, seen as rows of slots.
 
+    What is written is read from what `write` returns, never from the pages before: the compiler makes a write a new
+    value, and a reader of the old one, or of a view of it, keeps what was there before. The write itself is of the
+    pages as the runner bound them, through no view, so that it can be in place.
+
     Args:
         k: [blocks, 1, block, D] (or [blocks, block, 1, D]), D half of a cached entry.
         v: of the same shape.
+        kernels: that may run.
     """
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.halves = k, v
+    def __init__(self, k: Tensor, v: Tensor, kernels: Kernels) -> None:
+        self.halves, self.kernels = (k, v), kernels
 
-    def write(self, entries: Tensor, slots: Tensor) -> None:
-        """Put [T, 2 D] into int64 [T] slots; padding has slot 0 (the null block's) or -1, and changes nothing."""
+    def write(self, entries: Tensor, slots: Tensor) -> Pages:
+        """These pages with [T, 2 D] at int64 [T] slots; padding, slot 0 (the null block's) or -1, changes nothing."""
+        k, v = self.halves
+        made = self.kernels.write(self.halves, entries, slots)
+        if made is not None:
+            return Pages(*made, self.kernels)
+        size = k.shape[1] * k.shape[2]
         at, kept = slots.clamp(min=0), (slots > 0).unsqueeze(-1)
-        for half, new in zip(self.halves, entries.chunk(2, dim=-1), strict=True):
-            rows = half.view(-1, half.shape[-1])
-            rows.index_copy_(0, at, torch.where(kept, new.to(rows.dtype), rows[at]))
+        inside = torch.remainder(at, size)
+        zero = torch.zeros_like(at)
+        place = (at // size, zero, inside) if k.shape[1] == 1 else (at // size, inside, zero)
+        first, second = entries.chunk(2, dim=-1)
+        return Pages(_put(k, place, first, kept), _put(v, place, second, kept), self.kernels)
 
     def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both halves of int32 [B, M] blocks (negative or 0: none), each [B, M * block, D]."""
         at = blocks.clamp(min=0).to(torch.long)
         k, v = (half.flatten(1)[at].view(len(at), -1, half.shape[-1]).to(dtype) for half in self.halves)
         return k, v
+
+
+def _put(half: Tensor, place: tuple[Tensor, ...], new: Tensor, kept: Tensor) -> Tensor:
+    return half.index_put_(place, torch.where(kept, new.to(half.dtype), half[place]))
 
 
 class Attention:
@@ -87,28 +103,28 @@ class Attention:
         q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
         entries = torch.cat((rms_norm(latent, of("kv_a_layernorm"), eps), rotate(k_rope, cos, sin)), dim=-1)
         assert self.pages is not None, "bind_kv_cache comes first"
-        self.pages.write(entries, metadata["slot_mapping"])
+        pages = self.pages.write(entries, metadata["slot_mapping"])
         kv_b = of("kv_b_proj").view(-1, nope + config.v_head_dim, rank)
         if metadata["max_query_len"] <= metadata["decode_token_threshold"]:
-            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"], entries)
+            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"], entries, pages)
         else:
-            out = self._expanded(q_nope, q_rope, kv_b, positions, self._keys(entries, metadata))
+            out = self._expanded(q_nope, q_rope, kv_b, positions, self._keys(entries, metadata, pages))
         return linear(out.flatten(1), of("o_proj"))
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor, entries: Tensor
-    ) -> Tensor:
+        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor, entries: Tensor,
+        pages: Pages,
+    ) -> Tensor:  # fmt: skip
         """Decode: every head of every line's tokens reads the line's latents once. [T, heads, v_head_dim]."""
-        assert self.pages is not None
         w_uk, w_uv = kv_b.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         query = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope), dim=-1)
         lines, (tokens, heads, width) = len(table), query.shape
         if self.kernels is not None and lines == tokens:
             rank, scale = w_uv.shape[-1], self.config.softmax_scale
-            sums = self.kernels.attention(query, self.pages.halves, table, entries, positions, rank, scale)
+            sums = self.kernels.attention(query, pages.halves, table, entries, positions, rank, scale)
             if sums is not None:
                 return torch.einsum("thr,hvr->thv", sums.to(query.dtype), w_uv)
-        k, v = self.pages.read(table, query.dtype)
+        k, v = pages.read(table, query.dtype)
         first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
         scores = torch.bmm(first, k.mT).to(torch.float32) + torch.bmm(second, v.mT).to(torch.float32)
         scores = scores.view(tokens, heads, -1) * self.config.softmax_scale
@@ -119,7 +135,7 @@ class Attention:
         summed = torch.cat((torch.bmm(weights, k), torch.bmm(weights, rest)), dim=-1)
         return torch.einsum("thr,hvr->thv", summed.reshape(tokens, heads, -1), w_uv)
 
-    def _keys(self, entries: Tensor, metadata: Any) -> Iterator[Tensor]:
+    def _keys(self, entries: Tensor, metadata: Any, pages: Pages) -> Iterator[Tensor]:
         """Cached entries that a prompt's tokens may see, some at a time, from position 0 on.
 
         A whole prompt sees its own; a segment what the pages hold, its own tokens included.
@@ -128,10 +144,9 @@ class Attention:
         if not segment:
             yield from entries.split(KEYS)
             return
-        assert self.pages is not None
         table = metadata["block_table_tensor"]
         for blocks in table.split(max(1, segment // int(metadata["block_size"])), dim=1):
-            yield torch.cat(self.pages.read(blocks, entries.dtype), dim=-1)[0]
+            yield torch.cat(pages.read(blocks, entries.dtype), dim=-1)[0]
 
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, keys: Iterator[Tensor]

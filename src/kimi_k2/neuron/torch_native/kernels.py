@@ -16,6 +16,7 @@ from kimi_k2.nki.kernels import MODULES
 # Physical cores of a logical one, as the runtime is told.
 CORES = "NEURON_LOGICAL_NC_CONFIG"
 MOST_TOKENS = 128
+NOWHERE = 2**31 - 1  # of `cache_write`, which imports `nki`
 # Where the line has its check and its wrapper: of 0.24 and later, and of 0.21.
 _PLACES = (
     ("vllm_neuron.utils.neuron_utils", "libtorch_neuronx_lite.nki.nki_hop"),
@@ -49,7 +50,7 @@ class Kernels:
                 wrap = importlib.import_module(wrapper).wrap_nki
             except (ImportError, AttributeError):
                 continue
-            names = ("noaux_tc_router", "selective_experts", "mla_decode_pages")
+            names = ("noaux_tc_router", "selective_experts", "mla_decode_pages", "write_pages")
             made = {
                 name: getattr(importlib.import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name) for name in names
             }
@@ -126,6 +127,17 @@ class Kernels:
         return run(  # type: ignore[no-any-return]
             query, former, latter, rows, new_latents, new_keys, lengths.to(torch.int32).unsqueeze(1), scale
         )
+
+    def write(self, halves: tuple[Tensor, Tensor], entries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`write_pages`: the pages with [T, 2 D] entries at int64 [T] slots, 0 and below dropped; None as above.
+
+        In PyTorch this is a scatter, which the line's XLA route makes of the whole pool; the kernel moves the rows.
+        """
+        if halves[0].dtype != entries.dtype or not self.can_run(entries):
+            return None
+        rows = torch.where(slots > 0, slots, torch.full_like(slots, NOWHERE)).to(torch.int32)
+        former, latter = self.wrap(self.made["write_pages"])[self.cores](*halves, entries, rows.unsqueeze(1))
+        return former, latter
 
 
 def tiles(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

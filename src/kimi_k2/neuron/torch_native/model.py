@@ -170,7 +170,11 @@ class KimiK2ForVllmNeuron(nn.Module):
         return KVSpec(layers=[LayerSpec(layer_name(layer), 1, half, self.dtype) for layer in layers])
 
     def bind_kv_cache(self, kv_caches: dict[str, list[Tensor]]) -> None:
-        """Take the pages that the runner allocated, K's and V's by layer."""
+        """Take the pages that the runner allocated, K's and V's by layer.
+
+        Raises:
+            ConfigError: they hold another dtype than the model's.
+        """
         layers, kernels = self.get_submodule("layers"), Kernels.find()
         shared = self.ranks, self.first_expert, kernels
         tiles = expert_formats()[self.experts].tiles
@@ -179,7 +183,10 @@ class KimiK2ForVllmNeuron(nn.Module):
             for number in range(self.config.num_hidden_layers)
         ]
         for number, layer in enumerate(self._layers):
-            layer.attention.pages = Pages(*kv_caches[layer_name(number)])
+            k, v = kv_caches[layer_name(number)]
+            if k.dtype != self.dtype:
+                raise ConfigError(f"expected {self.dtype}, got {k.dtype}", field="kv_cache_dtype")
+            layer.attention.pages = Pages(k, v, kernels)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Return the residual stream before these layers too, which an Eagle3 head reads.

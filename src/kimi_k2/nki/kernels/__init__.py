@@ -10,4 +10,5 @@ MODULES = {
     "mla_decode_pages": "mla_decode",
     "selective_experts": "experts",
     "decode_layers": "layers",
+    "write_pages": "cache_write",
 }

@@ -1,0 +1,294 @@
+"""What stands between the model's source and the device, played on captured graphs.
+
+vllm-neuron lowers by one of two routes: AOTAutograd, whose functionalization is PyTorch's own; or FX passes that make
+in-place operations new values, described in aws-neuron-sdk (`vllm-neuron/docs/design/compilation`), of which an earlier
+and a later version differ in who sees a write. Behind both, FP8 values are taken as the device's e4m3, and outputs
+overlay the inputs that they replace. All is written anew from the descriptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
+
+# Operations whose result shares memory with their first argument; of the first set the order of elements is kept.
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"}
+OTHERS = {"transpose", "permute", "select", "narrow", "expand", "chunk", "split", "detach", "getitem", "getattr"}
+VIEWS = RESHAPES | OTHERS
+KERNEL = "line.write_pages"  # a kernel that gives its operands back: in the graph as `view_as` of themselves
+
+
+def name_of(node: Node) -> str:
+    """`view` of a method or function, `space.name` of an operator that was registered."""
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(node.target).removesuffix(".default")
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def written_by(node: Node) -> list[Node]:
+    """What an operation writes to."""
+    name = name_of(node)
+    if name == KERNEL:
+        return list(node.args[:2])  # type: ignore[arg-type]
+    in_place = node.op == "call_method" and name.endswith("_") and not name.startswith("__")
+    return [node.args[0]] if in_place or node.target is operator.setitem else []  # type: ignore[list-item]
+
+
+def root_of(node: Node) -> Node:
+    """The tensor whose memory a node has: an input of the graph, or what first made it."""
+    while node.op != "placeholder" and (name_of(node) in VIEWS or written_by(node)) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def results_of(write: Node, operand: Node) -> list[Node]:
+    """What a kernel gave for an operand that it wrote."""
+    whole = (user for user in operand.users if name_of(user) == "view_as" and user.args == (operand, operand))
+    return [user for user in whole if write < user]
+
+
+def stale_readers(graph: GraphModule) -> list[str]:
+    """Readers of memory behind a write that is neither the written tensor nor derived from what the write gave.
+
+    Eager PyTorch shows them the write; a pass that rewires the written tensor's later uses alone does not.
+    """
+    nodes, found = list(graph.graph.nodes), []
+    for at, write in enumerate(nodes):
+        for written in written_by(write):
+            fresh = {write, written}
+            if name_of(write) == KERNEL:
+                fresh = set(results_of(write, written))
+            for later in nodes[at + 1 :]:
+                if later in fresh or later.op == "output":
+                    continue
+                inputs = [one for one in later.all_input_nodes if one not in fresh and root_of(one) is root_of(written)]
+                if inputs:
+                    found.append(f"{later.name} reads {inputs[0].name} behind {write.name}")
+                elif fresh.intersection(later.all_input_nodes):
+                    fresh.add(later)
+    return found
+
+
+def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[GraphModule, list[int], int]:
+    """A graph without writes: its inputs' new values follow its outputs.
+
+    Args:
+        graph: as captured; it is left alone.
+        later: rewire readers of the memory's whole tensor too, as newer versions of the pass do where the write was
+            through a reshape.
+        without: a part to leave out, for a test: `uses` (of the written tensor), `outputs`.
+
+    Returns:
+        The graph, the numbers of the inputs that its last outputs replace, and how many outputs were there before.
+
+    Raises:
+        NotImplementedError: a write that the passes have another form for, which this model does not use.
+    """
+    made = GraphModule(graph, copy.deepcopy(graph.graph))
+    inputs, values = made.graph.find_nodes(op="placeholder"), {}
+
+    def rewire(old: Node, new: Node) -> None:
+        for reader in list(old.users):
+            if new < reader and without != "uses":
+                reader.replace_input_with(old, new)
+
+    for node in list(made.graph.nodes):
+        targets = written_by(node)
+        if targets and name_of(node) == KERNEL:
+            node.target = torch.ops.line.written_pages.default
+            with made.graph.inserting_after(node):
+                for number, written in enumerate(targets):
+                    values[inputs.index(written)] = value = made.graph.call_function(operator.getitem, (node, number))
+                    for result in results_of(node, written):
+                        result.replace_all_uses_with(value)
+                        made.graph.erase_node(result)
+        elif targets:
+            (written,), root = targets, root_of(targets[0])
+            if node.op != "call_method" or node.target == "copy_":
+                raise NotImplementedError(f"{name_of(node)} is not played")
+            node.target, value = node.target[:-1], node
+            rewire(written, node)
+            if root is not written:
+                through = written
+                while later and through is not root:
+                    if name_of(through) not in RESHAPES:
+                        raise NotImplementedError(f"a write through {name_of(through)}")
+                    through = through.all_input_nodes[0]
+                with made.graph.inserting_after(node):
+                    value = made.graph.call_method("reshape", (node, list(root.meta["example_value"].shape)))
+                if later:
+                    rewire(root, value)
+            if root.op == "placeholder":
+                values[inputs.index(root)] = value
+    out: Any = made.graph.output_node()
+    count = len(out.args[0])
+    if without == "outputs":
+        values = {}
+    out.args = ((*out.args[0], *values.values()),)
+    made.recompile()
+    made.graph.lint()
+    return made, list(values), count
+
+
+def as_device_reads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 e4m3 as Trainium2 has it, from the bytes of e4m3fn: the largest exponent has no values, so none above 240."""
+    beyond = (x.view(torch.uint8) & 0x78) == 0x78
+    return x.to(dtype).masked_fill(beyond, float("nan"))
+
+
+def with_device_casts(graph: GraphModule) -> GraphModule:
+    """Every conversion of FP8 values, as the compiler's --experimental-unsafe-fp8e4m3fn-as-fp8e4m3 makes it."""
+    for node in graph.graph.find_nodes(op="call_method", target="to"):
+        if node.args[0].meta["example_value"].dtype == torch.float8_e4m3fn:
+            node.op, node.target = "call_function", as_device_reads
+    graph.recompile()
+    return graph
+
+
+class CapturedError(Exception):
+    """Ends a call whose graph alone was wanted."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, where its inputs come from, and how it runs on each route."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    routes: tuple[Callable[..., Any], ...]
+
+    @classmethod
+    def of_call(cls, model: Any, named: dict[str, Any], routes: Sequence[str], without: str) -> Captured:
+        """What torch.compile(fullgraph=True) makes of one call; `model` is not run."""
+        made: list[Captured] = []
+
+        def stop(*_: Any) -> Any:
+            raise CapturedError
+
+        def backend(graph: GraphModule, examples: list[Any]) -> Any:
+            sources = (node.meta["grapharg"].source.name for node in graph.graph.find_nodes(op="placeholder"))
+            inputs = tuple(compile(name, "input", "eval") for name in sources)
+            made.append(cls(graph, inputs, tuple(route(kind, graph, examples, without) for kind in routes)))
+            return stop
+
+        def call(model: Any, named: dict[str, Any]) -> Any:
+            return type(model).forward.__wrapped__(model, **named)
+
+        torch._dynamo.reset()
+        # Ranks run a graph at the same time, so that its code is made here, not at its first call.
+        with contextlib.suppress(CapturedError), torch.no_grad(), _force_skip_lazy_graph_module():
+            torch.compile(call, fullgraph=True, dynamic=False, backend=backend)(model, named)
+        return made[0]
+
+    def __call__(self, model: Any, named: dict[str, Any]) -> list[Any]:
+        """Run it for a model of the same code, say another rank's: all routes, held to each other."""
+        local = {"L": {"model": model, "named": named}}
+        arguments = [eval(one, local) for one in self.inputs]
+        written, made = sorted(_written_inputs(self.graph)), []
+        for one in self.routes:
+            mine = _copied(arguments, written)
+            versions = [part._version for part in arguments if isinstance(part, Tensor)]
+            outputs = one(*mine)
+            assert versions == [part._version for part in arguments if isinstance(part, Tensor)]
+            made.append([*outputs, *(mine[at] for at in written)])
+        for other in made[1:]:
+            for mine, theirs in zip(made[0], other, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+        for at, value in zip(written, made[0][len(outputs) :], strict=True):
+            arguments[at].copy_(value)
+        return made[0][: len(outputs)]
+
+
+def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> Callable[..., Any]:
+    """How a graph runs: `aot`, or by the `earlier` or the `later` pass, without a rewrite if one is named."""
+    if kind == "aot":
+        compiled: Callable[..., Any] = aot_eager(GraphModule(graph, copy.deepcopy(graph.graph)), examples)
+        if without == "epilogue":  # which carries writes over to the inputs
+            return lambda *arguments: compiled(*[one.clone() for one in arguments])
+        return compiled
+    return _overlaid(*functional(graph, later=kind == "later", without=without), casts=without != "casts")
+
+
+class Lowering:
+    """Models as the routes make them. One graph a bucket is captured and serves all ranks.
+
+    Args:
+        routes: of `route`, the first of which gives the results.
+        without: a rewrite to leave out, see `functional`; also `casts` and AOTAutograd's `epilogue`.
+
+    Attributes:
+        graphs: by what tells the calls apart: shapes, and the values of what is no tensor.
+    """
+
+    def __init__(self, routes: Sequence[str] = ("earlier", "later", "aot"), without: str = "") -> None:
+        self.routes, self.without, self.graphs, self.lock = routes, without, {}, threading.Lock()  # type: ignore[var-annotated]
+
+    def __call__(self, model: Any) -> Callable[..., list[Any]]:
+        """The model's call on all routes; its results in a list."""
+
+        def call(**named: Any) -> list[Any]:
+            key = _told(named) + repr(model.aux_layers)
+            with self.lock, torch.no_grad():
+                if key not in self.graphs:
+                    self.graphs[key] = Captured.of_call(model, named, self.routes, self.without)
+            with torch.no_grad():
+                return self.graphs[key](model, named)  # type: ignore[no-any-return]
+
+        return call
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return str({name: _told(part) for name, part in value.items()})
+    return repr(value)
+
+
+def _written_inputs(graph: GraphModule) -> Iterator[int]:
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    roots = {root_of(one) for node in graph.graph.nodes for one in written_by(node)}
+    yield from (at for at, node in enumerate(inputs) if node in roots)
+
+
+def _copied(arguments: list[Any], written: list[int]) -> list[Any]:
+    """Arguments with memory of their own for what is written; those that shared it share it still."""
+    made, memory = list(arguments), {}
+    for at in written:
+        one = arguments[at]
+        held = one.untyped_storage()
+        if held.data_ptr() not in memory:
+            memory[held.data_ptr()] = held.clone()
+        made[at] = one.new_empty(0).set_(memory[held.data_ptr()], one.storage_offset(), one.shape, one.stride())
+    return made
+
+
+def _overlaid(graph: GraphModule, replaced: list[int], count: int, casts: bool = True) -> Callable[..., Any]:
+    """The graph as the runtime calls it: the last outputs take the memory of inputs, which hold nothing meanwhile."""
+    if casts:
+        with_device_casts(graph)
+
+    def run(*arguments: Any) -> Any:
+        outputs = graph(*arguments)
+        values = [value.clone() for value in outputs[count:]]
+        for at in replaced:
+            arguments[at].fill_(float("nan"))
+        for at, value in zip(replaced, values, strict=True):
+            arguments[at].copy_(value)
+        return outputs[:count]
+
+    return run
