@@ -29,7 +29,8 @@ def load(app: Any) -> None:
         neuron.is_continuous_batching = kept
     for wrapper in app.models:
         wrapper.model.register_forward_pre_hook(_set_bucket)
-        if wrapper.model.sampler is not None:  # it would take the best of its own rank's logits
+        sampling = neuron.on_device_sampling_config
+        if sampling is not None and not sampling.do_sample:  # the best would be that of a rank's own logits
             wrapper.model.sampler.neuron_config = copy.copy(wrapper.neuron_config)
             wrapper.model.sampler.neuron_config.on_cpu = False
             wrapper.model.sampler.neuron_config.disable_argmax_kernel = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import harness
 import pytest
+import schedule
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +24,7 @@ from kimi_k2.synthetic.config import tiny_config, with_format
 SOURCE = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905"
 LAYOUTS = {**harness.LAYOUTS, "EP4": (1, 4)}
 WORKER = Path(__file__).with_name("folder_worker.py")
+EXECUTED = Path(__file__).with_name("folder_executed_worker.py")
 BLOCKS: dict[str, Any] = {"quantized": True, "quantization_type": "blockwise_symmetric"}
 # More experts than a step has choices, so that they are loaded selectively; odd heads, and blocks that end part empty.
 ODD: dict[str, Any] = {
@@ -115,6 +117,45 @@ def test_logits(
     ((found,),) = harness.launch({**head, "jobs": [job]}, tmp_path, WORKER)
     harness.check(f"{form} {layout}", found, harness.expected_logits(reference, case))
     assert torch.isfinite(found).all()
+
+
+def test_lines_in_any_order(folder: Path, stored: Any, tmp_path: Path) -> None:
+    """Prompts arrive one by one, one of a single token; steps take some cache lines, or all, in any order."""
+    checkpoint = stored("fp8", tiny_config(**ODD))
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 512, (40,), generator=generator).tolist() for _ in range(4)]
+    script = schedule.some_lines(rows, [11, 1, 7, 19])
+    neuron = options_of("EP2", 4, **BLOCKS, is_continuous_batching=True)
+    job = {"checkpoint": str(checkpoint), "neuron_config": neuron, "cases": [{"steps": script.steps}]}
+    head = {"folder": str(folder), "checkpoint": "", "neuron_config": neuron}
+    ((found,),) = harness.launch({**head, "jobs": [job]}, tmp_path, WORKER)
+    reference = load_transformers_model(plain(checkpoint, tmp_path / "plain"))
+    expected = schedule.expected(lambda ids: reference(ids).logits, script.of)
+    harness.check("lines in any order", found, expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "batch", "options"),
+    [("bf16", "TP1", 1, {}), ("fp8", "TP2xEP2", 1, BLOCKS)],
+)
+def test_bf16_graphs(form: str, layout: str, batch: int, options: dict[str, Any], stored: Any, tmp_path: Path) -> None:
+    """As the compiler gets them, executed: no farther from float32 than transformers' own BF16 is.
+
+    In the median: where a choice of experts is nearly a tie, rounding makes another, and a step is off by a third.
+    """
+    checkpoint = stored(form, tiny_config(**ODD))
+    directory = plain(checkpoint, tmp_path / "plain")
+    case: dict[str, Any] = harness.sequences(batch, 512, steps=12)
+    expected = harness.expected_logits(load_transformers_model(directory), case)
+    theirs = harness.expected_logits(load_transformers_model(directory, torch.bfloat16), case)
+    if batch > 1:
+        case["arrival"] = [2, 0, 3, 1]
+    neuron = options_of(layout, batch, torch_dtype="bfloat16", **options)
+    job = {"checkpoint": str(checkpoint), "neuron_config": neuron, "cases": [case]}
+    (found,) = harness.execute(job, tmp_path / "run", EXECUTED)
+    own, other = (harness.distances(one, expected).median() for one in (found, theirs))
+    print(f"\n{form} {layout}: relative distance to float32 {own:.4f}, transformers' BF16 {other:.4f}")
+    assert own <= other
 
 
 def test_its_own_tests(folder: Path) -> None:
