@@ -268,3 +268,10 @@ def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) 
         told = "--internal-max-instruction-limit=15000000" in given
         assert told == (counted["total"] > 5e6) == (counted["limit"] > 5e6)
     assert prefill_instructions(config, load_target("h200-tp8", config), plan) is None
+
+
+def test_few_tokens_load_their_own_experts(config: KimiK2Config) -> None:
+    """NxDI's rule: blocks from where the choices are as many as the experts, 48 x 8; before, experts as chosen."""
+    target = load_target("trn2-tp64-ep1", config)
+    assert target.block_size is not None and target.block_size <= 47 * 8
+    assert [expert_blocks(config, target, tokens) > 0 for tokens in (16, 47, 48, 64)] == [False, False, True, True]
