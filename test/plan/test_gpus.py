@@ -78,6 +78,7 @@ def test_the_command_prints_rows_and_records() -> None:
     assert table.exit_code == 0
     assert "DP32+EP32" in table.output
     assert "2,200 tokens/s a GPU (reported)" in table.output
+    assert f"with caches and {WORKSPACE_BYTES / 2**30:.1f} GiB of an engine's" in " ".join(table.output.split())
 
 
 @pytest.mark.parametrize(("requests", "milliseconds"), [(1, 1.76), (16, 13.2), (64, 33.4)])

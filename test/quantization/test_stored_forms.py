@@ -24,6 +24,7 @@ from kimi_k2.errors import ConfigError, UnexpectedTensorError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel.apply import load_rank
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.quantization.modules import names_module
 from kimi_k2.quantization.mxfp4 import pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.stored import StoredFormat, format_of, formats, parse_quantization
 from kimi_k2.sharding.layout import Layout
@@ -306,3 +307,9 @@ def test_experts_of_one_layer_in_several_formats_are_not_stacked(tmp_path: Path)
     KimiK2ForCausalLM.from_pretrained(tmp_path / "some")(IDS)
     with pytest.raises(ConfigError, match=r"experts\.2\.gate_proj is stored as bf16, .* as fp8"):
         KimiK2ForCausalLM.from_pretrained(tmp_path / "some", keep_quantized=True)
+
+
+def test_an_expression_of_modules_has_a_limit_of_time() -> None:
+    """It is a stranger's; 34 letters take seconds."""
+    with pytest.raises(ConfigError, match=r"timed out"):
+        names_module(("re:(.|..)+[x-z]$",), "compressed", "a" * 34)

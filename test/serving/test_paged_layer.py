@@ -19,7 +19,7 @@ from torch import Tensor
 from kimi_k2.engine import batch
 from kimi_k2.engine.batch import Batch, by_token
 from kimi_k2.engine.layer_step import LayerStep, Reduce, through
-from kimi_k2.engine.spread import Spread
+from kimi_k2.engine.spread import Gathered, Spread
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops.linear import add_norm
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
@@ -250,3 +250,19 @@ def test_caches_spread_over_ranks(
                 for row, states in step.items():
                     atol = 2e-5 * float(states.abs().max())
                     torch.testing.assert_close(some[row], states, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.bfloat16)])
+def test_ranks_send_an_fp8_cache_as_bytes(dtype: torch.dtype, sent: torch.dtype) -> None:
+    """NCCL and gloo have no FP8."""
+    given: list[torch.dtype] = []
+
+    def gather(rows: Tensor) -> Tensor:
+        given.append(rows.dtype)
+        return torch.cat((rows, rows))
+
+    spread = Spread(2, 0, 1, gather, lambda part: part)
+    first = torch.tensor([0])
+    gathered = Gathered((first, first), torch.tensor([0, 2]))
+    slots = spread.slots(torch.tensor([[[1.0, 2.0]]]).to(dtype), torch.tensor([[3.0, 4.0]]), gathered)
+    assert (slots.dtype, slots.float().tolist(), given) == (dtype, [[1, 2], [3, 4]], [sent])
