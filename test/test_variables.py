@@ -1,4 +1,4 @@
-"""Environment variables: a name that is nearly ours, a switch or a number of another form is refused by name."""
+"""Environment variables: a name that is none of ours, or a value of another form, is refused by name."""
 
 from __future__ import annotations
 
@@ -12,26 +12,46 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.engine.device import check_device
 from kimi_k2.errors import ConfigError, KernelError
-from kimi_k2.variables import NAMES, PREFIX, switch, whole
+from kimi_k2.variables import FORMS, OF_TESTS, PREFIX, switch, whole
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_documents_table_lists_them() -> None:
     table = re.findall(rf"^\| `{PREFIX}(\w+)` \|", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert table == list(NAMES)
+    assert table == list(FORMS)
 
 
-def test_a_misspelled_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {word for path in ROOT.glob("test/**/*.py") for word in re.findall(rf"\b{PREFIX}\w+", path.read_text())}
-    for name in others - {"KIMI_K2_KERNEL", "KIMI_K2_VLLM_GPUS"}:
-        monkeypatch.setenv(name, "")
+MADE_UP = {"KIMI_K2_KERNEL", "KIMI_K2_VLLM_GPUS", "KIMI_K2_FOO", "KIMI_K2_", "KIMI_K2_kernels", "KIMI_K2_SLOWER"}
+
+
+def test_unknown_names_are_refused_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [*ROOT.glob("test/**/*.py"), *ROOT.glob("contrib/**/*.py")]
+    others = {word for path in files for word in re.findall(rf"\b({PREFIX}[A-Z_0-9]+)\b", path.read_text())}
+    assert others - MADE_UP - {"KIMI_K2_MLA", PREFIX} <= {PREFIX + name for name in (*OF_TESTS, *FORMS)}
+    for name in OF_TESTS:
+        monkeypatch.setenv(PREFIX + name, "")
     assert CliRunner().invoke(app, ["inspect", "/dev/null"]).exit_code == 1  # past the check
-    for name in ("KIMI_K2_KERNEL", "KIMI_K2_VLLM_GPUS"):
+    for name in MADE_UP:
         with monkeypatch.context() as patch:
             patch.setenv(name, "plain")
-            refused = CliRunner().invoke(app, ["doctor"]).exception
-            assert isinstance(refused, ConfigError) and refused.field == name
+            for command in ("doctor", "generate", "plan", "inspect", "convert"):
+                refused = CliRunner().invoke(app, [command, "x", "y"]).exception
+                assert isinstance(refused, ConfigError) and refused.field == name
+
+
+WRONG = {"EXPERTS": "zzz", "KERNELS": "=", "PARSERS": "yes", "SGLANG_GPU": "2", "VLLM_DECODE_GRAPHS": "on",
+         "VLLM_GPU": "-1", "VLLM_GRAPH_TOKENS": "1e3"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_no_command_runs_beside_a_wrong_value(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert WRONG.keys() | {"CACHE"} == FORMS.keys()
+    monkeypatch.setenv(PREFIX + name, WRONG[name])
+    for command in ("doctor", "generate", "plan"):
+        refused = CliRunner().invoke(app, [command, "x"]).exception
+        assert isinstance(refused, ConfigError) and refused.field == PREFIX + name
+        assert repr(WRONG[name]) in str(refused)
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kimi_k2 import __version__
 from kimi_k2.cli import commands
 from kimi_k2.cli.command import PANELS, Command
 from kimi_k2.cli.errors import errors_handled
-from kimi_k2.variables import check_names
+from kimi_k2.variables import check_environment
 
 app = typer.Typer(
     name="kimi-k2",
@@ -51,7 +51,7 @@ def root(
 ) -> None:
     # The help text is the app's; a docstring here would replace it.
     del version
-    check_names()
+    check_environment()
 
 
 def main(*command: str, arguments: Sequence[str] | None = None) -> None:

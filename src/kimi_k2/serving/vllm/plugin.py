@@ -11,7 +11,7 @@ from kimi_k2.errors import KimiK2Error
 from kimi_k2.serving.paged.support import PARSER, config_of, lacking, parser_names
 from kimi_k2.serving.vllm import adapter, flags
 from kimi_k2.serving.vllm.support import BATCH_INVARIANT, against_decode_steps, invariant, refusal
-from kimi_k2.variables import check_names
+from kimi_k2.variables import check_environment
 
 logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
@@ -59,7 +59,7 @@ def _note_arguments() -> None:
 
     @functools.wraps(stock)
     def create(self: Any, *args: Any, **named: Any) -> Any:
-        check_names()
+        check_environment()
         additional = self.additional_config
         if additional is None or isinstance(additional, dict):
             additional = {name: value for name, value in (additional or {}).items() if name != flags.NOTED}
