@@ -6,7 +6,6 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -15,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from kimi_k2.terminal import new_console
 
 # A bar that flashes by tells nobody anything.
 DELAY_SECONDS = 2.0
@@ -49,7 +50,7 @@ class ByteProgress:
                 DownloadColumn(),
                 TransferSpeedColumn(),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=new_console(stderr=True),
             )
             self._bar.start()
             self._bar.add_task(self.description, total=self.total)

@@ -150,7 +150,6 @@ IDLE = [
     "inspect {fp8} --experts bf16",
     "plan kimi-k2.5 --gpus --draft llama",
     "plan kimi-k2.5 --all-presets --batch-size 4",
-    "plan kimi-k2.5 --json --published",
     "plan kimi-k2.5 --draft-tokens 4",
     "compile kimi-k2.5 --hlo-only --capture-layers 0",
     "compile kimi-k2.5 --dry-run --draft-tokens 4",

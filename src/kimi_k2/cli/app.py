@@ -5,18 +5,47 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from kimi_k2 import __version__
 from kimi_k2.cli import commands
 from kimi_k2.cli.command import PANELS, Command
 from kimi_k2.cli.errors import errors_handled
+from kimi_k2.terminal import printable, say
 from kimi_k2.variables import check_environment
 
+
+class _Root(typer.core.TyperGroup):
+    """All commands; what an error of usage quotes is printable."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """As click's."""
+        with _printable_errors():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, context: Any) -> Any:
+        """As click's."""
+        with _printable_errors():
+            return super().invoke(context)
+
+
+@contextmanager
+def _printable_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(getattr(error, "message", None), str) and hasattr(error, "show"):  # click's own
+            error.message = printable(error.message)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
+    cls=_Root,
     name="kimi-k2",
     help="Run, prove and plan Moonshot's Kimi-K2 family. Start with `kimi-k2 demo`: it needs no weights and no GPU.",
     no_args_is_help=True,
@@ -39,7 +68,7 @@ for _command in find_commands():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kimi-k2 {__version__}")
+        say(f"kimi-k2 {__version__}")
         raise typer.Exit
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import TokenLogprobs
+from kimi_k2.terminal import say
 from kimi_k2.tokenization.message import (
     AssistantMessage,
     Content,
@@ -28,15 +28,7 @@ if TYPE_CHECKING:
     from kimi_k2.api import Prompt
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-# A model may write anything; what a terminal would obey is shown as a picture of itself.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 REASONING, TOOL = "dim italic", "cyan"
-
-
-def printable(text: str) -> str:
-    """Text without control characters."""
-    return text.translate(_PICTURES)
 
 
 class View:
@@ -62,15 +54,15 @@ class PlainView(View):
     def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
         """Print what is new of a single reply."""
         if self._single:
-            typer.echo(reply.text[self._shown :], nl=False)
+            say(reply.text[self._shown :], nl=False)
             self._shown = len(reply.text)
 
     def close(self, replies: dict[int, Reply]) -> None:
         """Print several replies in the order of their prompts."""
         if self._single and replies:
-            typer.echo()
+            say()
         for row, reply in sorted(replies.items() if not self._single else ()):
-            typer.echo(f"--- {row}\n{reply.text}")
+            say(f"--- {row}\n{reply.text}")
 
 
 class JsonView(View):
@@ -104,7 +96,7 @@ class JsonView(View):
 
     @staticmethod
     def _line(content: dict[str, Any]) -> None:
-        typer.echo(json.dumps(content, ensure_ascii=False))
+        say(json.dumps(content, ensure_ascii=False))
 
 
 class TerminalView(View):
@@ -141,7 +133,7 @@ class TerminalView(View):
         if part != self._part and self._part is not None:
             self._console.print("\n")
         self._part = part
-        shown = Text(printable(text), style=style or "")
+        shown = Text(text, style=style or "")
         self._console.print(shown, end="", soft_wrap=True)
 
 
@@ -158,13 +150,13 @@ class PanelsView(View):
         for delta in deltas:
             match delta:
                 case Reasoning(text):
-                    self._texts[row].append(printable(text), REASONING)
+                    self._texts[row].append(text, REASONING)
                 case Content(text):
-                    self._texts[row].append(printable(text))
+                    self._texts[row].append(text)
                 case ToolCallStart(_, _, name):
-                    self._texts[row].append(printable(f"\n→ {name} "), TOOL)
+                    self._texts[row].append(f"\n→ {name} ", TOOL)
                 case ToolCallArguments(_, text):
-                    self._texts[row].append(printable(text), TOOL)
+                    self._texts[row].append(text, TOOL)
         self._live.start()
         self._live.update(self._panels())
 
@@ -180,15 +172,15 @@ class PanelsView(View):
 
     def _panels(self) -> Group:
         pairs = zip(self._titles, self._texts, strict=True)
-        return Group(*(Panel(text, title=Text(printable(title)), title_align="left") for title, text in pairs))
+        return Group(*(Panel(text, title=Text(title), title_align="left") for title, text in pairs))
 
 
 def message_text(message: AssistantMessage) -> Text:
     """A whole message with reasoning and tool calls apart."""
     parts = []
     if message.reasoning_content:
-        parts.append(Text(printable(message.reasoning_content.strip()), REASONING))
+        parts.append(Text(message.reasoning_content.strip(), REASONING))
     if message.content:
-        parts.append(Text(printable(message.content.strip("\n"))))
-    parts += [Text(printable(f"→ {call.name} {call.arguments}"), TOOL) for call in message.tool_calls]
+        parts.append(Text(message.content.strip("\n")))
+    parts += [Text(f"→ {call.name} {call.arguments}", TOOL) for call in message.tool_calls]
     return Text("\n\n").join(parts)

@@ -11,14 +11,13 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-import typer
 from packaging.requirements import Requirement
 
 from kimi_k2.errors import DoesNotFitError, KimiK2Error, KimiK2Warning
+from kimi_k2.terminal import printable, say
 
 EXPECTED, DOES_NOT_FIT, BUG = 1, 3, 70  # 70 is EX_SOFTWARE of sysexits.h
 
@@ -32,7 +31,7 @@ def errors_handled() -> Iterator[None]:
     70 for anything else, whose traceback goes to a file that the message names. typer itself ends usage errors with 2
     and an interrupt with 130.
     """
-    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+    warnings.showwarning = _show_warning
     before = _on_bus_error(_ACTION) if sys.platform == "linux" else None
     try:
         yield
@@ -68,7 +67,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("interrupted: run it again to resume", err=True)
+        say("interrupted: run it again to resume", err=True)
         raise
 
 
@@ -94,15 +93,21 @@ def _extra_with(module: str) -> str | None:
     )
 
 
-def _show_warning(otherwise: Callable[..., None], message: Warning, category: type[Warning], *more: object) -> None:
-    if issubclass(category, KimiK2Warning):
-        typer.echo(f"warning: {message}", err=True)
-    else:
-        otherwise(message, category, *more)
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: str | None = None,
+) -> None:
+    own = issubclass(category, KimiK2Warning)
+    text = f"warning: {message}" if own else warnings.formatwarning(message, category, filename, lineno, line).rstrip()
+    say(text, err=True)
 
 
 def _leave(message: str, status: int = EXPECTED) -> None:
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}", err=True)
     sys.exit(status)
 
 
@@ -110,7 +115,7 @@ def _report(error: Exception) -> None:
     with tempfile.NamedTemporaryFile("w", prefix="kimi-k2-bug-", suffix=".txt", delete=False, encoding="utf-8") as file:
         file.write(f"{sys.argv}\n")
         traceback.print_exception(error, file=file)
-    typer.echo(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; the traceback is in {file.name}", err=True)
+    say(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; the traceback is in {file.name}", err=True)
     sys.exit(BUG)
 
 
@@ -123,7 +128,7 @@ def _cut_short(number: int, info: int, context: int) -> None:
             low, high = (int(word, 16) for word in line.partition(" ")[0].split("-"))
             if low <= address < high:
                 file = "".join(line.split(maxsplit=5)[5:]).strip()
-    os.write(2, f"error: {file or 'memory'}: a mapped page is not there: the file was cut short\n".encode())
+    os.write(2, f"error: {printable(file) or 'memory'}: a mapped page is not there: the file was cut short\n".encode())
     os._exit(EXPECTED)
 
 

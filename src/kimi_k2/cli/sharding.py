@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import typer
-
 from kimi_k2.cli.options import Decode, Target
+from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -36,8 +35,8 @@ def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bo
     """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
     from rich.table import Table
 
-    from kimi_k2.cli.output import table_console
     from kimi_k2.sharding.plan import make_plan
+    from kimi_k2.terminal import new_console
 
     plan = make_plan(config, layout)
     plan.check()
@@ -46,10 +45,10 @@ def print_sharding(config: KimiK2Config, layout: Layout, layer: int, as_json: bo
     ]
     if as_json:
         names = ("name", "dtype", "shape", "cut", "rank_shape")
-        typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
+        say(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
         return
     table = Table("tensor", "dtype", "shape", "cut", "on a rank")
     for tensor, row in zip(plan.tensors, rows, strict=True):
         if tensor.layer == layer:
             table.add_row(*(str(cell) for cell in row))
-    table_console().print(table)
+    new_console(table=True).print(table)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -32,6 +31,7 @@ from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import load_manifest, made_layout
 from kimi_k2.sharding.source import check_source
+from kimi_k2.terminal import say
 
 # How long ranks wait for one that has not come: a start of Python with its imports.
 MEETING = 60.0
@@ -150,8 +150,7 @@ class Watch:
         self._lost = why
         self._found.set()
         if not self._stopped.wait(GRACE):
-            sys.stderr.write(f"error: rank {self.rank} on {self.hosts[self.rank]}: {why}\n")
-            sys.stderr.flush()
+            say(f"error: rank {self.rank} on {self.hosts[self.rank]}: {why}", err=True)
             os._exit(1)  # the main thread waits where no exception reaches it
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
@@ -153,7 +154,7 @@ def print_report(comparison: Comparison, console: Console) -> None:
     """A row a layer, the logits by NxDI's rule, and the first module that diverges."""
     table = Table("phase", "layer", "worst point", "relative L2", "max difference", "")
     for (phase, layer), worst in _worst_by_layer(comparison).items():
-        mark = "" if worst.passed else "[red]diverges[/red]"
+        mark = Text("" if worst.passed else "diverges", "red")
         name = "-" if layer is None else str(layer)
         table.add_row(phase, name, worst.module, f"{worst.relative_l2:.1e}", f"{worst.max_difference:.1e}", mark)
     console.print(table)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import load_transformers_model, needs_transformers
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.terminal import new_console
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 TOLERANCE = 1e-5
@@ -40,7 +40,7 @@ def run_demo(out: Path | None, preset: str, new_tokens: int, seed: int) -> int:
     if out is None:
         with tempfile.TemporaryDirectory(prefix="kimi-k2-demo-") as directory:
             return run_demo(Path(directory) / "checkpoint", preset, new_tokens, seed)
-    console = Console()
+    console = new_console()
     config = tiny_config(preset)
     needs_transformers()
     if not (out / "model.safetensors.index.json").exists():

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import typer
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import graph_median
 from kimi_k2.parallel.apply import AllReduce
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks
+from kimi_k2.terminal import say
 
 HIDDEN = 7168
 TOKENS = (1, 2, 4, 8, 16, 32)
@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     pushed, nccl = AllReduce(None), AllReduce(None, push=False)
     if rank == 0:
-        typer.echo(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, bfloat16 [tokens, {HIDDEN}]")
+        say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, bfloat16 [tokens, {HIDDEN}]")
     for tokens in TOKENS:
         torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -64,7 +64,7 @@ def main() -> None:
             copies = [x.clone() for _ in range(CALLS)]
             time = graph_median([partial(reduce, copy) for copy in copies])
             if rank == 0:
-                typer.echo(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}")
+                say(f"{tokens:3} tokens  {name:<18} {time:7.2f} us  relative L2 {error:.2e}")
     leave_ranks()
 
 

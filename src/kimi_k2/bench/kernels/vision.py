@@ -21,6 +21,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.vision import PACK_PATCHES, packed, run_pack
 from kimi_k2.media.patches import Media
 from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.terminal import say
 from kimi_k2.vision_config import Grid
 
 SIDES = (448, 896, 1792)
@@ -109,10 +110,10 @@ def main(
     rows = []
     for row in measure():
         rows.append(row)
-        typer.echo(", ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
+        say(", ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
                              for name, value in row.items()))  # fmt: skip
     if explain:
-        typer.echo("\n".join(line for line in registry.explain().splitlines() if "not called" not in line))
+        say("\n".join(line for line in registry.explain().splitlines() if "not called" not in line))
     if as_json:
         content = {"device": torch.cuda.get_device_name(), "rows": rows}
         Path(as_json).write_text(json.dumps(content, indent=1), encoding="utf-8")

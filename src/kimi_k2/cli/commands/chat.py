@@ -21,6 +21,7 @@ from kimi_k2.cli.options import (
     Tools,
     with_groups,
 )
+from kimi_k2.terminal import new_console, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,12 +64,10 @@ def chat(
     Reasoning is shown dimmed. When the model calls a tool, you type its result. The KV cache is kept between turns:
     only what is new is read, from where the template has changed what was said (as it does with earlier reasoning).
     """
-    from rich.console import Console
-
     from kimi_k2.api import KimiK2, compute_defaults
     from kimi_k2.errors import GenerationError
 
-    console = Console()
+    console = new_console()
     options = model.options(context)
     where = model.backend if model.backend != "neuron" else "NxD's CPU mode" if model.on_cpu else model.preset
     computed = compute_defaults(model.backend, model.dtype, model.keep_quantized)[0]
@@ -88,8 +87,9 @@ def chat(
             talk.system = system
         tokenizer = session.tokenizer
         console.print(
-            f"[bold]{checkpoint.name}[/bold], {computed} on {where}, chat style {tokenizer.chat_style.value}"
+            f"{checkpoint.name}, {computed} on {where}, chat style {tokenizer.chat_style.value}"
             f" ({tokenizer.style_reason}); /help shows what can be typed",
+            style="bold",
             highlight=False,
         )
         talk.run()
@@ -267,7 +267,7 @@ class Chat:
 
     def _help(self, argument: str) -> None:
         del argument
-        self.console.print(HELP, markup=False, highlight=False)
+        self.console.print(HELP, highlight=False)
 
     def _quit(self, argument: str) -> None:
         del argument
@@ -282,10 +282,10 @@ class Chat:
         return "\n".join(lines)
 
     def _note(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False)
+        self.console.print(text, style="dim", highlight=False)
 
     def _complain(self, text: str) -> None:
-        self.console.print(text, style="red", markup=False, highlight=False)
+        self.console.print(text, style="red", highlight=False)
 
 
 def _line_editing() -> None:
@@ -296,6 +296,7 @@ def _line_editing() -> None:
 
 def _input(prompt: str) -> str:
     """A line of standard input; the prompt is for people only."""
+    prompt = printable(prompt)
     if not sys.stdin.isatty():
         return input()
     # readline counts what stands between these marks as no columns.

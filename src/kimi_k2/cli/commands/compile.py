@@ -12,6 +12,7 @@ import typer
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, DraftTokens, Preset, parse_layers, refuse
+from kimi_k2.terminal import say
 
 
 def compile_model(
@@ -55,8 +56,8 @@ def compile_model(
         raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
     config = KimiK2Config.load(model)
     plan = job.check_fit(config, chosen, draft, draft_tokens)
-    typer.echo(f"{chosen.name} on {chosen.instance}, memory a logical core:")
-    typer.echo("\n".join(job.plan_lines(plan)))
+    say(f"{chosen.name} on {chosen.instance}, memory a logical core:")
+    say("\n".join(job.plan_lines(plan)))
     if chosen.torch_native is not None:
         others = ("capture_layers", "hlo_only", "weights", "draft")
         refuse(context, "vllm-neuron compiles this preset, and reads converted files as the model", *others)
@@ -71,7 +72,7 @@ def compile_model(
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         standins.install()
         with resumable():
-            job.lower_all(chosen, model, out, typer.echo, **options)
+            job.lower_all(chosen, model, out, say, **options)
     else:
         if capture_layers is not None:
             from kimi_k2.parity.nxdi import capture_options
@@ -81,7 +82,7 @@ def compile_model(
         if weights is not None:
             job.take_weights(weights, out)
         with resumable():
-            job.compile_all(chosen, model, out, typer.echo, **options)
+            job.compile_all(chosen, model, out, say, **options)
 
 
 def _compile_by_vllm(model: str, preset: str, out: Path, *, dry_run: bool) -> None:
@@ -89,7 +90,7 @@ def _compile_by_vllm(model: str, preset: str, out: Path, *, dry_run: bool) -> No
     from kimi_k2.serving.command import vllm_command
 
     command = vllm_command(Path(model), "neuron", preset=preset, compiled=out, compiling=True)
-    typer.echo(command.line)
+    say(command.line)
     if not dry_run:
         job.check_sdk("vllm-neuron")
         sys.stdout.flush()

@@ -10,6 +10,7 @@ import typer
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import Decode, Download, ExpertsOption, TargetOption, number, refuse
+from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -87,10 +88,10 @@ def convert(
         )  # fmt: skip
         manifest = job.run()
     if job.looked_through:
-        typer.echo("finished before: sizes and headers are right, --verify-output compares the bytes")
+        say("finished before: sizes and headers are right, --verify-output compares the bytes")
     if manifest["errors"]["total"]["values"]:
-        typer.echo("all layers: " + _describe(manifest["errors"]["total"]))
-    typer.echo(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
+        say("all layers: " + _describe(manifest["errors"]["total"]))
+    say(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
 
 
 def _describe(error: dict[str, float]) -> str:
@@ -102,7 +103,7 @@ def _describe(error: dict[str, float]) -> str:
 
 def _print_error(layer: int, error: ConversionError | None) -> None:
     if error is not None:
-        typer.echo(f"layer {layer}: {_describe(error.as_dict())}")
+        say(f"layer {layer}: {_describe(error.as_dict())}")
 
 
 def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
@@ -120,7 +121,7 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
         ("peak memory", f"{plan.peak_memory / 1e9:.1f} GB (estimate)"),
         ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input{folds}"),
     ):
-        typer.echo(f"{label:12} {value}")
+        say(f"{label:12} {value}")
 
 
 COMMAND = Command(

@@ -14,12 +14,13 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.terminal import new_console, say
 
 Status = Literal["ok", "missing", "note"]
 MARKS: dict[Status, str] = {
-    "ok": "[green]ok[/green]",
-    "missing": "[yellow]missing[/yellow]",
-    "note": "[cyan]note[/cyan]",
+    "ok": "green",
+    "missing": "yellow",
+    "note": "cyan",
 }
 EXTRAS = ("", "parity", "test")
 LIBRARIES = ("torch", "transformers", "triton", "compressed-tensors")
@@ -49,22 +50,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     parts = _parts({finding.name for finding in findings if finding.status == "missing"})
     if as_json:
         report = {"findings": [asdict(one) for one in findings], "parts": [asdict(one) for one in parts]}
-        typer.echo(json.dumps(report, indent=1))
+        say(json.dumps(report, indent=1))
         return
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = new_console(soft_wrap=True, highlight=False)
     width = max(len(name) for name in (*(one.name for one in findings), *(one.name for one in parts))) + 2
     for finding in findings:
-        # Padded by hand: the marks' markup has no width.
-        mark = MARKS[finding.status] + " " * (8 - len(finding.status))
         expected = f" ({finding.expected})" if finding.expected else ""
-        console.print(f"{finding.name:{width}}{mark}{escape(finding.found + expected)}")
-    console.print("\n[bold]What runs here[/bold]")
+        mark = (f"{finding.status:8}", MARKS[finding.status])
+        console.print(Text.assemble(f"{finding.name:{width}}", mark, finding.found + expected))
+    console.print("\nWhat runs here", style="bold")
     for part in parts:
-        missing = f"[yellow]needs[/yellow] {', '.join(part.missing)}" if part.missing else "[green]yes[/green]"
-        console.print(f"{part.name:{width}}{missing}")
+        known = ("needs", "yellow") if part.missing else ("yes", "green")
+        console.print(Text.assemble(f"{part.name:{width}}", known, f" {', '.join(part.missing)}".rstrip()))
 
 
 def _importable(name: str) -> bool:

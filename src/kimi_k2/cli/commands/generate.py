@@ -25,6 +25,7 @@ from kimi_k2.cli.options import (
     refuse,
     with_groups,
 )
+from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
     from kimi_k2.api import KimiK2, Prompt, Timing
@@ -112,11 +113,11 @@ def generate(
         timing = Timing()
         if session.rank == 0:
             _show(session, prompts, _view(session, prompts, texts, as_json=as_json, stream=stream), timing)
-            typer.echo(timing, err=True)
+            say(timing, err=True)
             if model.draft is not None:
-                typer.echo(f"drafts: {session.drafts}", err=True)
+                say(f"drafts: {session.drafts}", err=True)
             if verbose and model.backend != "neuron":
-                typer.echo(_computed(session, model, ranks is not None), err=True)
+                say(_computed(session, model, ranks is not None), err=True)
         else:
             for _ in session.answer(prompts, timing=timing):
                 pass
@@ -157,11 +158,9 @@ def _conversations(
 
 
 def _view(session: KimiK2, prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:
-    from rich.console import Console
-
     from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
 
-    console = Console()
+    console = new_console()
     if as_json:
         return JsonView(prompts, session.tokenizer, deltas=stream)
     if not console.is_terminal:

@@ -11,6 +11,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number, refuse
+from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.checkpoint.reader import CheckpointReader
@@ -61,7 +62,7 @@ def inspect(
     config = KimiK2Config.from_pretrained(directory)
     reader = CheckpointReader.for_config(directory, config, vision=True)
     if as_json:
-        typer.echo(json.dumps(_contents(directory, config, reader, tensors), indent=1))
+        say(json.dumps(_contents(directory, config, reader, tensors), indent=1))
     else:
         _print_contents(directory, config, reader, tensors)
 
@@ -72,13 +73,13 @@ def _print_ranks(directory: Path, as_json: bool) -> None:
 
     manifest = load_manifest(directory)
     if as_json:
-        typer.echo(json.dumps(manifest, indent=1))
+        say(json.dumps(manifest, indent=1))
         return
     made = manifest["made_from"]
     sizes, options = manifest["files"].values(), made["options"]
-    typer.echo(f"{directory}: output of `convert`, {len(sizes)} files, {sum(sizes) / 1e9:.3f} GB")
-    typer.echo(", ".join(f"{name} {value}" for name, value in options.items()))
-    typer.echo(f"made from {len(made['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
+    say(f"{directory}: output of `convert`, {len(sizes)} files, {sum(sizes) / 1e9:.3f} GB")
+    say(", ".join(f"{name} {value}" for name, value in options.items()))
+    say(f"made from {len(made['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
 
 
 def _parts(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
@@ -121,9 +122,9 @@ def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, t
 def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> None:
     from rich.table import Column, Table
 
-    from kimi_k2.cli.output import table_console
+    from kimi_k2.terminal import new_console
 
-    console = table_console()
+    console = new_console(table=True)
     if tensors:
         table = Table(Column("tensor", overflow="fold"), "dtype", "shape", "MB", Column("shard", overflow="fold"))
         for row in _listed(reader):

@@ -10,6 +10,7 @@ import typer
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
 from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption, number
+from kimi_k2.terminal import say
 
 
 def make_checkpoint(
@@ -42,7 +43,7 @@ def make_checkpoint(
         write_synthetic_checkpoint(
             out, config, seed=seed, shards=shards, on_tensor=lambda spec: bar.advance(spec.nbytes)
         )
-    typer.echo(f"wrote {total / 1e9:.3f} GB of tensors to {out}")
+    say(f"wrote {total / 1e9:.3f} GB of tensors to {out}")
 
 
 def _parse_override(text: str) -> tuple[str, int | float]:

@@ -20,6 +20,7 @@ from kimi_k2.cli.options import (
     refuse,
     with_groups,
 )
+from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -112,7 +113,7 @@ def capture(
     if trace is None:
         return
     save_golden(golden, trace, config, running.backend, running.dtype, checkpoint)
-    typer.echo(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
+    say(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
 
 
 def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
@@ -135,8 +136,6 @@ def compare_command(
     out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
 ) -> None:
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
-    from rich.console import Console
-
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
@@ -144,14 +143,14 @@ def compare_command(
     from kimi_k2.parity.golden import check_model, checkpoint_identity, load_golden
     from kimi_k2.parity.trace import ParityError
 
-    console = Console()
+    console = new_console()
     expected = load_golden(golden)
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     for difference in check_model(expected, config):
-        console.print(f"[yellow]configurations differ:[/yellow] {difference}", highlight=False)
+        console.print(f"configurations differ: {difference}", style="yellow", highlight=False)
     if checkpoint_identity(checkpoint) != expected.checkpoint:
-        console.print("[yellow]other weights[/yellow] than in the golden run, or other files of the same ones")
+        console.print("other weights than in the golden run, or other files of the same ones", style="yellow")
     names, dtype = list(TOLERANCES), running.dtype
     if {dtype, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
@@ -167,7 +166,7 @@ def compare_command(
             plot(result, out / "parity.png")
         except ModuleNotFoundError as error:
             # A Trainium host may have no matplotlib; a failed plot must not read as a divergence.
-            console.print(f"[yellow]no plot:[/yellow] {error}", highlight=False)
+            console.print(f"no plot: {error}", style="yellow", highlight=False)
     if not result.passed:
         raise typer.Exit(1)
 
@@ -186,7 +185,6 @@ def tower_command(
 ) -> None:
     """Compare the vision tower with transformers' point by point on random pixels; exit status 1 if it diverges."""
     import torch
-    from rich.console import Console
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.model.vision.model import VisionModel
@@ -206,7 +204,7 @@ def tower_command(
     pixels = torch.rand(sum(grid.patches for grid in sizes), 3, patch, patch, generator=generator) * 2 - 1
     trace = trace_plain(model, pixels.to(backend), sizes)
     divergence = first_divergence(trace, trace_transformers(transformers_tower(checkpoint), pixels, sizes), tolerance)
-    console = Console()
+    console = new_console()
     if divergence is None:
         console.print(f"{len(trace)} points of the tower agree with transformers within {tolerance:g}", style="green")
         return
@@ -228,10 +226,10 @@ def kernels_command(
 
     recorded(directory, model, cores)
     where = "the emulator again: no nki is importable here" if install() else "nki"
-    typer.echo(f"on {where}; relative L2 difference to the emulator, at most {TOLERANCE:g}:")
+    say(f"on {where}; relative L2 difference to the emulator, at most {TOLERANCE:g}:")
     passed = True
     for one in compare_kernels(directory):
-        typer.echo(f"  {one.name:22} {one.difference:.1e} {'ok' if one.passed else 'DIFFERS'}")
+        say(f"  {one.name:22} {one.difference:.1e} {'ok' if one.passed else 'DIFFERS'}")
         passed = passed and one.passed
     if not passed:
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ import typer
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, DraftTokens, Preset, number, picture, refuse
+from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +61,6 @@ def plan(
     from dataclasses import replace
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.output import table_console
     from kimi_k2.config import KimiK2Config
     from kimi_k2.plan.memory import read_index
     from kimi_k2.plan.report import make_answer, make_report, plot, print_answer, print_report
@@ -77,7 +77,7 @@ def plan(
         refuse(context, "goes with --draft", "draft_tokens")
     directory = resolve_checkpoint(model, download=download, weights=False)
     config = KimiK2Config.load(directory)
-    console = table_console()
+    console = new_console(table=True)
     check_context(config, max_model_len)
     if all_presets or gpus:
         _tables(config, console, gpus, max_model_len or 4096, batch_size, as_json)
@@ -111,7 +111,7 @@ def plan(
     if chart is not None:
         plot(config, target, chart)
     if as_json:
-        typer.echo(json.dumps(report, indent=1))
+        say(json.dumps(report, indent=1))
     else:
         (print_report if verbose else print_answer)(report, console)
         if published:
@@ -130,13 +130,13 @@ def _tables(
     if gpus:
         ways = presets.served_rows(config, tokens, batch_size)
         if as_json:
-            typer.echo(json.dumps(presets.served_as_json(ways), indent=1))
+            say(json.dumps(presets.served_as_json(ways), indent=1))
         else:
             presets.print_served(ways, tokens, console)
         return
     rows = presets.preset_rows(config)
     if as_json:
-        typer.echo(json.dumps(presets.rows_as_json(rows), indent=1))
+        say(json.dumps(presets.rows_as_json(rows), indent=1))
     else:
         presets.print_presets(rows, console)
 

@@ -9,6 +9,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number
+from kimi_k2.terminal import say
 
 
 def profile(
@@ -73,9 +74,9 @@ def profile(
     )
     lines = measure(config, deployment.layout(config), job)
     if lines:
-        typer.echo("\n".join(lines))
+        say("\n".join(lines))
         if verbose:
-            typer.echo(registry.explain(batch_invariant))
+            say(registry.explain(batch_invariant))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

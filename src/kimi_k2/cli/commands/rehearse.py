@@ -15,6 +15,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset
+from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
@@ -155,14 +156,14 @@ def _rehearse(name: str, work: Path, *, keep: bool) -> None:
     preset, begin = Deployment.load(name), time.monotonic()
     config = small_config(preset)
     size = write_synthetic_checkpoint(work / "checkpoint", config)
-    typer.echo(f"wrote a small {config.num_hidden_layers}-layer checkpoint that {name} takes: {size / 1e6:.0f} MB")
+    say(f"wrote a small {config.num_hidden_layers}-layer checkpoint that {name} takes: {size / 1e6:.0f} MB")
     way, results, outputs = list(steps(name, preset, work)), [], dict[str, str]()
     for number, step in enumerate(way, 1):
-        typer.echo(f"[{number}/{len(way)}] {step.name} ... ", nl=False)
+        say(f"[{number}/{len(way)}] {step.name} ... ", nl=False)
         started = time.monotonic()
         result = f"skipped: {step.skip}" if step.skip else _run(step, work / f"step-{number}.log", outputs)
         results.append((step.name, result, time.monotonic() - started))
-        typer.echo(result if step.skip else f"{result}, {results[-1][2]:.0f} s")
+        say(result if step.skip else f"{result}, {results[-1][2]:.0f} s")
         if result.startswith("failed"):
             break
     seconds = time.monotonic() - begin
@@ -171,8 +172,8 @@ def _rehearse(name: str, work: Path, *, keep: bool) -> None:
     report = f"# Rehearsal of {name}\n\n| step | result | seconds |\n|---|---|---|\n{table}\n\n```sh\n{real}\n```\n"
     if keep:
         (work / "report.md").write_text(report, encoding="utf-8")
-        typer.echo(f"report: {work / 'report.md'}")
-    typer.echo(f"{seconds:.0f} s. The same with the real model, on the real machine:\n{real}")
+        say(f"report: {work / 'report.md'}")
+    say(f"{seconds:.0f} s. The same with the real model, on the real machine:\n{real}")
     if any(result.startswith("failed") for _, result, _ in results):
         raise typer.Exit(1)
 

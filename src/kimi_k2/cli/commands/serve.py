@@ -10,6 +10,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, Preset, number, refuse
+from kimi_k2.terminal import say
 
 
 def serve(
@@ -59,7 +60,7 @@ def serve(
         resolve_checkpoint(checkpoint, download=download), backend, gpus=gpus, max_model_len=max_model_len,
         preset=preset, compiled=compiled, experts=experts, extra=extra or (),
     )  # fmt: skip
-    typer.echo(command.line)
+    say(command.line)
     sys.stdout.flush()
     if not dry_run:
         command.run()

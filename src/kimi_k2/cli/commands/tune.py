@@ -9,6 +9,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, Configuration, listed, listed_numbers
+from kimi_k2.terminal import say
 
 
 def tune(
@@ -26,9 +27,7 @@ def tune(
     from kimi_k2.bench.kernels.tune import tune as tune_experts
     from kimi_k2.config import KimiK2Config
 
-    tune_experts(
-        KimiK2Config.load(model), listed(shape) or None, listed_numbers(tokens, "--tokens") or None, out, typer.echo
-    )
+    tune_experts(KimiK2Config.load(model), listed(shape) or None, listed_numbers(tokens, "--tokens") or None, out, say)
 
 
 COMMAND = Command(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.terminal import say
 
 
 def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert` wrote.")]) -> None:
@@ -21,10 +22,10 @@ def verify(output: Annotated[Path, typer.Argument(help="Directory that `convert`
     with ByteProgress("verifying", sum(files.values())) as bar:
         for fault in faults(output, bar.advance):
             fault_count += 1
-            typer.echo(f"error: {fault}", err=True)
+            say(f"error: {fault}", err=True)
     if fault_count:
         raise typer.Exit(1)
-    typer.echo(f"{len(files)} files as the manifest says")
+    say(f"{len(files)} files as the manifest says")
 
 
 COMMAND = Command(

@@ -10,6 +10,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import number
+from kimi_k2.terminal import say
 
 
 def verify_tools(
@@ -30,7 +31,7 @@ def verify_tools(
     summary = verify(server, requests, out, reference=reference, concurrency=concurrency)
     for name, value in summary.items():
         shown = "-" if value is None else f"{value:.2%}" if isinstance(value, float) else str(value)
-        typer.echo(f"{name:32} {shown}")
+        say(f"{name:32} {shown}")
 
 
 COMMAND = Command(

@@ -6,9 +6,8 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import typer
-
 from kimi_k2.kernels.common.build import KERNELS, load_library
+from kimi_k2.terminal import say
 
 # Every .cu file offers C functions; headers are .cuh.
 LIBRARIES = sorted(f"{path.parents[1].name}/{path.stem}" for path in KERNELS.glob("*/csrc/*.cu"))
@@ -32,4 +31,4 @@ def build_all(workers: int | None = None) -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, seconds in build_all().items():
-        typer.echo(f"{name}: {seconds:.1f} s")
+        say(f"{name}: {seconds:.1f} s")

@@ -17,6 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kimi_k2.terminal import say
+
 OLDEST, NEWEST = (0, 24), (0, 33)  # that the table has been held against
 
 
@@ -294,7 +296,7 @@ def main(roots: list[str]) -> int:
     """See the module."""
     found = {root: lacking(Path(root)) for root in roots}
     for root, gone in found.items():
-        sys.stdout.write(f"{root}: {', '.join(gone) or 'nothing is lacking'}\n")
+        say(f"{root}: {', '.join(gone) or 'nothing is lacking'}")
     return int(any(found.values()))
 
 

@@ -21,6 +21,7 @@ from kimi_k2.cli.options import (
     number,
     refuse,
 )
+from kimi_k2.terminal import say
 
 
 def kernels(
@@ -38,7 +39,7 @@ def kernels(
         refuse(context, "goes with --drawn", "seed")
     if drawn and only not in (None, "mla"):
         raise typer.BadParameter("draws batches of MLA decode: with --only mla or none", param_hint="--drawn")
-    run(listed(only), peers, out, typer.echo, drawn=drawn, seed=seed)
+    run(listed(only), peers, out, say, drawn=drawn, seed=seed)
 
 
 def experts(
@@ -81,7 +82,7 @@ def experts(
     options = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
     chosen = {name: value for name, value in options.items() if value}
     selection = Selection(**chosen, with_peers=peers, drawn=drawn, seed=seed)  # type: ignore[arg-type]
-    run(KimiK2Config.load(model), selection, out, typer.echo, resume=resume, seconds=seconds)
+    run(KimiK2Config.load(model), selection, out, say, resume=resume, seconds=seconds)
 
 
 def drafts(
@@ -118,4 +119,4 @@ def drafts(
         ids = [session.prompt([{"role": "user", "content": text}]).ids for text in texts]
         for line in compare(session.generator, ids, session.params, runs):
             if session.rank == 0:
-                typer.echo(line)
+                say(line)

@@ -24,6 +24,7 @@ from kimi_k2.cli.options import (
     number,
     refuse,
 )
+from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.bench.backend import Backend
@@ -120,10 +121,10 @@ def sweep(
             used.follow()
             return
         with resumable():
-            results = run_sweep(settings, used, out / "sweep.json", say=lambda line: typer.echo(line, err=True))
+            results = run_sweep(settings, used, out / "sweep.json", say=lambda line: say(line, err=True))
     written = write_reports(results, out, published)
-    typer.echo(markdown(results, published))
-    typer.echo(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
+    say(markdown(results, published))
+    say(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
     if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
         raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
 
@@ -147,7 +148,7 @@ def _print_comparison(first: Path, second: Path) -> None:
 
     from kimi_k2.bench.render import DRIFT, compare, differing, overall
     from kimi_k2.bench.results import load_results
-    from kimi_k2.cli.output import table_console
+    from kimi_k2.terminal import new_console
 
     a, b = load_results(first), load_results(second)
     ratios = compare(a, b)
@@ -164,7 +165,7 @@ def _print_comparison(first: Path, second: Path) -> None:
     for one in ratios:
         shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
         table.add_row(*shape, one.metric, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", one.verdict)
-    console = table_console()
+    console = new_console(table=True)
     console.print(table)
     means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())
     console.print(f"geometric means of B / A: {means}", highlight=False)
