@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -593,11 +592,11 @@ def hf_config(directory: Path, dtype: torch.dtype = torch.float32, **changes: An
     return SimpleNamespace(to_dict=lambda: raw, dtype=dtype)
 
 
-def prompts(directory: Path) -> list[list[int]]:
-    """`KIMI_K2_DRAWS` (8) of drawn lengths; the third begins like the second, and so on."""
+def prompts(directory: Path, seed: int = 5) -> list[list[int]]:
+    """Eight of drawn lengths; the third begins like the second, and so on."""
     vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(2, 24, (int(os.environ.get("KIMI_K2_DRAWS", "8")),), generator=generator).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 24, (8,), generator=generator).tolist()
     drawn = [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
     for at in range(2, len(drawn), 3):
         drawn[at] = drawn[at - 1][:5] + drawn[at]
@@ -605,13 +604,13 @@ def prompts(directory: Path) -> list[list[int]]:
 
 
 @functools.cache
-def plain(directory: Path, wanted: int = WANTED) -> tuple[list[list[int]], list[Tensor]]:
+def plain(directory: Path, seed: int = 5) -> tuple[list[list[int]], list[Tensor]]:
     """The plain model's greedy tokens of `prompts`, each alone, and the logits of each."""
     model, tokens, logits = KimiK2ForCausalLM.from_pretrained(directory, dtype=torch.float32), [], []
     with torch.no_grad():
-        for prompt in prompts(directory):
+        for prompt in prompts(directory, seed):
             ids = list(prompt)
-            for _ in range(wanted):
+            for _ in range(WANTED):
                 out = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0]
                 ids.append(int(out[-1].argmax()))
             tokens.append(ids[len(prompt) :])
@@ -619,9 +618,9 @@ def plain(directory: Path, wanted: int = WANTED) -> tuple[list[list[int]], list[
     return tokens, logits
 
 
-def differences(directory: Path, requests: list[Request]) -> tuple[int, float]:
+def differences(directory: Path, requests: list[Request], seed: int = 5) -> tuple[int, float]:
     """Tokens that are not the plain model's, and how far logits are off."""
-    tokens, logits = plain(directory)
+    tokens, logits = plain(directory, seed)
     wrong = sum(one != two for request, right in zip(requests, tokens, strict=True)
                 for one, two in zip(request.output, right, strict=True))  # fmt: skip
     off = [torch.stack(one.logits) - right for one, right in zip(requests, logits, strict=True) if one.logits]
@@ -649,6 +648,7 @@ def served(
     ep: int = 1,
     held: str = "bf16",
     sample: bool = False,
+    seed: int = 5,
     lowering: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[list[Request]]:
@@ -662,6 +662,6 @@ def served(
         made = Runner(
             directory, hf_config(directory), config, rank=rank % tp, compile_with=compile_with, **options
         )  # fmt: skip
-        return serve(made, prompts(directory), WANTED)
+        return serve(made, prompts(directory, seed), WANTED)
 
     return on_ranks(tp, dp, ep, run)
