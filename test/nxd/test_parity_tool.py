@@ -29,7 +29,6 @@ if sys.argv[3] == "fault":
     from kimi_k2.neuron import contrib
     from kimi_k2.neuron import cpu
     cpu.prepare()
-    norm = contrib.load("norm")
     attention = contrib.load("attention").KimiK2Attention
     forward = attention.forward
     def wrong(self, hidden_states, *rest, **more):

@@ -27,12 +27,13 @@ NAME = "layers.1.mlp.router.e_score_correction_bias"
 def test_float32_chooses_what_float64_chooses(monkeypatch: pytest.MonkeyPatch, spread: float) -> None:
     from neuronx_distributed.modules.moe import routing
 
+    from kimi_k2.neuron.contrib_model import moe
+
     monkeypatch.setattr(routing, "get_expert_model_parallel_size", lambda: 1)
+    monkeypatch.setattr(routing, "get_tensor_model_parallel_group", object)
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", hidden_size=8)
-    router = environment.contrib("router").KimiK2Router(
-        config, dtype=torch.float32, device=None, sequence_parallel_enabled=False, sequence_dimension=1,
-        tensor_model_parallel_group=object(),
-    )  # fmt: skip
+    neuron_config = SimpleNamespace(torch_dtype=torch.float32)
+    router = moe.KimiK2Router(SimpleNamespace(**config.model_dump(), neuron_config=neuron_config))
     draw = torch.Generator().manual_seed(1)
     bias = torch.randn(384, generator=draw) * spread
     router.e_score_correction_bias.data = bias
@@ -42,8 +43,8 @@ def test_float32_chooses_what_float64_chooses(monkeypatch: pytest.MonkeyPatch, s
     near = torch.randn(TOKENS // 10, generator=draw, dtype=torch.float64) * 4 * APART
     score = best.values[:, 7] - near - bias.double()[best.indices[:, 8]]
     logits[::10] = logits[::10].scatter(1, best.indices[:, 8:], score.logit(1e-6).float()[:, None])
-    with router.given(logits):
-        _, affinities, chosen = router(torch.zeros(TOKENS, 1, 8))
+    monkeypatch.setattr(moe, "dot_float32", lambda *_: logits)
+    _, affinities, chosen = router(torch.zeros(TOKENS, 1, 8))
     assert affinities.dtype == torch.float32
     scores = logits.double().sigmoid()
     best = (scores + bias.double()).topk(9)

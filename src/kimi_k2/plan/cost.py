@@ -144,7 +144,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
     counts.flops += _expert_flops(config, target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
-    counts.flops += _attention_flops(config, target, tokens, keys, expanded=target.torch_native is not None)
+    counts.flops += _attention_flops(config, target, tokens, keys, expanded=target.is_neuron)
     counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
     if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
         rows = blocks * BLOCK + tokens * config.num_experts_per_tok
@@ -252,7 +252,7 @@ def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: in
         return config.num_hidden_layers * heads * tokens * keys * each
     values = config.qk_nope_head_dim + config.v_head_dim
     used = tokens * keys * (values + config.qk_rope_head_dim)
-    return config.num_hidden_layers * heads * 2 * (used + (keys - tokens) * config.kv_lora_rank * values)
+    return config.num_hidden_layers * heads * 2 * (used + max(keys - tokens, 0) * config.kv_lora_rank * values)
 
 
 def _collectives(

@@ -38,6 +38,8 @@ def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
 class KimiK2Attention(nn.Module):
     """MLA of one layer; `num_heads` is this rank's share."""
 
+    norm_eps = LATENT_NORM_EPS
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, neuron = config, config.neuron_config
@@ -46,8 +48,8 @@ class KimiK2Attention(nn.Module):
         self.rank, self.softmax_scale = config.kv_lora_rank, config.softmax_scale
         self.sequence_parallel = neuron.sequence_parallel_enabled
         self.make_projections()
-        self.q_a_layernorm = make_rms_norm(config.q_lora_rank, LATENT_NORM_EPS)
-        self.kv_a_layernorm = make_rms_norm(self.rank, LATENT_NORM_EPS)
+        self.q_a_layernorm = make_rms_norm(config.q_lora_rank, self.norm_eps)
+        self.kv_a_layernorm = make_rms_norm(self.rank, self.norm_eps)
         # Python numbers, made a float32 tensor within the trace: NxDI casts every float buffer to the model's dtype,
         # and a BF16 frequency is off by 1.7 radians at position 1000.
         self.inv_freq, self.rotary_multiplier = config.rotary()

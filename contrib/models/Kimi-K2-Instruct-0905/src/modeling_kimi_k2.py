@@ -39,7 +39,11 @@ class KimiK2DecoderLayer(nn.Module):
         self.input_layernorm = make_rms_norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_cls(config)
         self.post_attention_layernorm = make_rms_norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = self.make_moe(config) if self.is_moe else KimiK2MLP(config, config.intermediate_size)
+        self.mlp = self.make_moe(config) if self.is_moe else self.make_mlp(config)
+
+    def make_mlp(self, config: Any) -> nn.Module:
+        """The feed-forward of a dense layer."""
+        return KimiK2MLP(config, config.intermediate_size)
 
     def make_moe(self, config: Any) -> nn.Module:
         """The feed-forward of a layer with experts."""

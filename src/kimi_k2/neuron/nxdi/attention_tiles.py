@@ -51,20 +51,16 @@ class AttentionTiles(nn.Module):
             self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """q_b of float tiles: [B, S, q_lora_rank] to [B, S, h, 128] without position and [B, S, h, rope]."""
+        """q_b of float tiles: [B, S, q_lora_rank] to [B, h, S, 128] without position and [B, h, S, rope]."""
         q_b = self._held("q_b").flatten(0, 1)
         both = in_order_of_tiles(normed) @ q_b
         plain, rotary = both.split([self.heads * PARTITIONS, q_b.shape[1] - self.heads * PARTITIONS], dim=2)
-        return plain.unflatten(2, (self.heads, -1)), rotary.unflatten(2, (self.heads, -1))
+        nope, rope = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (plain, rotary))
+        return nope, rope
 
-    def absorbed(self) -> Tensor:
-        """W_UK of float tiles, [h, 128, rank]."""
-        return self._held("w_uk").squeeze(2)
-
-    def values(self, summed: Tensor) -> Tensor:
-        """W_UV of float tiles: sums of latents [B, h, S, rank] to [B, S, h * 128]."""
-        w_uv = self._held("w_uv").flatten(1, 2)
-        return torch.einsum("bhsr,hrv->bshv", in_order_of_tiles(summed.to(w_uv.dtype)), w_uv).flatten(2)
+    def up_projections(self) -> tuple[Tensor, Tensor]:
+        """W_UK and W_UV of float tiles, [h, 128, rank] both."""
+        return self._held("w_uk").squeeze(2), self._held("w_uv").permute(0, 3, 2, 1).flatten(2)
 
     def output(self, values: Tensor, sequence_parallel: bool) -> Tensor:
         """o_proj of float tiles: [B, S, h * 128] to [B, S, H], summed over the ranks.

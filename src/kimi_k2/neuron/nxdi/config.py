@@ -11,6 +11,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
 from kimi_k2.sharding.experts import tiles
@@ -32,8 +33,6 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     """MoENeuronConfig with what Kimi-K2's router and experts need.
 
     Args:
-        router_bias_before_sigmoid: reproduce the published port's misplaced correction bias (added to the logits), so
-            that its effect can be measured. Never set it to serve the model.
         decode: form of a decode step. `xla`: PyTorch operations. `layers`: all MoE layers in one NKI kernel with its
             collectives inside (decode_layers.py): the vendor's `nki` where it is importable, and in CPU mode its
             emulator. The weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.
@@ -52,7 +51,6 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     def __init__(
         self,
         *,
-        router_bias_before_sigmoid: bool = False,
         decode: Decode = "xla",
         decode_layers_per_kernel: int | None = None,
         prefill_rows_at_once: int = 16384,
@@ -93,7 +91,6 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             options.check_shared_cache(self, self.num_cores_per_group)
         elif self.layers:
             options.check_slots(self)
-        self.router_bias_before_sigmoid = router_bias_before_sigmoid
         self.prefill_rows_at_once = prefill_rows_at_once
         self.compiler_args = {tag: list(arguments) for tag, arguments in (compiler_args or {}).items()}
 
@@ -165,6 +162,16 @@ class KimiK2InferenceConfig(InferenceConfig):
         return KimiK2Config.model_validate(fields)
 
     @property
+    def softmax_scale(self) -> float:
+        """Scale of the attention's scores, with YaRN's magnitude."""
+        return self.hf.softmax_scale
+
+    def rotary(self) -> tuple[list[float], float]:
+        """Inverse frequencies of the rotary pairs, and the factor on cos and sin."""
+        scaling = self.hf.rope_scaling
+        return rope_inv_freq(self.hf, "cpu").tolist(), scaling.rotary_multiplier if scaling else 1.0
+
+    @property
     def layout(self) -> Layout:
         """Ranks and formats of the weights."""
         return layout_of(self.neuron_config)
@@ -192,6 +199,8 @@ class KimiK2InferenceConfig(InferenceConfig):
     def _check_parallelism(self) -> None:
         hf, neuron = self.hf, self.neuron_config
         tp, moe_tp, moe_ep = neuron.tp_degree, neuron.moe_tp_degree, neuron.moe_ep_degree
+        if hf.n_group != 1:
+            raise ConfigError(f"expected 1, got {hf.n_group}", field="n_group")
         if moe_ep > 1 and moe_tp * moe_ep != tp:
             raise ConfigError(f"moe_tp_degree x moe_ep_degree is {moe_tp * moe_ep}, expected tp_degree ({tp})")
         for field, size, degree in (

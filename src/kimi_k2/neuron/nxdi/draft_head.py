@@ -17,28 +17,30 @@ from torch import Tensor, nn
 
 from kimi_k2.drafts.head import rotate_halves
 from kimi_k2.model.rope import rope_inv_freq
+from kimi_k2.neuron.contrib_model.attention import masked
+from kimi_k2.neuron.contrib_model.layers import KimiK2MLP, dot_float32, make_rms_norm
 
 from .attention import KimiK2Attention
 from .config import KimiK2InferenceConfig
 from .draft_config import AUX_LAYERS, KimiK2DraftConfig
 from .kv_cache import LatentKVCacheManager
-from .mlp import KimiK2MLP
 from .modeling_kimi_k2 import NeuronKimiK2Model
-from .norm import make_rms_norm
-from .products import dot_float32
 
 
 class LatentHeadAttention(KimiK2Attention):
     """The MLA form: the target's attention, whose input is twice as wide as its output."""
 
     def __init__(self, config: KimiK2DraftConfig) -> None:
+        self.norm_eps = config.draft.rms_norm_eps
         super().__init__(config)
-        hf, eps = config.hf, config.draft.rms_norm_eps
+
+    def make_projections(self) -> None:
+        """The base's, but for the input's width."""
+        super().make_projections()
+        hf, dtype = self.config.hf, self.config.neuron_config.torch_dtype
         self.qkv_a_proj = ColumnParallelLinear(
-            2 * hf.hidden_size, hf.qkv_a_dim, bias=False, gather_output=True, dtype=config.neuron_config.torch_dtype
+            2 * hf.hidden_size, hf.qkv_a_dim, bias=False, gather_output=True, dtype=dtype
         )
-        self.q_a_layernorm = make_rms_norm(hf.q_lora_rank, eps)
-        self.kv_a_layernorm = make_rms_norm(hf.kv_lora_rank, eps)
 
 
 class LlamaHeadAttention(nn.Module):
@@ -99,8 +101,7 @@ class LlamaHeadAttention(nn.Module):
         scores = dot_float32(query, keys, ([3], [3]), ([0, 1], [0, 1])) * self.width**-0.5
         if mask is None:
             return scores
-        masked = KimiK2Attention._masked(scores.unflatten(2, (self.heads // self.groups, -1)), mask.unsqueeze(2))
-        return masked.flatten(2, 3)
+        return masked(scores.unflatten(2, (self.heads // self.groups, -1)), mask.unsqueeze(2)).flatten(2, 3)
 
     @staticmethod
     def _summed(weights: Tensor, values: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class KimiK2DraftLayer(nn.Module):
         self.hidden_norm = make_rms_norm(size, eps)
         self.post_attention_layernorm = make_rms_norm(size, eps)
         self.self_attn = LlamaHeadAttention(config) if draft.form == "llama" else LatentHeadAttention(config)
-        self.mlp = KimiK2MLP(config)
+        self.mlp = KimiK2MLP(config, config.hf.intermediate_size)
         self.norm_before_residual = draft.norm_before_residual
 
     def forward(

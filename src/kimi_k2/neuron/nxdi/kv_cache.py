@@ -1,28 +1,22 @@
-"""MLA's compressed cache in NxDI's KV manager: each value held once."""
+"""MLA's compressed cache under flash decoding, and for the kernel of whole layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE, get_cache_size
-from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import (
-    KV_CACHE_PAD_FOR_SEQ_IDS_MASKING,
-    KVCacheManager,
-)
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.contrib_model import kv_cache as base
 
 from .flash_decoding import own_positions, slots_to_write
 
 
-class LatentKVCacheManager(KVCacheManager):
-    """The K slot holds the turned rotary key (64 values a token), the V slot the normed latent (512).
+class LatentKVCacheManager(base.LatentKVCacheManager):
+    """The hand-written class's; with flash decoding each of `num_cores_per_group` ranks has its part of the positions.
 
-    NxDI keeps two tensors a layer. Filling both with the whole entry, as is usual for MLA, doubles the cache: 140,544
-    instead of 70,272 bytes a token in BF16. Splitting the entry between them costs nothing. The latent is shared by all
-    heads, so every rank holds the whole cache; with flash decoding each of `num_cores_per_group` ranks holds its part
-    of the positions.
+    A kernel that runs all layers is given the whole.
     """
 
     def _init_kv_shape(self, config: Any, layer_to_cache_size_mapping: Any = None) -> None:
@@ -32,15 +26,10 @@ class LatentKVCacheManager(KVCacheManager):
         if not neuron.is_prefill_stage and neuron.batch_size < neuron.kv_cache_batch_size:
             # Upstream then writes both slots with an index of the K slot's width.
             raise ConfigError("expected tkg_batch_size, the batch of decode", field="kv_cache_batch_size")
-        self.padded_layer_ids: list[int] = []
-        length = neuron.max_length
+        super()._init_kv_shape(config)
         if self.flash_decoding_enabled:
-            length = get_cache_size(length, self.num_cores_per_group)
-        elif neuron.apply_seq_ids_mask:
-            # Upstream lets the lines that take no part in a step write behind the last position.
-            length += KV_CACHE_PAD_FOR_SEQ_IDS_MASKING
-        self.k_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.qk_rope_head_dim)
-        self.v_shape = (neuron.kv_cache_batch_size, 1, length, config.hf.kv_lora_rank)
+            length = get_cache_size(neuron.max_length, self.num_cores_per_group)
+            self.k_shape, self.v_shape = ((*one[:2], length, one[3]) for one in (self.k_shape, self.v_shape))
 
     def get_cache(self, seq_len: int, **kwargs: Any) -> Any:
         """NxDI's; a kernel that runs all layers is given the whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,8 @@ from neuronx_distributed.modules.moe.model import MoE
 from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from neuronx_distributed.quantization.quantize import convert
-from neuronx_distributed_inference.models.layer_boundary_marker import (
-    ModuleMarkerEndWrapper,
-    ModuleMarkerStartWrapper,
-)
-from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from neuronx_distributed_inference.models.model_wrapper import (
     CONTEXT_ENCODING_MODEL_TAG,
     TOKEN_GENERATION_MODEL_TAG,
@@ -31,6 +27,9 @@ from torch import Tensor, nn
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates
+from kimi_k2.neuron.contrib_model import modeling_kimi_k2 as base
+from kimi_k2.neuron.contrib_model.layers import KimiK2MLP
+from kimi_k2.neuron.contrib_model.moe import KimiK2Router
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.early_router import DTYPE
 
@@ -46,14 +45,20 @@ from .experts import KimiK2ExpertMLPs
 from .flash_decoding import every_nth
 from .fused_speculation import KimiK2FusedSpecModel
 from .kv_cache import LatentKVCacheManager
-from .mlp import KimiK2MLP
-from .norm import make_rms_norm
 from .presharding import preshard
 from .quantized import block_size, q_config, tile_dtype
-from .router import KimiK2Router
 
 
-def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> MoE:
+class KimiK2MoE(MoE):
+    """NxD's MoE, called as the hand-written class calls its own."""
+
+    def forward(self, hidden_states: Tensor, rank: Tensor | None = None) -> Tensor:
+        """[B, S, H] to the same; NxD's modules know their rank."""
+        out: Tensor = super().forward(hidden_states)[0]
+        return out
+
+
+def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE:
     """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce.
 
     With `early` the next layer's down projections are held folded with the experts', for the kernel of whole layers.
@@ -100,16 +105,8 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> MoE:
             dtype=neuron.torch_dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
         )
-    router = KimiK2Router(
-        hf,
-        bias_before_sigmoid=neuron.router_bias_before_sigmoid,
-        sequence_parallel_enabled=False,  # it is given the gathered tokens
-        sequence_dimension=1,
-        dtype=neuron.torch_dtype,
-        device=None,
-    )
-    return MoE(
-        router=router,
+    return KimiK2MoE(
+        router=KimiK2Router(config),
         expert_mlps=experts,
         shared_experts=shared,
         sequence_parallel_enabled=neuron.sequence_parallel_enabled,
@@ -117,26 +114,30 @@ def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> MoE:
     ).eval()
 
 
-class KimiK2DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
+    """The hand-written layer; a step's MoE layers may be one kernel, and a draft may read what is between layers."""
 
     def __init__(self, config: KimiK2InferenceConfig, layer: int) -> None:
-        super().__init__()
-        hf = config.hf
-        self.input_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
-        self.self_attn = KimiK2Attention(config, hf.is_moe_layer(layer))
-        self.post_attention_layernorm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
-        self.is_moe = hf.is_moe_layer(layer)
-        neuron, experts = config.neuron_config, hf.n_routed_experts
+        hf, neuron = config.hf, config.neuron_config
+        moe = hf.is_moe_layer(layer)
+        self.attention_cls = partial(KimiK2Attention, moe=moe)  # type: ignore[assignment]
+        self.folds = bool(neuron.layers and precedes_another(hf, layer))
+        super().__init__(config, layer)
         self.early_router = self.early_qkv_a = None
-        early = neuron.layers and precedes_another(hf, layer)
-        if neuron.layers and self.is_moe:
+        if neuron.layers and moe:
             rows = {"residual_weight": hf.hidden_size, "heads_weight": hf.num_attention_heads * hf.v_head_dim}
-            self.early_router = FoldedRows(rows, experts, DTYPE, neuron.tp_degree)
-        if early:
+            self.early_router = FoldedRows(rows, hf.n_routed_experts, DTYPE, neuron.tp_degree)
+        if self.folds:
             rows = {"residual_weight": hf.hidden_size}
             self.early_qkv_a = FoldedRows(rows, hf.qkv_a_dim, neuron.torch_dtype, neuron.tp_degree)
-        self.mlp = make_moe(config, early=early) if self.is_moe else KimiK2MLP(config)
+
+    def make_mlp(self, config: KimiK2InferenceConfig) -> nn.Module:
+        """The base's: NxDI's modules read an expert's width under the name of the dense layers'."""
+        return KimiK2MLP(config, config.hf.intermediate_size)
+
+    def make_moe(self, config: KimiK2InferenceConfig) -> nn.Module:
+        """NxD's, with our experts."""
+        return make_moe(config, early=self.folds)
 
     def forward(
         self,
@@ -144,17 +145,16 @@ class KimiK2DecoderLayer(nn.Module):
         attention_mask: Tensor,
         position_ids: Tensor,
         past_key_value: tuple[Tensor, Tensor] | None = None,
-        padding_mask: Tensor | None = None,
+        rank: Tensor | None = None,
         whole: WholeLayers | None = None,
         states: HiddenStates | None = None,
         idx: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
-        """[B, S, H] to [B, S, H], with the new cache entries and the rotation for the layers after.
+        """The base's.
 
-        With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it. With
-        `whole`, a step, the first MoE layer computes all of them. `states` takes what a draft reads of the residual
-        around this layer, number `idx`.
+        With `whole`, a step, the first MoE layer computes all of them. `states` takes what a draft reads of the
+        residual around this layer, number `idx`.
         """
         if states is not None and idx == 0:
             states.pass_by(0, hidden_states)
@@ -162,52 +162,32 @@ class KimiK2DecoderLayer(nn.Module):
             if not whole.begun:
                 hidden_states = whole.run(hidden_states, attention_mask, position_ids, kwargs["active_mask"], states)
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
-        residual = hidden_states
-        # The markers tell the compiler's modular flow not to cut inside a layer.
-        hidden_states = ModuleMarkerStartWrapper()(hidden_states)
-        normed = self.input_layernorm(hidden_states)
-        hidden_states, entries, cos, sin = self.self_attn(
-            normed, attention_mask, position_ids, past_key_value, **kwargs
-        )
-        hidden_states = residual + hidden_states
-        normed = self.post_attention_layernorm(hidden_states)
-        out = self.mlp(normed, padding_mask)[0] if self.is_moe else self.mlp(normed)
-        hidden_states = ModuleMarkerEndWrapper()(hidden_states + out)
+        out = super().forward(hidden_states, attention_mask, position_ids, past_key_value, rank, **kwargs)
         if states is not None:
-            states.pass_by(idx + 1, hidden_states)
-        return hidden_states, entries, cos, sin, None
+            states.pass_by(idx + 1, out[0])
+        return out
 
 
-class NeuronKimiK2Model(NeuronBaseModel):
-    """The graph that is traced: embedding, decoder layers, head and cache."""
+class NeuronKimiK2Model(base.NeuronKimiK2Model):
+    """The hand-written graph, with whole layers, states for drafts, cached prefixes and NxD's quantized layers."""
+
+    layer_cls = KimiK2DecoderLayer
 
     def setup_attr_for_model(self, config: KimiK2InferenceConfig) -> None:
         """The attributes that NeuronBaseModel asks for."""
+        super().setup_attr_for_model(config)
         neuron = config.neuron_config
-        self.on_device_sampling = neuron.on_device_sampling_config is not None
-        self.tp_degree = neuron.tp_degree
-        self.hidden_size = config.hf.hidden_size
-        self.num_attention_heads = config.hf.num_attention_heads
-        self.num_key_value_heads = config.hf.num_key_value_heads
-        self.max_batch_size = neuron.max_batch_size
-        self.buckets = neuron.buckets
+        self.cache_cls = LatentBlockKVCacheManager if neuron.is_block_kv_layout else LatentKVCacheManager
         reads = neuron.is_eagle3 and not neuron.is_eagle_draft
         self.aux_layers = tuple(config.aux_layers) if reads else ()  # that a draft reads
 
     def init_model(self, config: KimiK2InferenceConfig) -> None:
         """Build the modules; routed experts are put into their quantized form here, so in CPU mode too."""
-        hf, neuron = config.hf, config.neuron_config
-        self.embed_tokens = ParallelEmbedding(
-            hf.vocab_size, hf.hidden_size, hf.pad_token_id, dtype=neuron.torch_dtype, shard_across_embedding=True
-        )
-        self.layers = nn.ModuleList(KimiK2DecoderLayer(config, layer) for layer in range(hf.num_hidden_layers))
+        super().init_model(config)
+        neuron = config.neuron_config
+        self.lm_head.gather_output = not self.on_device_sampling or neuron.on_cpu
         sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
         self.whole = DecodeLayersKernel(*sizes) if neuron.layers else None
-        self.norm = make_rms_norm(hf.hidden_size, hf.rms_norm_eps)
-        self.lm_head = ColumnParallelLinear(
-            hf.hidden_size, hf.vocab_size, bias=False, gather_output=not self.on_device_sampling or neuron.on_cpu,
-            dtype=neuron.torch_dtype,
-        )  # fmt: skip
         if neuron.quantized:
             convert(
                 self,
@@ -215,12 +195,6 @@ class NeuronKimiK2Model(NeuronBaseModel):
                 inplace=True,
                 modules_to_not_convert=neuron.modules_to_not_convert,
             )
-
-    def init_inference_optimization(self, config: KimiK2InferenceConfig) -> None:
-        """The base's, with the compressed cache in place of its KV manager."""
-        super().init_inference_optimization(config)
-        manager = LatentBlockKVCacheManager if config.neuron_config.is_block_kv_layout else LatentKVCacheManager
-        self.kv_mgr = manager(config, num_kv_head=config.hf.num_key_value_heads, global_rank=self.rank_util)
 
     def _create_context_attn_mask(self, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         """The base's; of a prefill behind a cached prefix it is over the prefix, bool [B, 1, 1, prefix].
@@ -266,17 +240,6 @@ class NeuronKimiK2Model(NeuronBaseModel):
     def _own(self, count: int) -> Tensor:
         """Which of `count` positions are this rank's, int64."""
         return every_nth(count, self.rank_util.get_rank(), self.num_cores_per_group)
-
-    def bfloat16(self) -> NeuronKimiK2Model:
-        """The cast of a graph (DecoderModelInstance.load_module), for CPU mode: FP8 and its float32 scales stay.
-
-        NxDI's CPU mode casts with `nn.Module.bfloat16`, which takes FP8 for a float dtype like others.
-        """
-        scales = {name: value.clone() for name, value in self.named_parameters() if name.endswith("scale")}
-        self._apply(lambda t: t.to(torch.bfloat16) if t.is_floating_point() and t.dtype.itemsize > 1 else t)
-        for name, value in scales.items():
-            self.get_parameter(name).data = value
-        return self
 
 
 class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.contrib_model.layers import dot_float32
 from kimi_k2.sharding.experts.tiles import PARTITIONS
-
-from .products import dot_float32
 
 
 class TileWeights(BaseParallelLinear):
