@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.cli.commands import rehearse
+from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.measured import REHEARSAL, checksum
 from kimi_k2.plan.memory import memory_plan
-from kimi_k2.plan.target import make_target
+from kimi_k2.plan.target import load_target, make_target
 from kimi_k2.sharding.plan import make_plan
+from kimi_k2.synthetic.config import tiny_config
 
 # One of each layout and format: other presets differ in lengths alone.
 FAMILIES = ("h200-tp8", "h200-ep8", "trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images", "trn2-tp32-ep2-b32-4k",
@@ -43,9 +48,69 @@ def test_the_way_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert done.exit_code == 0, done.output
     assert ran[:5] == ["plan", "convert", "verify", "generate with the plain model", "parity capture"]
     assert len(list((tmp_path / "ranks" / "weights").iterdir())) == 64
-    report = (tmp_path / "report.md").read_text()
-    assert "| compile | skipped: not importable here: torch_xla |" in report
-    assert "kimi-k2 compile /models/MODEL --preset trn2-tp32-ep2 --out /presharded" in report
+    report = json.loads((tmp_path / "report.json").read_text())
+    results = {one["step"]: one["result"] for one in report["steps"]}
+    assert results["compile"] == "skipped: not importable here: torch_xla"
+    assert "kimi-k2 compile /models/MODEL --preset trn2-tp32-ep2 --out /presharded" in report["real"]
+    assert report["device"] is None and report["checksum"] == checksum(report)
+
+
+def run_here(step: rehearse.Step, log: Path, outputs: dict[str, str]) -> str:
+    done = CliRunner().invoke(app, step.words)
+    return "ok" if done.exit_code == 0 else f"failed with {done.exit_code}: {done.output}"
+
+
+def test_one_chip_without_a_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms, four ranks each, small widths; the report is whole but for the device's fields."""
+    monkeypatch.setattr(rehearse, "_run", run_here)
+    monkeypatch.setattr("kimi_k2.neuron.contrib.missing", lambda: ["torch_xla"])
+    done = CliRunner().invoke(app, ["rehearse", "--on-device", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == {"schema", "model", "versions", "steps", "expected", "device", "real", "checksum"}
+    assert report["device"] is None and set(report["expected"]) == {"xla", "layers"}
+    assert report["expected"]["layers"]["tpot"]["expected"]["form"] == "whole layers"
+    for form in ("xla", "layers"):
+        assert len(list((tmp_path / f"ranks-{form}" / "weights").iterdir())) == 4
+    refused = CliRunner().invoke(app, ["rehearse", "--on-device", "--preset", "trn2-tp32-ep2"])
+    assert refused.exit_code == 2
+
+
+def test_a_plan_reads_a_report(tmp_path: Path) -> None:
+    """Collectives of nccom-test in it; a changed report, and one without a device, are refused by name."""
+    file, rows = (
+        tmp_path / "report.json",
+        [{"size(B)": 1024, "time:avg(us)": 40.0}, {"size(B)": 65536, "time:avg(us)": 60.0}],
+    )
+    report: dict[str, Any] = {"schema": REHEARSAL, "device": {"collectives": rows}}
+    words = ["plan", "kimi-k2-instruct-0905", "--json", "--measured", str(file)]
+    file.write_text(json.dumps({**report, "checksum": checksum(report)}))
+    found = json.loads(CliRunner().invoke(app, words).stdout)
+    assert dict(found["machine"]["collectives"]) == pytest.approx({1024: 40e-6, 65536: 60e-6})
+    assert found["tpot"]["bound"] > 8e-3  # 186 collectives of 40 us and more
+    for changed, says in (({**report, "device": None}, "nothing was measured"), (report, "was changed")):
+        given = {**changed, "checksum": checksum(changed) if changed["device"] is None else "0"}
+        file.write_text(json.dumps(given))
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code != 0 and says in str(refused.exception)
+
+
+@pytest.mark.parametrize("sizes", [rehearse.SLICE, rehearse.SMALL_SLICE])
+def test_a_chip_holds_what_four_of_64_ranks_hold(sizes: dict[str, int], tmp_path: Path) -> None:
+    """A rank's tensors of a layer have the shapes of the real deployment's, at the real widths."""
+    config, real = tiny_config("kimi-k2-instruct-0905", **sizes), KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    for name in rehearse.FORMS.values():
+        file = tmp_path / "chip.yaml"
+        file.write_text(f"like: {name}\ntp_degree: 4\nmoe_tp_degree: 4\n")
+        chip, whole = load_target(str(file), config), load_target(name, real)
+        assert memory_plan(config, chip).fits
+        shapes, wanted = ({one.name: one.local_shape for one in target.sharding(of).tensors if one.layer == 1}
+                          for target, of in ((chip, config), (whole, real)))  # fmt: skip
+        assert set(shapes) == set(wanted)
+        if sizes is rehearse.SLICE:
+            # These are divided over all ranks, of which there are fewer.
+            other = {one for one in shapes if shapes[one] != wanted[one]}
+            assert all("qkv_a" in one or one.endswith("early_router.residual_weight") for one in other)
 
 
 def test_a_step_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Figures of a machine in place of those that are assumed: what nccom-test and neuron-profile write as JSON.
 
+Or the report of `kimi-k2 rehearse --on-device`, which holds nccom-test's rows.
+
 `nccom-test -r 64 -b 1kb -e 16mb -f 4 -d fp32 --report-to-json-file FILE allr` times all-reduces by size (nccom-test.rst
 of aws-neuron-sdk). `neuron-profile view --output-format summary-json`, of one logical core and an execution of the
 decode step, has the bytes that the DMA engines moved and how long any was at work (profile-schema-reference.rst). A
@@ -8,6 +10,8 @@ file of `--output-format json` holds the same summary.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,6 +22,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_json
 from kimi_k2.plan.roofline import Machine
 
+REHEARSAL = "kimi-k2/rehearsal/1"
 _SIZE = "size(B)"
 _BYTES, _ACTIVE = ("hbm_read_bytes", "hbm_write_bytes"), "dma_active_time"
 
@@ -69,6 +74,8 @@ def read_measured(paths: Iterable[Path]) -> Measured:
             raw = read_json(path, ConfigError)
         except FileNotFoundError:
             raise ConfigError("no such file", file=path) from None
+        if isinstance(raw, dict) and raw.get("schema") == REHEARSAL:
+            raw = {"results": _rehearsed(raw, path)}
         if isinstance(raw, dict) and "results" in raw:
             if collectives:
                 raise ConfigError("expected one file of nccom-test", file=path)
@@ -78,6 +85,22 @@ def read_measured(paths: Iterable[Path]) -> Measured:
                 raise ConfigError("expected one file of neuron-profile", file=path)
             rate = _rate(raw, path)
     return Measured(collectives, rate)
+
+
+def checksum(report: dict[str, Any]) -> str:
+    """Of a rehearsal's report without its own: whether anything in it was changed."""
+    fields = {name: value for name, value in report.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _rehearsed(report: dict[str, Any], path: Path) -> Any:
+    """The rows of nccom-test in a rehearsal's report."""
+    if checksum(report) != report.get("checksum"):
+        raise ConfigError("the report was changed", field="checksum", file=path)
+    device = report.get("device")
+    if not isinstance(device, dict) or not device.get("collectives"):
+        raise ConfigError("expected a run on a device with nccom-test, nothing was measured", field="device", file=path)
+    return device["collectives"]
 
 
 def _collectives(results: Any, path: Path) -> tuple[tuple[int, float], ...]:

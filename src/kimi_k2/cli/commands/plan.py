@@ -33,7 +33,7 @@ def plan(
     draft_tokens: DraftTokens = 3,
     measured: Annotated[
         list[Path] | None,
-        typer.Option(help="JSON of nccom-test or neuron-profile, for what is assumed of the machine; repeat for both."),
+        typer.Option(help="JSON of nccom-test, neuron-profile or rehearse, for what is assumed; repeatable."),
     ] = None,
     port: Annotated[
         bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")

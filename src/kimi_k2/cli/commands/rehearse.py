@@ -1,7 +1,13 @@
-"""`kimi-k2 rehearse`: a deployment's whole way on this machine, with a small model whose sizes the preset takes."""
+"""`kimi-k2 rehearse`: a deployment's whole way on this machine, with a small model whose sizes the preset takes.
+
+On one Trainium2 chip (`--on-device`): both forms of decode on its four logical cores, with what four of 64 ranks hold
+of the real model, one dense and two MoE layers. Without a chip the same steps run at small widths on the CPU.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset, refuse
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -34,6 +40,17 @@ TILES = {"moe_intermediate_size": 2048, "hidden_size": 2176}
 ON_GPUS = {"moe_intermediate_size": 1024}  # eight ranks cut it at blocks of 128
 TOWER = {"vt_num_attention_heads": 16, "vt_hidden_size": 256, "mm_hidden_size": 256}
 REAL, RANKS = "/models/MODEL", "/presharded"
+# One chip has four logical cores at LNC=2; `like` of the preset of each form.
+CORES, FORMS = 4, {"xla": "trn2-tp64-ep1", "layers": "trn2-tp64-ep1-nki-layers"}
+DEVICE = Path("/dev/neuron0")
+# What four of 64 ranks hold of the real widths, and the same small.
+SLICE: dict[str, int] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "hidden_size": 7168, "intermediate_size": 1152,
+    "moe_intermediate_size": 128, "n_routed_experts": 384, "num_experts_per_tok": 8, "vocab_size": 1024,
+    "num_hidden_layers": 3, "max_position_embeddings": 131072,
+}  # fmt: skip
+SMALL_SLICE = {**SLICE, "q_lora_rank": 128, "kv_lora_rank": 128, "hidden_size": 256, "n_routed_experts": 24}
 
 
 @dataclass(frozen=True)
@@ -130,10 +147,43 @@ def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
     yield Step("serve", [], skip="needs its GPUs", real=f"kimi-k2 serve {REAL}")
 
 
+def chip_steps(work: Path, presets: dict[str, Path], absent: list[str], *, device: bool) -> Iterator[Step]:
+    """Of one chip, both forms in turn; without `device` lowered, and loaded in NxD's CPU mode."""
+    checkpoint, golden = str(work / "checkpoint"), str(work / "golden")
+    missing = f"not importable here: {', '.join(absent)}" if absent else None
+    hello = ["-p", "Hello", "--max-new-tokens", "8"]
+    yield Step("doctor", ["doctor"], skip=None if device else "the device's packages are not needed here")
+    yield Step("generate with the plain model", ["generate", checkpoint, *hello])
+    yield Step("parity capture", ["parity", "capture", checkpoint, golden, "--prompt-length", "16", "--steps", "4"])
+    for form, file in presets.items():
+        name, ranks, graphs = str(file), str(work / f"ranks-{form}"), str(work / f"graphs-{form}")
+        options = ["--backend", "neuron", "--preset", name]
+        yield Step(f"{form}: plan", ["plan", checkpoint, "--preset", name])
+        yield Step(f"{form}: convert", ["convert", checkpoint, ranks, "--preset", name])
+        yield Step(f"{form}: verify", ["verify", ranks])
+        compile_it = ["compile", checkpoint, "--preset", name, "--out", graphs]
+        yield Step(f"{form}: compile", [*compile_it, *(["--weights", ranks] if device else ["--hlo-only"])], 1, missing)
+        where = ["--compiled", graphs] if device else ["--on-cpu", "--max-model-len", "128"]
+        processes = 1 if device else CORES
+        yield Step(
+            f"{form}: load and generate, TP{CORES}", ["generate", checkpoint, *options, *where, *hello], processes,
+            missing if device or form == "xla" else "its kernels are the device's", "",
+            "generate with the plain model" if not device else None,
+        )  # fmt: skip
+        no_device = None if device else "no Neuron device"
+        yield Step(f"{form}: sweep", ["bench", checkpoint, *options, *where, "--out", str(work / f"sweep-{form}")],
+                   1, no_device)  # fmt: skip
+
+
 def rehearse(
+    context: typer.Context,
     preset: Preset = DEFAULT_DEPLOYMENT,
+    on_device: Annotated[
+        bool,
+        typer.Option("--on-device", help="Both forms of decode on one Trainium2 chip, measured if there is one."),
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Keep checkpoint, ranks, logs and report.md here.", file_okay=False)
+        Path | None, typer.Option(help="Keep checkpoint, ranks, logs and report.json here.", file_okay=False)
     ] = None,
 ) -> None:
     """Go a deployment's whole way on this machine: a small model, every command, and the commands for the real one.
@@ -141,23 +191,37 @@ def rehearse(
     Plans, converts and verifies at the preset's ranks; where NxD is importable also lowers its graphs, loads the model
     in NxD's CPU mode and sweeps. What cannot run here is skipped by name. Takes minutes; exit 1 if a step fails.
     """
+    if on_device:
+        refuse(context, "--on-device has presets of its own, of four cores", "preset")
     if out is None:
         with tempfile.TemporaryDirectory(prefix="kimi-k2-rehearsal-") as directory:
-            _rehearse(preset, Path(directory), keep=False)
+            _rehearse(preset, Path(directory), on_device, keep=False)
     else:
         out.mkdir(parents=True, exist_ok=True)
-        _rehearse(preset, out, keep=True)
+        _rehearse(preset, out, on_device, keep=True)
 
 
-def _rehearse(name: str, work: Path, *, keep: bool) -> None:
+def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
+    from kimi_k2.neuron import contrib
     from kimi_k2.plan.deployment import Deployment
+    from kimi_k2.plan.measured import checksum
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
+    from kimi_k2.synthetic.config import tiny_config
 
-    preset, begin = Deployment.load(name), time.monotonic()
-    config = small_config(preset)
+    begin, device = time.monotonic(), on_device and DEVICE.exists()
+    files = {name: Path(name)}
+    if on_device:
+        files = {form: work / f"chip-{form}.yaml" for form in FORMS}
+        for form, file in files.items():
+            file.write_text(f"like: {FORMS[form]}\ntp_degree: {CORES}\nmoe_tp_degree: {CORES}\n", encoding="utf-8")
+        config = tiny_config("kimi-k2-instruct-0905", **(SLICE if device else SMALL_SLICE))
+        way = list(chip_steps(work, files, contrib.missing(), device=device))
+    else:
+        preset = Deployment.load(name)
+        config, way = small_config(preset), list(steps(name, preset, work))
     size = write_synthetic_checkpoint(work / "checkpoint", config)
-    say(f"wrote a small {config.num_hidden_layers}-layer checkpoint that {name} takes: {size / 1e6:.0f} MB")
-    way, results, outputs = list(steps(name, preset, work)), [], dict[str, str]()
+    say(f"wrote a {config.num_hidden_layers}-layer checkpoint of random weights: {size / 1e6:.0f} MB")
+    results, outputs = list[tuple[str, str, float]](), dict[str, str]()
     for number, step in enumerate(way, 1):
         say(f"[{number}/{len(way)}] {step.name} ... ", nl=False)
         started = time.monotonic()
@@ -166,16 +230,59 @@ def _rehearse(name: str, work: Path, *, keep: bool) -> None:
         say(result if step.skip else f"{result}, {results[-1][2]:.0f} s")
         if result.startswith("failed"):
             break
-    seconds = time.monotonic() - begin
-    table = "\n".join(f"| {one} | {result} | {took:.0f} |" for one, result, took in results)
-    real = "\n".join(step.real for step in way if step.real)
-    report = f"# Rehearsal of {name}\n\n| step | result | seconds |\n|---|---|---|\n{table}\n\n```sh\n{real}\n```\n"
+    seconds, real = time.monotonic() - begin, [step.real for step in way if step.real]
     if keep:
-        (work / "report.md").write_text(report, encoding="utf-8")
-        say(f"report: {work / 'report.md'}")
-    say(f"{seconds:.0f} s. The same with the real model, on the real machine:\n{real}")
+        report = _report(config, files, results, work if device else None) | {"real": real}
+        text = json.dumps({**report, "checksum": checksum(report)}, indent=1)
+        (work / "report.json").write_text(text, encoding="utf-8")
+        say(f"report: {work / 'report.json'}")
+    say(f"{seconds:.0f} s.")
+    if real:
+        say("\n".join(["The same with the real model, on the real machine:", *real]))
     if any(result.startswith("failed") for _, result, _ in results):
         raise typer.Exit(1)
+
+
+def _report(
+    config: KimiK2Config, files: dict[str, Path], results: list[tuple[str, str, float]], measured: Path | None
+) -> dict[str, Any]:
+    """Sizes, versions, steps, what is expected of each preset, and what the device took; None without one."""
+    from kimi_k2.neuron import requirements
+    from kimi_k2.plan.measured import REHEARSAL
+    from kimi_k2.plan.report import make_answer
+    from kimi_k2.plan.target import load_target
+
+    plans = {name: make_answer(config, load_target(str(file), config)) for name, file in files.items()}
+    device, found = None, requirements.states(optional=True)
+    if measured is not None:
+        sweeps = {name: measured / f"sweep-{name}" / "sweep.json" for name in files}
+        device = {
+            "sweeps": {name: json.loads(file.read_text()) for name, file in sweeps.items() if file.is_file()},
+            "compile": {name: json.loads((measured / f"graphs-{name}" / "compile.json").read_text()) for name in files},
+            "collectives": _collectives(measured / "collectives.json"),
+        }
+    return {
+        "schema": REHEARSAL,
+        "model": config.model_dump(mode="json", include={*SLICE}),
+        "versions": {one.requirement.module: one.version for one in found if one.importable},
+        "steps": [{"step": step, "result": result, "seconds": round(took, 1)} for step, result, took in results],
+        "expected": {
+            name: {"tpot": plan["tpot"], "needed": plan["rank_memory"]["needed"]} for name, plan in plans.items()
+        },
+        "device": device,
+    }
+
+
+def _collectives(file: Path) -> list[dict[str, Any]] | None:
+    """Rows of nccom-test over the chip's cores; None where it is not installed or fails."""
+    if (program := shutil.which("nccom-test")) is None:
+        return None
+    sizes = ["-r", str(CORES), "-b", "1kb", "-e", "16mb", "-f", "4", "-d", "fp32"]
+    done = subprocess.run([program, *sizes, "--report-to-json-file", str(file), "allr"], check=False)
+    if done.returncode or not file.is_file():
+        return None
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+    return rows
 
 
 def _run(step: Step, log: Path, outputs: dict[str, str]) -> str:
@@ -199,5 +306,5 @@ COMMAND = Command(
     "rehearse",
     rehearse,
     "Deploy",
-    ("kimi-k2 rehearse --preset trn2-tp32-ep2 --out /tmp/rehearsal",),
+    ("kimi-k2 rehearse --preset trn2-tp32-ep2 --out /tmp/rehearsal", "kimi-k2 rehearse --on-device --out /tmp/chip"),
 )
