@@ -3,6 +3,7 @@
 A measured table of docs/measured.json has `made` (card, date, the commit that recorded it, and the command if one
 prints it), `columns` and `rows`; it stands in a document behind `<!-- measured: NAME -->`, with a line that says how it
 was made. A planned one stands behind `<!-- planned: MODEL PRESET ... -->`: rows of `kimi-k2 plan --all-presets`.
+Kimi's published runs stand behind `<!-- published: Kimi-K2 -->`.
 
 Figures in sentences are in docs/figures.json: by document the sentence, with {} for each figure, and where each is
 from: a cell of measured.json, a plan, or what others published. A sentence without {} is kept as it stands.
@@ -23,12 +24,12 @@ from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.deployment import Deployment
 from kimi_k2.plan.expectation import fit
 from kimi_k2.plan.presets import PresetRow, preset_row, served_rows
-from kimi_k2.plan.published import runs
+from kimi_k2.plan.published import KIMI_HEADER, kimi_rows, runs
 from kimi_k2.plan.report import plan
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"<!-- (measured|planned): ([\w .-]+) -->\n.*\n\n(?:\|.*\n)+")
+BLOCK = re.compile(r"<!-- (measured|planned|published): ([\w .-]+) -->\n.*\n\n(?:\|.*\n)+")
 NUMBER = r"(\d[\d.,]*(?:e-?\d+)?(?<=\d))"
 PLANNED = (
     "preset", "batch x context, prompt", "held, GiB", "scratch, GiB", "fits", "GB a step", "TPOT bound",
@@ -55,7 +56,8 @@ def rendered(text: str, name: str = "") -> str:
     """
     for entry in _json("figures.json").get(name, ()):
         text = _sentence(text, entry["text"], [_figure(source) for source in entry.get("from", ())])
-    return BLOCK.sub(lambda match: _measured(match[2]) if match[1] == "measured" else _planned(match[2]), text)
+    tables = {"measured": _measured, "planned": _planned, "published": _published}
+    return BLOCK.sub(lambda match: tables[match[1]](match[2]), text)
 
 
 def pattern(template: str) -> re.Pattern[str]:
@@ -117,6 +119,11 @@ def _measured(name: str) -> str:
     command = f": `{made['command']}`" if "command" in made else ""
     caption = f"*{made['card']}, {made['date']}, recorded by {made['commit']}{command}*"
     return f"<!-- measured: {name} -->\n{caption}\n\n{table}"
+
+
+def _published(name: str) -> str:
+    caption = "*quoted: `kimi-k2 plan kimi-k2-instruct-0905 --published` has other models beside these*"
+    return f"<!-- published: {name} -->\n{caption}\n\n{markdown_table(KIMI_HEADER, kimi_rows())}"
 
 
 def _planned(words: str) -> str:

@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.render import HEADER, PUBLISHED, Ratio, compare, differing, markdown, overall, write_reports
+from kimi_k2.bench.render import HEADER, Ratio, compare, differing, markdown, overall, write_reports
 from kimi_k2.bench.results import Sweep, load_results
 from kimi_k2.bench.sweep import Settings, run_sweep
 from kimi_k2.cli import app
+from kimi_k2.plan.published import kimi_rows
 
 runner = CliRunner()
 SETTINGS = Settings("tiny", "cpu", output_lengths=(3, 5), prompt_lengths=(4,), runs=4)
@@ -188,7 +189,7 @@ def test_markdown_has_a_row_a_cell_and_marks_published_rows(results: dict[str, A
     assert "165.5" not in plain
     shown = markdown(results, published=True)
     assert "published, not measured here" in shown
-    assert shown.count("\n| K2") == len(PUBLISHED)
+    assert shown.count("\n| Kimi-K2") == len(kimi_rows())
 
 
 def test_a_sweep_without_a_finished_cell_still_reports(backend: Any, clock: Any, tmp_path: Path) -> None:

@@ -16,27 +16,9 @@ import jinja2
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import percentile, series
+from kimi_k2.plan.published import KIMI_HEADER, kimi_rows
 
 LABEL = "published, not measured here"
-
-
-_PORT = "NxDI pull request 131"
-_K25 = "README of the Kimi-K2.5 port"
-
-# The note says what limits the comparison.
-PUBLISHED_HEADER = ["model", "layout on trn2.48xlarge, batch 1", "TPOT, ms", "TTFT, ms", "reported in", "note"]
-PUBLISHED = [
-    ["K2-0905", "TP=64 EP=2, LNC=1, FP8 blocks", "297", "", _PORT, ""],
-    ["K2-0905", "TP=32 EP=2, LNC=2, FP8 blocks", "165.5", "1420", _PORT, "165.4 to 166.4 for 16 to 512 tokens"],
-    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 blocks", "144.5", "", _PORT, "512 tokens of context"],
-    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", "76.3", "", _PORT, "512 tokens of context; TTFT inside"],
-    ["K2-0905", "TP=64 EP=1, LNC=2, FP8 a channel", "41.1", "", _PORT, "1024 tokens of context; TTFT inside"],
-    ["K2.5", "TP=64 EP=1, LNC=2, FP8 a channel", "21.4", "2094", _K25, "512 tokens of context"],
-    ["K2.6", "TP=64 EP=1, LNC=2, FP8 a channel", "17.3", "1010", _K25, "512 tokens of context"],
-]
-
-HEADER = ["model", "layout on trn2.48xlarge, batch 1", "TPOT, ms", "TTFT, ms", "reported in", "note"]
-
 
 HEADER = [
     "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
@@ -104,7 +86,7 @@ def markdown(results: dict[str, Any], published: bool = False) -> str:
     if failed := failures(results):
         parts.append("\n".join(f"- {line}" for line in failed) + "\n")
     if published:
-        parts += [f"Trainium, {LABEL}:\n", markdown_table(PUBLISHED_HEADER, PUBLISHED)]
+        parts += [f"Trainium, {LABEL}:\n", markdown_table(KIMI_HEADER, kimi_rows())]
     return "\n".join(parts)
 
 
@@ -170,8 +152,8 @@ def html(results: dict[str, Any], images: list[Path], published: bool = False) -
         failures=failures(results),
         images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
         published_label=LABEL,
-        published_header=PUBLISHED_HEADER,
-        published=PUBLISHED if published else [],
+        published_header=KIMI_HEADER,
+        published=kimi_rows() if published else [],
         settings=results["settings"],
         environment=results["environment"],
     )

@@ -138,3 +138,18 @@ def _models() -> dict[str, Model]:
 def runs() -> tuple[Run, ...]:
     """All runs, in the file's order."""
     return tuple(Run(**row) for row in data()["runs"])
+
+
+KIMI_HEADER = ["run, batch 1", "TPOT, ms", "TTFT, ms", "reported in", "note"]
+
+
+def kimi_rows() -> list[list[str]]:
+    """Of Kimi's runs, for tables; a figure that is no step's time says so."""
+    apart = data()["rules"]["set_apart"]
+    return [
+        [
+            run.name, f"{run.tpot_ms:g}", f"{run.ttft_ms:g}" if run.ttft_ms else "", source_words(run.source),
+            apart[run.set_apart] if run.set_apart else "",
+        ]
+        for run in runs() if run.model == "Kimi-K2"
+    ]  # fmt: skip
