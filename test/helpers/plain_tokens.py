@@ -15,9 +15,12 @@ from kimi_k2.engine.vision import MediaRows, VisionEncoder
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 
-def expected(directory: Path, dtype: str, job: list[dict[str, Any]]) -> list[list[int]]:
-    """Greedy tokens of the plain model, each request alone."""
+def expected(
+    directory: Path, dtype: str, job: list[dict[str, Any]], cache: torch.dtype | None = None
+) -> list[list[int]]:
+    """Greedy tokens of the plain model, each request alone; a cache of its own dtype."""
     model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model.kv_cache_dtype = cache or model.kv_cache_dtype
     return [
         generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
     ]

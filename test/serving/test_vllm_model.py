@@ -177,21 +177,6 @@ def test_two_ranks(
         assert answer["tokens"] == expected_of_ranks(directory, layout, dtype, job, tmp_path)
 
 
-@pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
-@pytest.mark.parametrize("run", [1, 4])
-def test_caches_spread_over_ranks(run: int, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Decode context parallelism, prompts in parts among decodes, prefixes that others' requests have left."""
-    job = requests(seed=21)
-    job += [{**one, "arrival": one["arrival"] + 200} for one in job[:3]]
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 16}
-    options |= {"dcp_kv_cache_interleave_size": run, "worker_extension_cls": "spread_slots.SpreadSlots"}
-    answer, log = serve(
-        checkpoints["thinking"], "float32", job, tmp_path, parts=True, max_num_batched_tokens=24, **options
-    )
-    assert log.count(OURS) == 2 and "prepared by vLLM: decode context parallelism" in log
-    assert answer["tokens"] == expected(checkpoints["thinking"], "float32", job)
-
-
 def test_fp8_cache_of_the_checkpoint(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """compressed-tensors' kv_cache_scheme, which the plain model obeys too."""
     model = tmp_path / "model"
