@@ -135,7 +135,7 @@ OWN = {
     "kernels/comm/push_all_reduce": "/proc",
     "kernels/common/build": "sources of the package",
     "kernels/common/structure": "sources of the package",
-    "kernels/experts/tuning": "tables of the package, and where `tune` writes them",
+    "kernels/common/tuning": "tables of the package, and where `tune` writes them",
     "neuron/contrib": "sources of an installed package",
     "neuron/sdk": "constraint files of the package",
     "nki/step_counts": "a table of the package",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels.mla_cases import SCALE, paged_case, reference, relative
+from kimi_k2.kernels.attention import tuning
 from kimi_k2.kernels.attention.mla_cuda import attend_parts, by_eights, choose_splits, run
 from kimi_k2.kernels.attention.mla_decode import mla_decode, supports
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, PAGE
@@ -29,8 +30,12 @@ LENGTHS = [
 
 
 def test_the_operation_uses_this_kernel() -> None:
-    q, _, cache, table, seq_lens = paged_case([777, 64], 64, 2048)
-    pinned = run(q, cache, seq_lens, SCALE, table, choose_splits(2, 64, table.shape[1] * PAGE))
+    q, _, cache, table, seq_lens = paged_case([77, 64], 64, 128)
+    device = torch.cuda.get_device_properties(0)
+    choice = tuning.choose(2, 64, table.shape[1] * PAGE, False, device.name, device.multi_processor_count)
+    assert choice.splits, "short contexts are divided evenly"
+    rows = q.view(-1, 8, 576) if choice.eights else q
+    pinned = run(rows, cache, seq_lens, SCALE, table, choice.splits).view(*q.shape[:2], -1)
     assert torch.equal(mla_decode(q, cache, seq_lens, SCALE, table), pinned)
 
 

@@ -60,7 +60,8 @@ def test_same_bits_as_in_one_piece(batch: int, fp8: bool) -> None:
     assert torch.equal(gather_pages(pages, table, capacity), whole)
 
     plans = attention_plan(seq_lens, whole, HEADS), attention_plan(seq_lens, pages, HEADS, table)
-    assert (plans[0] is None) == (plans[1] is None) == (batch == 1)
+    assert (plans[0] is None) == (plans[1] is None)
+    assert batch > 1 or plans[0] is None
     for one, other in (plans, (None, None)):
         wanted = attend_values(query, whole, seq_lens, w_uv, 0.05, one)
         assert torch.equal(attend_values(query, pages, seq_lens, w_uv, 0.05, other, table), wanted)

@@ -111,12 +111,12 @@ class Client:
         self.model = copy.copy(self.model)
         self.model.turns = Turns()
         self.generator = Generator(self.model)
-        self.batch = 1
+        self.batch, self.last = 1, False
 
     def requests(self) -> Iterator[Checks]:
         """Found and known logits of each step; nothing is waited for, so that other clients' steps run beside."""
         kinds: list[Callable[[], Iterator[Checks]]] = [self.checked] * 6 + [self.given_up] * 2 + [self.long, self.whole]
-        while True:
+        while not self.last:
             if self.draw.random() < 0.05:
                 self.batch = self.draw.choice([1, 1, 2, 3, 4, 7, 8, 16, 33])
             if self.draw.random() < 0.01:
@@ -188,9 +188,9 @@ class Client:
         steps = self.requests()
         while True:
             with torch.cuda.stream(self.stream):
-                found = [
-                    ((found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() for found, wanted in next(steps)
-                ]
+                if (pairs := next(steps, None)) is None:
+                    return
+                found = [((found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() for found, wanted in pairs]
             yield found
 
     def wait(self) -> None:
@@ -245,9 +245,14 @@ def serve(clients: list[Client], seconds: float) -> tuple[float, int]:
             worst = max([worst, *map(float, found)])
             assert worst < MOST_ERROR
         most = max(most, memory()[1])
-    faulthandler.cancel_dump_traceback_later()
-    for client in clients:
+    for client, requests in zip(clients, running, strict=True):
+        client.last = True
+        for found in requests:  # it ends its request: no stream stays open
+            client.wait()
+            worst = max([worst, *map(float, found)])
         client.generator.close()
+    faulthandler.cancel_dump_traceback_later()
+    assert worst < MOST_ERROR
     return worst, most
 
 

@@ -27,12 +27,12 @@ def test_product(tokens: int, rows: int, columns: int, terms: int) -> None:
         weight_scale = (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
         fp8, scale = quantize_groups(x, terms=terms)
         scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
-        out = wide_gemm(fp8, scale, weight, weight_scale, list(TILES[-1]))
+        out = wide_gemm(fp8, scale, weight, weight_scale, [*TILES[-1], 1])
         restored = fp8.double().sum(0) * scale[:, :tokens].T.double().repeat_interleave(128, 1)
         assert distance(out, restored @ dense(weight, weight_scale).T) < 2.5e-3
         same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, 1])
         for tile in TILES:
-            assert torch.equal(wide_gemm(fp8, scale, weight, weight_scale, list(tile)), same), tile
+            assert torch.equal(wide_gemm(fp8, scale, weight, weight_scale, [*tile, 1]), same), tile
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -48,7 +48,7 @@ def test_shared_tiles(cluster: int, terms: int) -> None:
         same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, cluster])
         for tile in TILES:
             if tile.rows <= MOST_SHARED:
-                out = wide_gemm(fp8, scale, weight, weight_scale, [*tile[:2], cluster])
+                out = wide_gemm(fp8, scale, weight, weight_scale, [*tile, cluster])
                 assert torch.equal(out, same), (tokens, rows, columns, tile)
 
 
@@ -57,6 +57,6 @@ def test_refusals() -> None:
     weight, weight_scale = torch.zeros(256, 512, device="cuda").to(torch.float8_e4m3fn), torch.ones(2, 4, device="cuda")
     assert scale.shape[1] == padded(20)
     with pytest.raises(KernelError, match="scale is"):
-        wide_gemm(fp8, scale[:, :20].contiguous(), weight, weight_scale)
+        wide_gemm(fp8, scale[:, :20].contiguous(), weight, weight_scale, [1, 64, 1])
     with pytest.raises(KernelError, match="N of 8"):
-        wide_gemm(fp8, scale, weight[:255], weight_scale)
+        wide_gemm(fp8, scale, weight[:255], weight_scale, [1, 64, 1])

@@ -9,7 +9,7 @@ import torch
 
 from kimi_k2.kernels.experts import invariant, w4a16_few
 from kimi_k2.kernels.experts.tuning import choose
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, tuning, wide_gemm
 
 TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
 WEIGHTS = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4608, 7168), (20480, 7168), (128, 128)]
@@ -20,28 +20,20 @@ EXPERTS = [("fp8_e4m3", "128x128"), ("int4", "1x32"), ("int4_w2_bf16", "1x32")]
 @pytest.mark.parametrize("terms", [1, 2])
 def test_linears_have_one_number_of_parts(rows: int, columns: int, terms: int) -> None:
     for decoding in (True, False):
-        made = [block_gemm.fixed_launch(terms, tokens, rows, columns, 132, decoding) for tokens in TOKENS]
+        made = [tuning.fixed_choice(tokens, rows, columns, decoding=decoding) for tokens in TOKENS]
         assert len({one.cluster for one in made}) == 1
-        assert all(block_gemm.Tile(one.groups, one.tile) in block_gemm.TILES[terms] for one in made)
+        for one in made:
+            tiles = block_gemm.TILES[terms] if one.kernel == "block" else wide_gemm.TILES
+            assert (one.groups, one.tile) in tiles and one.cluster <= max(1, columns // 128)
         assert decoding or made[0].cluster == 1
+        assert [one.kernel for one in made] == ["block" if tokens <= 64 else "wide" for tokens in TOKENS]
     assert 1 <= dense_gemm.decode_cluster(rows, columns) <= max(1, columns // dense_gemm.COLUMNS)
 
 
-def test_measured_launches_are_launches() -> None:
-    for (terms, rows, columns), known in block_gemm.MEASURED.items():
-        for tokens, choice in known.items():
-            assert (choice.groups, choice.tile) in block_gemm.TILES[terms] and choice.cluster <= columns // 128
-            assert block_gemm.modelled_time(terms, tokens, rows, columns, choice, 132) < float("inf"), "all run at once"
-            for count in (max(tokens // 2, *(one for one in (0, *known) if one < tokens)) + 1, tokens):
-                assert block_gemm.choose_launch(terms, count, rows, columns, 132) == choice
-            size = terms, tokens, rows, columns
-            modelled = block_gemm.choose_launch(*size, 114)
-            assert block_gemm.modelled_time(*size, modelled, 114) <= block_gemm.modelled_time(*size, choice, 114)
-
-
 def test_the_best_launches_differ() -> None:
-    """Else the test above would say nothing of `fixed_launch`."""
-    assert len({block_gemm.choose_launch(2, tokens, 2112, 7168, 132).cluster for tokens in TOKENS}) > 1
+    """Else the test above would say nothing of `fixed_choice`."""
+    tuned = [tuning.choose(2, tokens, 2112, 7168, "NVIDIA H100 80GB HBM3") for tokens in TOKENS]
+    assert len({one.cluster for one in tuned}) > 1
 
 
 @pytest.mark.parametrize(("dtype", "block"), EXPERTS)
@@ -87,23 +79,3 @@ def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> No
     for inter in range(64, 2049, 64):
         parts = dense_gemm.decode_cluster(2 * inter, 7168), dense_gemm.decode_cluster(7168, inter)
         assert not shared(inter) or parts == (w4a16_few.SHARED_PARTS, 1)
-
-
-@pytest.mark.parametrize(("rows", "columns"), WEIGHTS[:6])
-@pytest.mark.parametrize("terms", [1, 2])
-def test_tall_tiles_of_tokens_are_for_many(rows: int, columns: int, terms: int) -> None:
-    """Also against the launch that batch-invariant mode gives a prompt, which sums in one part too."""
-    for tokens, many in ((16, False), (32, False), (8192, True), (30000, True)):
-        size = terms, tokens, rows, columns, 132
-        assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == many
-        assert wide_gemm.is_faster(*size, block_gemm.fixed_launch(*size, False)) or not many
-
-
-def test_measured_tiles_are_known() -> None:
-    for (terms, rows, columns), buckets in wide_gemm.MEASURED.items():
-        for tokens, tile in buckets.items():
-            size = terms, tokens, rows, columns, 132
-            assert wide_gemm.is_faster(*size, block_gemm.choose_launch(*size)) == (tile is not None)
-            assert tile is None or wide_gemm.choose_tile(*size) == tile
-            assert tile is None or tile._replace(cluster=1) in wide_gemm.TILES
-            assert wide_gemm.choose_tile(*size, whole=True).cluster == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from kimi_k2.bench.kernels.harness import SLOWER
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import KERNELS, source_hash
-from kimi_k2.kernels.experts.tuning import DIRECTORY
+from kimi_k2.kernels.experts.tuning import FILES
 
 Key = tuple[str, str, str, int]  # format, layout, routing, tokens
 # Of a format: the libraries of its launches, the modules that choose among them, and the dtype of its tuning files.
@@ -78,7 +78,10 @@ def kernel_state(name: str) -> str:
     """Eight digits that change with the sources and tuning files of a format's launches."""
     libraries, modules, dtype = SOURCES[name]
     digest = hashlib.sha256(" ".join(map(source_hash, libraries)).encode())
-    for path in (*(KERNELS / "experts" / module for module in modules), *sorted(DIRECTORY.glob(f"*,dtype={dtype},*"))):
+    for path in (
+        *(KERNELS / "experts" / module for module in modules),
+        *sorted(FILES.directory.glob(f"*,dtype={dtype},*")),
+    ):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 

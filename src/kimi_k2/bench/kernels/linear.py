@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.bench.kernels.mla_cases import checked
+from kimi_k2.kernels.linear import block_gemm, wide_gemm
+from kimi_k2.kernels.linear.tuning import LinearChoice
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm
 from kimi_k2.ops import registry
 from kimi_k2.ops.linear import Weight, project
@@ -101,12 +103,52 @@ def _ours(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) 
     }
 
 
+def _dequantized(x: Tensor, scale: Tensor, norm: Tensor | None, weight: Tensor) -> None:
+    torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
+
+
 def _cublas(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) -> Ways:
     """On BF16 weights for few tokens, without the norm; for more on weights dequantized before, behind the norm."""
-
-    def dequantized(weight: Tensor) -> None:
-        torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
-
     if len(x) <= FEW:
         return {"cuBLAS BF16": [partial(torch.mm, x, weight.bfloat16().t()) for weight in weights]}
-    return {"dequantized, cuBLAS": [partial(dequantized, weight) for weight in weights]}
+    return {"dequantized, cuBLAS": [partial(_dequantized, x, scale, norm, weight) for weight in weights]}
+
+
+def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Callable[[], object]]]:
+    """By choice the calls of a graph: tokens quantized behind the norm, if one comes before, and every GEMM's launch.
+
+    In two terms cuBLAS too, behind the norm and on a weight that is dequantized each time.
+    """
+    rows, columns = SHAPES[name]
+    sets = 8 if tokens < 1024 else 2
+    weights = [(torch.randn(rows, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
+    scale = torch.rand(-(-rows // BLOCK), columns // BLOCK, device="cuda") * 1e-3
+    norm = torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def call(choice: LinearChoice, weight: Tensor) -> None:
+        gemm = wide_gemm.wide_gemm if choice.kernel == "wide" else block_gemm.block_gemm
+        gemm(*block_gemm.quantize_groups(x, norm, terms=terms), weight, scale, choice.launch)
+
+    choices = [
+        LinearChoice("block", *tile, cluster)
+        for tile in block_gemm.TILES[terms]
+        for cluster in (1, 2, 3, 4, 6, 8)
+        if tokens <= 1024 and tile.tokens <= 2 * tokens and cluster <= columns // BLOCK
+        if cluster == 1 or -(-rows // (64 * tile.groups)) * -(-tokens // tile.tokens) * cluster <= 2 * sms
+    ] + [
+        LinearChoice("wide", *tile, cluster)
+        for tile in wide_gemm.TILES
+        for cluster in (1, 2, 3, 4)
+        if cluster <= columns // BLOCK
+        if cluster == 1 or (
+            tile.rows <= wide_gemm.MOST_SHARED
+            and -(-rows // tile.rows) * -(-tokens // (64 * tile.groups)) * cluster <= 2 * sms // tile.groups
+        )
+    ]  # fmt: skip
+    ways: dict[LinearChoice, list[Callable[[], object]]]
+    ways = {choice: [partial(call, choice, weight) for weight in weights] for choice in choices}
+    if terms == 2:
+        ways[LinearChoice("cublas")] = [partial(_dequantized, x, scale, norm, weight) for weight in weights]
+    return ways

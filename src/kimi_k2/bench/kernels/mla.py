@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
-from kimi_k2.bench.kernels.mla_cases import Inputs, ragged_inputs
+from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, ragged_inputs
 from kimi_k2.bench.kernels.mla_peers import OURS, PLANNED, ROUNDED, Kernel, check, peers
-from kimi_k2.kernels.attention.mla_plan import pays
+from kimi_k2.kernels.attention import mla_cuda, tuning
+from kimi_k2.kernels.attention.mla_cuda import FEW_HEADS
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
-from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.common.hardware import hopper
 
 LONGEST = 65536  # of the standard batches
 DRAWN_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 67, 96, 128, 140, 192, 256)
@@ -107,15 +108,17 @@ def layers(batch: Batch) -> list[Inputs]:
 
 
 def ways(batch: Batch, others: Sequence[Kernel]) -> dict[str, list[partial[Tensor]]]:
-    """By name the calls: ours as a decode step runs it, by an even split if that is another, and the peers.
+    """By name the calls: ours as a decode step runs it, by the form that is not chosen, and the peers.
 
     At least 16 calls a graph, as a model has one a layer: a graph's own start, about 4 us, is no part of a call. Plans,
     one for all layers of a step, and queries rounded for a peer are made before.
     """
     inputs = layers(batch)
-    even = find_nvcc() is None or not pays(len(batch.lengths), -(-max(batch.lengths) // PAGE) * PAGE, batch.heads)
-    kernels = {"ours": OURS} if even else {"ours": PLANNED, "ours, even split": OURS}
-    if batch.fp8 and not even:
+    capacity = -(-max(batch.lengths) // PAGE) * PAGE
+    device = hopper(torch.cuda.current_device(), "mla_decode")
+    choice = tuning.choose(len(batch.lengths), batch.heads, capacity, batch.fp8, *device)
+    kernels = {"ours": OURS, "ours, by plan": PLANNED} if choice.splits else {"ours": PLANNED, "ours, even split": OURS}
+    if batch.fp8 and not choice.splits:
         kernels["ours, e4m3 queries"] = ROUNDED
     made = {}
     for name, kernel in (kernels | {kernel.name: kernel for kernel in others}).items():
@@ -128,6 +131,34 @@ def ways(batch: Batch, others: Sequence[Kernel]) -> dict[str, list[partial[Tenso
             continue
         made[name] = [partial(kernel.run, one, plan) for one in cast_inputs] * -(-16 // len(cast_inputs))
     return made
+
+
+def splits(
+    heads: int, fp8: bool, capacity: int, batch: int, kind: str
+) -> dict[tuning.AttentionChoice, list[partial[Tensor]]]:
+    """By choice the calls of a graph: the plan, even splits, and these with every 8 heads a request.
+
+    Args:
+        kind: "equal" contexts fill the capacity; of "uneven" ones one in eight does, the others a quarter of it.
+    """
+    lengths = [capacity if kind == "equal" or i % 8 == 0 else -(-capacity // 4) for i in range(batch)]
+    inputs = layers(Batch(kind, tuple(lengths), heads, fp8))
+    plan, made = PLANNED.plan(inputs[0]), {}
+    if batch > 1:
+        made[tuning.AttentionChoice(0, False)] = [partial(PLANNED.run, one, plan) for one in inputs]
+    sm_count = hopper(torch.cuda.current_device(), "mla_decode")[1]
+    for eights in (False, True) if heads > FEW_HEADS and batch * heads // FEW_HEADS <= sm_count else (False,):
+        requests = batch * heads // FEW_HEADS if eights else batch
+        most = max(1, min(64, sm_count // requests, capacity // PAGE))
+        for count in sorted({1, 2, 3, 4, 8, 16, most} & set(range(1, most + 1))):
+            made[tuning.AttentionChoice(count, eights)] = [
+                partial(
+                    mla_cuda.run, one.q.view(-1, FEW_HEADS, ROW) if eights else one.q, one.cache, one.seq_lens,
+                    SOFTMAX_SCALE, one.block_table, count,
+                )
+                for one in inputs
+            ]  # fmt: skip
+    return {choice: calls * -(-16 // len(calls)) for choice, calls in made.items()}
 
 
 def cases(with_peers: bool, batches: Sequence[Batch] | None = None) -> Iterator[Case]:

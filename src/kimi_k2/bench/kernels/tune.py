@@ -1,32 +1,51 @@
-"""Find the fastest launch of the routed experts for each token count on this GPU and write its tuning files."""
+"""Find the fastest launches of experts, linears and MLA attention on this GPU and write its tuning files."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from kimi_k2.bench.kernels import linear, mla
 from kimi_k2.bench.kernels.expert_formats import HIDDEN, Case, RandomExperts, distinct, draw_inputs
-from kimi_k2.bench.kernels.harness import graph_median, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.harness import Captures, graph_median, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
-from kimi_k2.kernels.experts.tuning import DIRECTORY, ExpertChoice, file_name, load_choices, save_choices
+from kimi_k2.kernels.attention import tuning as attention_tuning
+from kimi_k2.kernels.attention.mla_sizes import HEADS
+from kimi_k2.kernels.common.tuning import Sizes
+from kimi_k2.kernels.experts.tuning import FILES, ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, expert_mode
+from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 
+ChoiceT = TypeVar("ChoiceT")
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 # Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
 MOST_SKEWED = 512
+# What linears and attention are tuned for. An even split is a choice up to the largest capacity alone.
+LINEAR_TOKENS = (
+    16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192,
+)  # fmt: skip
+CAPACITIES, BATCHES = (
+    (64, 128, 256, 512, 1024, 2048),
+    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 66, 80, 100, 132, 200, 256),
+)
+CACHES = ("bf16", "e4m3")
+PLAN = 0.25  # microseconds of a layer: a plan takes 15, once a step of 61
+OPERATIONS = ("experts", "linear", "attention")
 # Every launch is timed over this many replays, and those within SLACK of the best again over more: few for calls of
 # many tokens, which take milliseconds and differ little from replay to replay.
-FIRST_REPLAYS = 2
+FIRST_REPLAYS, REPLAYS, TURNS = 2, 11, 2
 SLACK = 1.08
 
 
@@ -129,19 +148,20 @@ def time_candidates(case: Case, experts: RandomExperts, tokens: int) -> list[Tim
     ]
 
 
-def for_each_count(choices: Mapping[int, ExpertChoice]) -> dict[int, ExpertChoice]:
+def for_each_count(choices: Mapping[Sizes, ExpertChoice]) -> dict[Sizes, ExpertChoice]:
     """A file's choices with those that it leaves out, as the next count has them too."""
-    return {n: choices[min(one for one in choices if one >= n)] for n in TOKENS if n <= max(choices, default=0)}
+    counts = [(tokens,) for tokens in TOKENS if (tokens,) <= max(choices, default=(0,))]
+    return {count: choices[min(one for one in choices if one >= count)] for count in counts}
 
 
-def tune(
+def tune_experts(
     config: KimiK2Config,
     shapes: Sequence[str] | None,
     tokens: Sequence[int] | None,
     out: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Time every candidate and write the tuning files; say the winner's times, bandwidth and share of the bandwidth.
+    """Time every candidate; say the winner's times, bandwidth and share of the bandwidth.
 
     Where only some token counts are asked for, the others' choices stay as the file has them.
 
@@ -154,28 +174,110 @@ def tune(
 
     Raises:
         ConfigError: see `cases`.
-        KernelError: there is no CUDA device, or no such shape.
+        KernelError: no such shape.
     """
     known = cases(config)
     if unknown := sorted(set(shapes or ()) - set(known)):
         raise KernelError(f"shape: {', '.join(unknown)} not among {', '.join(known)}")
-    if not torch.cuda.is_available():
-        raise KernelError("no CUDA device")
-    quick_captures()
     ceiling = read_bandwidth()
     say(f"read bandwidth {ceiling:.0f} GB/s")
     for name in shapes or known:
         case = known[name]
-        file = file_name(case.experts, case.inter, HIDDEN, case.dtype, case.block, torch.cuda.get_device_name())
-        path = (out or DIRECTORY) / file
-        chosen = for_each_count(load_choices(path)) if tokens and path.exists() else {}
+        keys = case.experts, case.inter, HIDDEN, case.dtype, case.block
+        path = (out or FILES.directory) / FILES.name(*keys, device=torch.cuda.get_device_name())
+        chosen = for_each_count(FILES.load(path)) if tokens and path.exists() else {}
         experts = case.draw()
         for count in tokens or TOKENS:
             won = best(time_candidates(case, experts, count))
-            chosen[count] = won.choice
-            save_choices(path, chosen)
+            chosen[count,] = won.choice
+            FILES.save(path, chosen)
             rate = won.bytes / won.uniform / 1e3
             skewed = f", all to the same {won.same:.1f} us" if won.same else ""
             say(f"{name} T={count}: {won.uniform:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won.choice}")
         del experts
         torch.cuda.empty_cache()
+
+
+Calls = Mapping[ChoiceT, Sequence[Callable[[], object]]]
+
+
+def medians(calls: Calls[ChoiceT], captures: Captures, replays: int) -> dict[ChoiceT, float]:
+    """Microseconds of a call of each choice's graph."""
+    for each in calls.values():
+        each[0]()
+    return {choice: statistics.median(captures.times(each, replays, 1)) for choice, each in calls.items()}
+
+
+def fastest(calls: Calls[ChoiceT], captures: Captures) -> dict[ChoiceT, float]:
+    """`medians` of the choices that a first short look leaves within SLACK of the best."""
+    seen = medians(calls, captures, FIRST_REPLAYS)
+    near = {choice: calls[choice] for choice, time in seen.items() if time <= SLACK * min(seen.values())}
+    return medians(near, captures, REPLAYS)
+
+
+def tune_linears(out: Path | None, say: Callable[[str], None]) -> None:
+    """Time every launch of a TP8 rank's FP8 linears with what quantizes its tokens, norm included, and cuBLAS."""
+    files, captures = linear_tuning.FILES, Captures()
+    for (name, (rows, columns)), terms in product(linear.SHAPES.items(), (1, 2)):
+        path = (out or files.directory) / files.name(terms, rows, columns, device=torch.cuda.get_device_name())
+        chosen: dict[Sizes, linear_tuning.LinearChoice] = {}
+        for tokens in LINEAR_TOKENS:
+            times = fastest(linear.launches(name, terms, tokens), captures)
+            chosen[tokens,] = min(times, key=times.__getitem__)
+            say(f"{name} {terms} terms T={tokens}: {times[chosen[tokens,]]:.1f} us {chosen[tokens,]}")
+        files.save(path, chosen)
+
+
+def tune_attention(out: Path | None, say: Callable[[str], None]) -> None:
+    """Time even splits and the plan over contexts that all fill the capacity, and over uneven ones.
+
+    The choice is the one that loses least against the best in either.
+    """
+    files, captures = attention_tuning.FILES, Captures()
+    for heads, cache in product(HEADS, CACHES):
+        path = (out or files.directory) / files.name(heads, cache, device=torch.cuda.get_device_name())
+        chosen: dict[Sizes, attention_tuning.AttentionChoice] = {}
+        for capacity, batch in product(CAPACITIES, BATCHES):
+            losses: dict[attention_tuning.AttentionChoice, float] = {}
+            for kind in ("equal", "uneven"):
+                calls = mla.splits(heads, cache == "e4m3", capacity, batch, kind)
+                turns = [medians(calls, captures, REPLAYS) for _ in range(TURNS)]
+                times = {one: min(turn[one] for turn in turns) + (0 if one.splits else PLAN) for one in calls}
+                for choice, time in times.items():
+                    losses[choice] = max(losses.get(choice, 0.0), time / min(times.values()))
+            won = chosen[capacity, batch] = min(losses, key=losses.__getitem__)
+            say(f"{heads} heads, {cache}, {batch} of {capacity}: at most {losses[won]:.2f} of the best, {won}")
+        files.save(path, chosen)
+
+
+def tune(
+    only: Sequence[str],
+    config: KimiK2Config,
+    shapes: Sequence[str] | None,
+    tokens: Sequence[int] | None,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Time launches and write the tuning files, `out`/experts, linear and attention if it is given.
+
+    Args:
+        only: of OPERATIONS; all if empty.
+        config, shapes, tokens, out, say: as `tune_experts` takes them.
+
+    Raises:
+        ConfigError: see `cases`.
+        KernelError: there is no CUDA device, no such operation, or no such shape.
+    """
+    if unknown := sorted(set(only) - set(OPERATIONS)):
+        raise KernelError(f"only: {', '.join(unknown)} not among {', '.join(OPERATIONS)}")
+    if not torch.cuda.is_available():
+        raise KernelError("no CUDA device")
+    quick_captures()
+    folders = {name: None if out is None else out / name for name in OPERATIONS}
+    wanted = only or OPERATIONS
+    if "attention" in wanted:
+        tune_attention(folders["attention"], say)
+    if "linear" in wanted:
+        tune_linears(folders["linear"], say)
+    if "experts" in wanted:
+        tune_experts(config, shapes, tokens, folders["experts"], say)

@@ -14,12 +14,13 @@ from kimi_k2.kernels.attention import (
     mla_decode,
     mla_plan,
     mla_prefill,
+    tuning,
     value_rows,
 )
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
@@ -60,18 +61,19 @@ def mla_absorbed_attention(
 
 
 def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None) -> bool:
-    """Several sequences, or a long one; a short one is split by the capacity alone, without another launch.
-
-    In batch-invariant mode all of them.
-    """
+    """What the tuned choice plans; in batch-invariant mode all."""
     batch, capacity = seq_lens.shape[0], mla_cuda.capacity_of(cache, block_table)
-    return (
-        (0 < batch <= mla_plan.MAX_BATCH if batch_invariant() else mla_plan.pays(batch, capacity, heads))
-        and is_hopper(cache.device)
+    fits = (
+        is_hopper(cache.device)
         and heads in HEADS
         and cache.dtype in CACHE_DTYPES
         and find_nvcc() is not None
+        and 0 < batch <= mla_plan.MAX_BATCH
     )
+    if not fits or batch_invariant():
+        return fits
+    device = hopper(cache.device.index, "mla_plan")
+    return capacity > 0 and not tuning.choose(batch, heads, capacity, cache.dtype != torch.bfloat16, *device).splits
 
 
 def attention_plan(

@@ -8,13 +8,13 @@ order: the same inputs give the same bits. The kernel is CUDA C++ (`mla_cuda`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import mla_cuda, mla_plan
+from kimi_k2.kernels.attention import mla_cuda, mla_plan, tuning
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
@@ -164,18 +164,22 @@ def mla_decode(
         return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan, rounded)
     check_arguments(q, cache, seq_lens, block_table)
     capacity = mla_cuda.capacity_of(cache, block_table)
-    shape = (q.shape[0], q.shape[1], capacity, hopper(q.device.index, "mla_decode")[1])
     if plan is not None and capacity:
         check_plan(q, plan)
         arguments = q, cache, seq_lens, softmax_scale, block_table
         return _by_plan(*arguments, plan, cache_scale, 1, capacity, rounded, lse)
-    rows = q
-    if mla_cuda.by_eights(*shape):
-        shape = mla_cuda.eights(*shape)
-        rows = q.view(*shape[:2], ROW)
-    splits = mla_cuda.choose_splits(*shape)
-    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, splits, cache_scale, lse=lse)
+    choice = _even_choice(q, cache, capacity)
+    rows = q.view(-1, mla_cuda.FEW_HEADS, ROW) if choice.eights else q
+    out: Tensor = mla_cuda.run(rows, cache, seq_lens, softmax_scale, block_table, choice.splits, cache_scale, lse=lse)
     return out.view(*q.shape[:2], LATENT)
+
+
+def _even_choice(q: Tensor, cache: Tensor, capacity: int) -> tuning.AttentionChoice:
+    """Without a plan: the tuned split, else one for the shapes alone."""
+    name, sm_count = hopper(q.device.index, "mla_decode")
+    batch, heads = q.shape[:2]
+    choice = tuning.choose(batch, heads, capacity, cache.dtype != q.dtype, name, sm_count)
+    return choice if choice.splits else tuning.even_choice(batch, heads, capacity, sm_count)
 
 
 def _check_queries(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
@@ -219,6 +223,9 @@ def _several(
         check_plan(rows, plan)
         out: Tensor = _by_plan(*arguments, plan, cache_scale, fold.tokens, capacity, rounded)
     else:
-        shape = rows.shape[0], rows.shape[1], capacity, hopper(q.device.index, "mla_decode")[1]
-        out = mla_cuda.run(*arguments, mla_cuda.choose_splits(*shape), cache_scale, fold.tokens)
+        choice = _even_choice(rows, cache, capacity)
+        if choice.eights:  # a request of several tokens is not divided
+            sm_count = hopper(q.device.index, "mla_decode")[1]
+            choice = replace(choice, splits=mla_cuda.choose_splits(len(rows), fold.rows, capacity, sm_count))
+        out = mla_cuda.run(*arguments, choice.splits, cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()

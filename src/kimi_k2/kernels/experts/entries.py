@@ -18,7 +18,7 @@ from kimi_k2.kernels.experts import invariant, tuning, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
 from kimi_k2.kernels.experts.w4a16_layout import INT4, checkpoint_order, format_of, prepare_w4a16
-from kimi_k2.kernels.linear.entries import fixed_parts
+from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops.experts import ExpertWeights
@@ -299,8 +299,8 @@ def few_experts(
     _, hidden, inter = experts.down.tensors["weight"].shape
     parts = [
         invariant.decode_splits(topk_indices.shape[1], hidden, inter),
-        fixed_parts(x.shape[0], 2 * inter, hidden, x.device),
-        fixed_parts(x.shape[0], hidden, inter, x.device),
+        linear_tuning.parts(2 * inter, hidden),
+        linear_tuning.parts(hidden, inter),
     ]
     arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared
     out: Tensor = moe_decode.moe_decode(*arguments, parts)

@@ -1,30 +1,20 @@
-"""Launch choices of the expert kernels by device, shape and token count, from per-device JSON files.
-
-A file in `tuning_files/` is named `experts={E},inter={N},hidden={H},dtype={dtype},block={block},device={device}.json`
-(spaces of the device's name become underscores) and maps token counts, as decimal strings, to choices. The entry with
-the nearest token count at or above the wanted one that the sizes allow serves; above the largest, the largest.
+"""Launch choices of the expert kernels (common/tuning.py), by the tokens of a call.
 
 Token counts are the model's, whatever part of its experts a rank holds: the files of one model agree in pairs per
-expert at equal counts. So a shape without a file borrows that of the nearest shape of the same formats and hidden size,
-of its own device before another's, with a warning. All files are of Hoppers, which differ in bandwidth alone: an H200's
-choices took 125 us on an H100 where the defaults took 199 (FP8, TP8, 16 tokens, Zipf 1.3).
+expert at equal counts. So a shape without a file borrows that of the nearest shape of the same formats and hidden size
+on its own device, with a warning.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-import re
-import warnings
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.tuning import Files
 
-DIRECTORY = Path(__file__).parent / "tuning_files"
-NAME = re.compile(r"experts=(\d+),inter=(\d+),hidden=(\d+),dtype=(\w+),block=(\w+),device=([\w.-]+)\.json")
 MAX_FUSED_PAIRS = 512
 # Most doublings of experts or intermediate size over which choices are borrowed.
 MAX_DOUBLINGS = 2.0
@@ -65,40 +55,9 @@ class ExpertChoice:
             raise KernelError(f"item_slabs is {self.item_slabs}, expected a divisor of {hidden // 256}")
 
 
-def file_name(experts: int, inter: int, hidden: int, dtype: str, block: str, device: str) -> str:
-    """The one name under which choices for this shape and device are looked up."""
-    shape = f"experts={experts},inter={inter},hidden={hidden}"
-    name = f"{shape},dtype={dtype},block={block},device={device.replace(' ', '_')}.json"
-    if not NAME.fullmatch(name):
-        raise KernelError(f"tuning file name {name!r} does not match {NAME.pattern!r}")
-    return name
-
-
-def load_choices(path: Path) -> dict[int, ExpertChoice]:
-    """Token count -> choice.
-
-    Raises:
-        KernelError: the name breaks the contract, or an entry lacks a field or has an unknown one.
-    """
-    if not NAME.fullmatch(path.name):
-        raise KernelError(f"{path}: file name does not match {NAME.pattern!r}")
-    expected = {field.name for field in fields(ExpertChoice)}
-    choices = {}
-    for tokens, entry in json.loads(path.read_text()).items():
-        if set(entry) != expected or not tokens.isdecimal():
-            raise KernelError(f"{path}: entry {tokens!r} has {sorted(entry)}, expected {sorted(expected)}")
-        choices[int(tokens)] = ExpertChoice(**entry)
-    return choices
-
-
-def save_choices(path: Path, choices: dict[int, ExpertChoice]) -> None:
-    """Write a tuning file, smallest token count first, one choice a line; not a choice that the next count has too."""
-    if not NAME.fullmatch(path.name):
-        raise KernelError(f"{path}: file name does not match {NAME.pattern!r}")
-    counts = sorted(choices)
-    kept = [one for one, above in pairwise(counts) if choices[one] != choices[above]] + counts[-1:]
-    lines = ",\n".join(f' "{tokens}": {json.dumps(asdict(choices[tokens]))}' for tokens in kept)
-    path.write_text(f"{{\n{lines}\n}}\n")
+FILES = Files(
+    Path(__file__).parent / "tuning_files", ("experts", "inter", "hidden", "dtype", "block"), ("tokens",), ExpertChoice
+)
 
 
 def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: int) -> ExpertChoice:
@@ -118,50 +77,32 @@ def default_choice(tokens: int, top_k: int, experts: int, inter: int, hidden: in
 
 
 def nearest_file(name: str) -> Path | None:
-    """The file nearest to `name` in experts and intermediate size, its own device's before another's; None if none is.
+    """Of the same device, formats and hidden size the file nearest in experts and intermediate size, if one is near."""
 
-    Formats and hidden size must be the same.
-    """
+    def parts(text: str) -> tuple[int, int, tuple[str, ...]]:
+        experts, inter, *rest = FILES.parsed(text) or ()
+        return int(experts), int(inter), tuple(rest)
 
-    def parts(text: str) -> tuple[int, int, tuple[str, ...], str]:
-        match = NAME.fullmatch(text)
-        assert match, text
-        experts, inter, *rest, device = match.groups()
-        return int(experts), int(inter), tuple(rest), device
-
-    experts, inter, rest, device = parts(name)
+    experts, inter, rest = parts(name)
     candidates = []
-    for path in DIRECTORY.glob("*.json"):
-        if NAME.fullmatch(path.name) and parts(path.name)[2] == rest:
+    for path in FILES.directory.glob("*.json"):
+        if FILES.parsed(path.name) and parts(path.name)[2] == rest:
             other = parts(path.name)
             doublings = abs(math.log2(other[0] / experts)) + abs(math.log2(other[1] / inter))
-            candidates.append((doublings, other[3] != device, path.name, path))
+            candidates.append((doublings, path.name, path))
     best = min(candidates, default=None)
-    return best[3] if best and best[0] <= MAX_DOUBLINGS else None
+    return best[2] if best and best[0] <= MAX_DOUBLINGS else None
 
 
-@functools.cache
-def _table(name: str) -> dict[int, ExpertChoice]:
-    path = DIRECTORY / name
-    if path.exists():
-        return load_choices(path)
-    near = nearest_file(name)
-    instead = "defaults are used" if near is None else f"those of {near.name} are used"
-    warnings.warn(f"no tuned choices {name}: {instead}; kimi-k2 tune writes one", stacklevel=3)
-    return {} if near is None else load_choices(near)
-
-
+@functools.lru_cache(maxsize=4096)
 def choose(
     tokens: int, top_k: int, experts: int, inter: int, hidden: int, *, dtype: str, block: str, device: str
 ) -> ExpertChoice:
     """The tuned choice for this shape, else the nearest file's, else the default (one warning a shape and device)."""
-    table = _table(file_name(experts, inter, hidden, dtype, block, device))
-    enough = sorted(count for count in table if count >= tokens)
-    for count in enough or [max(table, default=0)]:
-        choice = table.get(count)
-        if choice is not None and _allowed(choice, tokens, top_k, hidden, inter):
-            return choice
-    return default_choice(tokens, top_k, experts, inter, hidden)
+    table = FILES.table(FILES.name(experts, inter, hidden, dtype, block, device=device), nearest_file)
+    allowed = {sizes: choice for sizes, choice in table.items() if _allowed(choice, tokens, top_k, hidden, inter)}
+    chosen = FILES.nearest(allowed, tokens)
+    return default_choice(tokens, top_k, experts, inter, hidden) if chosen is None else chosen
 
 
 def _allowed(choice: ExpertChoice, tokens: int, top_k: int, hidden: int, inter: int) -> bool:

@@ -8,8 +8,6 @@ before the GEMM. csrc/block_gemm.cuh says how the GEMM's launch works.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -31,20 +29,6 @@ class Tile(NamedTuple):
 
     groups: int
     tokens: int
-
-
-class Choice(NamedTuple):
-    """How a launch is laid out.
-
-    Attributes:
-        groups: of 64 rows of the weight in a tile, 1 or 2.
-        tile: tokens of a tile, which with `groups` is one of `TILES[terms]`.
-        cluster: blocks that share a tile, each a part of the columns.
-    """
-
-    groups: int
-    tile: int
-    cluster: int
 
 
 def padded(tokens: int) -> int:
@@ -162,94 +146,14 @@ def add_quantize(
 add_quantize.fake(_added)
 
 
-# Microseconds, fitted to a sweep of all launches of one term over a rank's shapes at 16 to 4096 tokens on an H200
-# (weights from memory, medians of graph replays): it chooses launches that take 1.3 % longer than the best on the mean,
-# 17 at most. Of a block of columns where one block has the SM and where two share it; of a tile besides.
-_STEP = {
-    Tile(1, 16): (0.184, 0.261), Tile(1, 32): (0.191, 0.299), Tile(1, 64): (0.216, 0.395), Tile(1, 128): (0.381, 0.623),
-    Tile(2, 32): (0.254,), Tile(2, 64): (0.325,), Tile(2, 96): (0.522,), Tile(2, 128): (0.579,),
-    Tile(2, 192): (0.825,), Tile(2, 256): (1.037,),
+# By terms: a block of columns in two of them takes about what twice the tokens take in one.
+TILES = {
+    1: (
+        Tile(1, 16), Tile(1, 32), Tile(1, 64), Tile(1, 128), Tile(2, 32), Tile(2, 64), Tile(2, 96), Tile(2, 128),
+        Tile(2, 192), Tile(2, 256),
+    ),
+    2: (Tile(1, 16), Tile(1, 32), Tile(1, 64), Tile(2, 32), Tile(2, 64), Tile(2, 96), Tile(2, 128)),
 }  # fmt: skip
-_TILE = {
-    Tile(1, 16): 1.11, Tile(1, 32): 1.03, Tile(1, 64): 1.29, Tile(1, 128): 1.90, Tile(2, 32): 1.47, Tile(2, 64): 1.95,
-    Tile(2, 96): 1.68, Tile(2, 128): 2.55, Tile(2, 192): 2.98, Tile(2, 256): 3.60,
-}  # fmt: skip
-# By terms. A block of columns in two of them takes about what twice the tokens take in one: as many bytes and products.
-TILES = {1: tuple(_STEP), 2: tuple(tile for tile in _STEP if (tile.groups, 2 * tile.tokens) in _STEP)}
-_SHARE, _SHARE_TOKENS = 1.08, 0.0115  # of a cluster's sum, and a block and token of it
-# Of the blocks that fit on all SMs, how many do in clusters of three and more, which must not straddle SM groups.
-_PACKED = 0.76
-
-
-def modelled_time(terms: int, tokens: int, rows: int, columns: int, choice: Choice, sms: int) -> float:
-    """Microseconds of a launch; infinite for clusters that would not run all at once."""
-    tile, cluster = Tile(choice.groups, choice.tile), choice.cluster
-    step = _STEP[Tile(tile.groups, tile.tokens * terms)]
-    count, steps = -(-rows // (64 * tile.groups)) * -(-tokens // tile.tokens), -(-columns // BLOCK // cluster)
-    resident = len(step) * sms
-    if cluster > 1 and count * cluster > resident * (1.0 if cluster == 2 else _PACKED):
-        return float("inf")
-    waves, rest = divmod(count * cluster, resident)
-    alone = len(step) > 1 and 0 < rest <= sms  # the last wave has an SM to itself
-    waves += rest > 0
-    time = waves * (_TILE[tile] + steps * step[-1]) - alone * steps * (step[-1] - step[0])
-    return time + (cluster > 1) * (_SHARE + _SHARE_TOKENS * cluster * tile.tokens)
-
-
-# Launches of a TP8 rank's shapes where the best timed one (an H200, 502 launches at 16 to 256 tokens; in two terms an
-# H100 too, all launches at 40 to 1,024) is 4 to 20 % faster than the best modelled one: by terms, rows and columns; for
-# more than half of so many tokens up to as many, the fewest that there are.
-MEASURED = {
-    (2, 1536, 1536): {96: Choice(1, 32, 1), 256: Choice(1, 32, 1)},
-    (2, 512, 7168): {64: Choice(1, 32, 4), 256: Choice(1, 32, 3)},
-    (2, 7168, 256): {16: Choice(1, 16, 1)},
-    (2, 4608, 7168): {32: Choice(1, 32, 2)},
-    (1, 1536, 1536): {64: Choice(1, 32, 1)},
-    (1, 512, 7168): {64: Choice(1, 32, 4)},
-    (1, 4608, 7168): {64: Choice(1, 64, 2)},
-    (1, 7168, 2304): {128: Choice(1, 64, 1)},
-}
-MEASURED_SMS = 132
-
-
-def bucket(tokens: int, known: Collection[int]) -> int:
-    """Of numbers of tokens that something is known for, the one that stands for these; 0 if none does."""
-    return min((most for most in known if most < 2 * tokens <= 2 * most), default=0)
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_launch(terms: int, tokens: int, rows: int, columns: int, sms: int) -> Choice:
-    """The launch with the least time, measured where that is known, else modelled."""
-    known = MEASURED.get((terms, rows, columns), {}) if sms == MEASURED_SMS else {}
-    if at := bucket(tokens, known):
-        return known[at]
-    most = min(MAX_CLUSTER, columns // BLOCK)
-    choices = [Choice(*tile, cluster) for tile in TILES[terms] for cluster in range(1, most + 1)]
-    return min(choices, key=lambda choice: modelled_time(terms, tokens, rows, columns, choice, sms))
-
-
-# Tokens of decode steps that one number of parts is to serve.
-_STEPS = (1, 16, 64, 128, 256)
-
-
-@functools.lru_cache(maxsize=4096)
-def fixed_launch(terms: int, tokens: int, rows: int, columns: int, sms: int, decoding: bool) -> Choice:
-    """A launch whose sums have the same order for any number of tokens.
-
-    That is, whose `cluster` the weight's shape gives: in a decode step the one that loses least against the best launch
-    at any batch, for a prompt one block. Tiles change nothing but an instruction's width.
-    """
-    clusters = range(1, min(MAX_CLUSTER, columns // BLOCK) + 1) if decoding else range(1, 2)
-
-    def of(count: int, cluster: int) -> tuple[float, Choice]:
-        made = [Choice(*tile, cluster) for tile in TILES[terms]]
-        return min((modelled_time(terms, count, rows, columns, one, sms), one) for one in made)
-
-    def loss(cluster: int) -> float:
-        best = {count: min(of(count, one)[0] for one in clusters) for count in _STEPS}
-        return max(of(count, cluster)[0] / best[count] for count in _STEPS)
-
-    return of(tokens, min(clusters, key=loss))[1]
 
 
 def expect_operands(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
@@ -268,16 +172,15 @@ def expect_operands(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: 
 
 
 @kernel_operation("block_gemm")
-def block_gemm(
-    x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, choice: list[int] | None = None
-) -> Tensor:
+def block_gemm(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, choice: list[int]) -> Tensor:
     """x W^T.
 
     Args:
         x, scale: e4m3 [terms, T, K] and float32 [K / 128, `padded(T)`], as `quantize_groups` gives them.
         weight: e4m3 [N, K], N a multiple of 8.
         weight_scale_inv: float32 [ceil(N / 128), K / 128].
-        choice: the fields of `Choice` in order, to pin the launch; None: the best modelled one.
+        choice: of a tile of `TILES[terms]` the groups of 64 rows and the tokens, and blocks that share it, each a part
+            of the columns.
 
     Returns:
         bfloat16 [T, N].
@@ -290,8 +193,7 @@ def block_gemm(
     if not tokens:
         return out
     _, sms = hopper(x.device.index, "block_gemm")
-    chosen = Choice(*choice) if choice is not None else choose_launch(terms, tokens, rows, columns, sms)
-    sizes = terms, tokens, rows, columns, scale.shape[1], *chosen, sms
+    sizes = terms, tokens, rows, columns, scale.shape[1], *choice, sms
     launch(
         "linear/block_gemm", "kimi_block_gemm", "block_gemm", x.device, x, scale, weight, weight_scale_inv, out, *sizes
     )

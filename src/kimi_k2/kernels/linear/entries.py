@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear, wide_gemm
+from kimi_k2.kernels.linear import block_gemm, dense_gemm, fused_linear, tuning, wide_gemm
 from kimi_k2.kernels.rowwise.decode import add_norm_apart, norm_apart
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_linear
@@ -20,12 +20,6 @@ BLOCK = (128, 128)
 # as long as it is read.
 FEW, FEW_OF_BIG, BIG = fused_linear.DECODE_TOKENS, 1, 16_000_000
 FEW_OF_NARROW = fused_linear.DECODE_TOKENS_NARROW
-# Up to here two terms beat dequantizing the weight for cuBLAS: of some shapes of a TP8 rank further than of others (an
-# H100: 2,048 tokens of 4,608 rows 227 and 232 us, 4,096 tokens 493 and 455).
-MANY, MANY_OF = 256, {
-    (2112, 7168): 1024, (1536, 1536): 4096, (7168, 1024): 1024, (7168, 256): 4096, (4608, 7168): 2048,
-    (7168, 2304): 1024,
-}  # fmt: skip
 # BF16 tokens that `dense_gemm` takes outside of batch-invariant mode, and those behind a norm, whose quotient is a
 # factor of its sums.
 DENSE, NORMED_DENSE = range(2, 17), range(2, 65)
@@ -51,8 +45,9 @@ def _fits_two_terms(x: Tensor, rows: int, columns: int) -> bool:
     if batch_invariant():
         return _quantizable(x, rows, columns)
     fewest = FEW_OF_BIG if rows * columns >= BIG else FEW_OF_NARROW if columns == fused_linear.NARROW else FEW
-    many = MANY_OF.get((rows, columns), MANY)
-    return fewest < x.numel() // x.shape[-1] <= many and _quantizable(x, rows, columns)
+    tokens = x.numel() // x.shape[-1]
+    fits = tokens > fewest and _quantizable(x, rows, columns)
+    return fits and _choice(2, tokens, rows, columns, x.device).kernel != "cublas"
 
 
 def _supports_few(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
@@ -107,29 +102,24 @@ def add_project(
     return made
 
 
-def fixed_parts(tokens: int, rows: int, columns: int, device: torch.device) -> int:
-    """Parts of a weight's columns [N, K] that batch-invariant mode sums apart in a decode step, in two terms."""
-    return block_gemm.fixed_launch(2, tokens, rows, columns, hopper(device.index, "block_gemm")[1], True).cluster
+def _choice(terms: int, tokens: int, rows: int, columns: int, device: torch.device) -> tuning.LinearChoice:
+    """The tuned launch on this GPU; in batch-invariant mode the fixed one."""
+    if batch_invariant():
+        return tuning.fixed_choice(tokens, rows, columns, decoding=is_decoding())
+    return tuning.choose(terms, tokens, rows, columns, hopper(device.index, "block_gemm")[0])
 
 
-def _multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
+def multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
+    """Tokens of `quantize_groups` times a weight [N, K] in FP8 blocks, by the chosen launch: bfloat16 [T, N]."""
     (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
-    size = terms, tokens, rows, columns, hopper(weight.device.index, "block_gemm")[1]
-    invariant = batch_invariant()
-    choice = block_gemm.fixed_launch(*size, is_decoding()) if invariant else block_gemm.choose_launch(*size)
-    # `wide_gemm` sums the columns in one part, and in batch-invariant mode their number is given.
-    fits = choice.cluster == 1 or not invariant
-    out: Tensor
-    if fits and wide_gemm.is_faster(*size, choice):
-        tile = wide_gemm.choose_tile(*size, whole=invariant)
-        out = wide_gemm.wide_gemm(*quantized, weight, scale, list(tile))
-    else:
-        out = block_gemm.block_gemm(*quantized, weight, scale, list(choice))
+    choice = _choice(terms, tokens, rows, columns, weight.device)
+    gemm = wide_gemm.wide_gemm if choice.kernel == "wide" else block_gemm.block_gemm
+    out: Tensor = gemm(*quantized, weight, scale, choice.launch)
     return out
 
 
 def _multiply_weight(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:
-    return _multiply(quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
+    return multiply(quantized, weight.tensors["weight"], weight.tensors["weight_scale_inv"])
 
 
 def _norm_fits(norm_weight: Tensor | None) -> bool:
@@ -155,7 +145,7 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         quantized = block_gemm.quantize_groups(flat, terms=terms)
-        out = _multiply(quantized, weight, weight_scale_inv)
+        out = multiply(quantized, weight, weight_scale_inv)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
@@ -190,7 +180,9 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
         if x.dim() != 2 or not by_blocks(x, gate_up) or down.fp8_block != BLOCK:
             return False
         rows, columns = down.tensors["weight"].shape
-        return columns % BLOCK[1] == 0 and rows % 8 == 0
+        if columns % BLOCK[1] or rows % 8:
+            return False
+        return terms == 1 or _choice(terms, len(x), rows, columns, x.device).kernel != "cublas"
 
     # silu(gate) * up is part of the second quantization. No entry of silu_and_mul does this one's part: where one is
     # pinned, this one is not taken.
