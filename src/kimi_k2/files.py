@@ -12,7 +12,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,26 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
+
+
+@contextmanager
+def errors_of(path: Path, does: str, more: str = "") -> Iterator[None]:
+    """An OSError of calls on a descriptor, which know no name, as one that names the file.
+
+    Args:
+        path: of the file.
+        does: what it cannot be, such as `read`.
+        more: what the message ends with.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot be {does}: {error.strerror or error}{more}", file=path) from error
 
 
 def is_there(path: Path) -> bool:
@@ -225,8 +246,12 @@ def replace_file(path: Path, text: str) -> None:
         OSError: the disk is full, or the temporary name is a link, see `open_output`.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    with os.fdopen(open_output(partial, truncate=True), "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with os.fdopen(open_output(partial, truncate=True), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:  # of a descriptor, which knows no name
+        error.filename = error.filename or str(partial)
+        raise
     partial.replace(path)
 
 
@@ -246,10 +271,8 @@ class DirectoryLock:
 
     def __enter__(self) -> DirectoryLock:
         while True:
-            try:
+            with errors_of(self.path, "written"):
                 self._fd = open_output(self.path)
-            except OSError as error:
-                raise CheckpointError(f"cannot be written: {error.strerror}", file=self.path) from None
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -260,8 +283,13 @@ class DirectoryLock:
                 break
             os.close(self._fd)  # its holder removed it in between
         mine = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(mine).encode(), 0)
+        try:
+            with errors_of(self.path, "written"):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, json.dumps(mine).encode(), 0)
+        except CheckpointError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def _is_current(self) -> bool:

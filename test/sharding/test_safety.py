@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -23,7 +24,6 @@ from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.files import LOCK, DirectoryLock
 from kimi_k2.sharding import manifest as journal_module
-from kimi_k2.sharding import rank_file
 from kimi_k2.sharding.errors import ConversionError
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
@@ -34,6 +34,7 @@ from kimi_k2.synthetic.config import tiny_config
 
 KILLS = int(os.environ.get("KIMI_K2_DRAWS", "6"))
 CORRUPTIONS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
+POINTS = int(os.environ.get("KIMI_K2_DRAWS", "7"))
 LAYOUT = Layout(2, 2)
 CONVERT = """
 import sys
@@ -299,35 +300,73 @@ def test_a_finished_conversion_is_made_whole(source: Path, whole: Path, finished
     assert list(verify(finished))
 
 
-@pytest.mark.parametrize("moment", range(10))
-def test_disk_full(source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """ENOSPC from one of the calls that write: reserving, weights, flushing, the journal."""
-    chooser, calls = random.Random(moment), 0
-    name = ("posix_fallocate", "pwritev", "fdatasync", "write", "fsync")[moment % 5]
-    last = chooser.randrange(1, {"posix_fallocate": 4, "pwritev": 60, "fdatasync": 12, "write": 4, "fsync": 4}[name])
-    module = journal_module if name in ("write", "fsync") else rank_file
-    real = getattr(os, name)
+# How often a conversion of this source makes each call; every one is reached.
+CALLS = {"posix_fallocate": 4, "pwritev": 60, "fdatasync": 8, "write": 3, "fsync": 3, "ftruncate": 4, "pread": 20}
 
-    def full(*arguments: object) -> object:
+
+@pytest.mark.parametrize("point", range(POINTS))
+@pytest.mark.parametrize("end", ["EIO", "ENOSPC", "kill"])
+def test_an_end_at_a_drawn_call(
+    source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: int, end: str
+) -> None:
+    """An error of the disk, which names its file, or SIGKILL, at a call that a conversion makes; then it runs again."""
+    chooser, calls = random.Random(f"{end} {point}"), 0
+    name = list(CALLS)[point % len(CALLS)]
+    last, output, real = chooser.randrange(CALLS[name]), tmp_path / "out", getattr(os, name)
+    if chooser.random() < 0.4:
+        stopped(source, output)  # it ends while it is taken up again
+
+    def ends(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         if calls > last:
-            raise OSError(28, "No space left on device")
+            if end == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            number = getattr(errno, end)
+            raise OSError(number, os.strerror(number))
         return real(*arguments)
 
-    monkeypatch.setattr(module.os, name, full)
-    with pytest.raises(CheckpointError, match="No space left"):
-        Presharder(source, tmp_path, LAYOUT).run()
+    monkeypatch.setattr(os, name, ends)
+    if end == "kill":
+        job = get_context("fork").Process(target=lambda: Presharder(source, output, LAYOUT).run())
+        job.start()
+        job.join()
+        ended = job.exitcode == -signal.SIGKILL
+    else:
+        try:
+            Presharder(source, output, LAYOUT).run()
+            ended = False
+        except CheckpointError as error:
+            ended = True
+            assert error.file is not None and os.strerror(getattr(errno, end)) in str(error)
+            assert Path(error.file).is_relative_to(output) or Path(error.file).is_relative_to(source)
     monkeypatch.undo()
-    assert not (tmp_path / MANIFEST).exists()
-    Presharder(source, tmp_path, LAYOUT).run()
-    assert weights_of(tmp_path) == weights_of(whole)
+    assert ended != (output / MANIFEST).exists()
+    Presharder(source, output, LAYOUT).run()
+    assert weights_of(output) == weights_of(whole)
+    assert list(faults(output)) == []
+
+
+def test_a_source_whose_time_was_put_back_is_seen(source: Path, tmp_path: Path) -> None:
+    copied, output = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "out"
+    stopped(copied, output)
+    shard = sorted(copied.glob("*.safetensors"))[-1]
+    before = shard.stat()
+    with shard.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert shard.stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(ConfigError, match="its ctime_ns differs"):
+        Presharder(copied, output, LAYOUT).run()
 
 
 def test_space_is_compared_before_the_first_file(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(CheckpointError, match=r"needs 0\.0 GB more, 0\.0 GB are free"):
+    with pytest.raises(CheckpointError, match=r"needs 4,[\d,]+ bytes more, 1,000,000 are free"):
         Presharder(source, tmp_path, LAYOUT).run()
     assert not list((tmp_path / "weights").iterdir())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.checkpoint.index import INDEX_NAME, encode_header
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
-from kimi_k2.files import PARTIAL_SUFFIX, open_output, replace_file
+from kimi_k2.files import PARTIAL_SUFFIX, errors_of, open_output, replace_file
 from kimi_k2.quantization.stored import TensorSpec
 
 
@@ -99,8 +99,11 @@ class SafetensorsWriter:
                 file=self.partial,
                 tensor=unfinished[0],
             )
-        os.fsync(self._fd)
-        os.close(self._fd)
+        try:
+            with errors_of(self.partial, "flushed"):
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
         self.partial.replace(self.path)
 
     def abandon(self) -> None:

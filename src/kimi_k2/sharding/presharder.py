@@ -192,7 +192,7 @@ class Presharder:
         needed += sum(one.nbytes for name, one in self.reader.tensors.items() if VISION.match(name))
         if needed > free:
             raise CheckpointError(
-                f"the conversion needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free; {RESUME}", file=weights
+                f"the conversion needs {needed:,} bytes more, {free:,} are free; {RESUME}", file=weights
             )
 
     def _open_ranks(self, weights: Path, *, resume: bool) -> None:

@@ -13,7 +13,7 @@ import xxhash
 
 from kimi_k2.checkpoint.index import encode_header
 from kimi_k2.errors import CheckpointError, CorruptHeaderError
-from kimi_k2.files import PARTIAL_SUFFIX, open_output, open_regular
+from kimi_k2.files import PARTIAL_SUFFIX, errors_of, open_output, open_regular
 from kimi_k2.quantization.stored import TensorSpec
 
 _AT_ONCE = os.sysconf("SC_IOV_MAX")
@@ -138,10 +138,13 @@ class RankFile:
         """Checksum of a tensor's bytes as they are on the disk."""
         digest, position = make(), self.layout.offsets[name]
         end = position + self.layout.specs[name].nbytes
-        while position < end:
-            chunk = os.pread(self._fd, min(_CHUNK, end - position), position)
-            digest.update(chunk)
-            position += len(chunk)
+        with errors_of(self.path if self.finished else self.partial, "read"):
+            while position < end:
+                chunk = os.pread(self._fd, min(_CHUNK, end - position), position)
+                if not chunk:  # somebody cut the file short meanwhile
+                    break
+                digest.update(chunk)
+                position += len(chunk)
         return digest.hexdigest()
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> int:
@@ -179,17 +182,16 @@ class RankFile:
 
     def sync(self) -> None:
         """Flush data to the disk and drop it from the page cache, where a terabyte would crowd everything else out."""
-        try:
+        with errors_of(self.partial, "flushed", f"; {RESUME}"):
             os.fdatasync(self._fd)
-        except OSError as error:
-            raise CheckpointError(f"cannot be flushed: {error.strerror}; {RESUME}", file=self.partial) from error
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         """Give the file its final name."""
         if not self.finished:
             self.sync()
-            self.partial.replace(self.path)
+            with errors_of(self.partial, "renamed", f"; {RESUME}"):
+                self.partial.replace(self.path)
             self.finished = True
 
     def close(self, *, discard: bool = False) -> None:

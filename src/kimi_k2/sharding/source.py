@@ -19,19 +19,19 @@ import xxhash
 from kimi_k2.checkpoint.index import header_bytes, read_header
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Warning, MissingShardError
-from kimi_k2.files import is_there, open_regular
+from kimi_k2.files import errors_of, is_there, open_regular
 from kimi_k2.sharding.manifest import MANIFEST, load_manifest
 
 _CHUNK = 2**22
 # What a change of the bytes need not change, and a copy of the same bytes does.
-_CIRCUMSTANCES = ("mtime_ns", "inode")
+_CIRCUMSTANCES = ("mtime_ns", "ctime_ns", "inode")
 # One of a tensor lies at a place that its name draws; a smaller tensor is taken whole.
 _SAMPLE = 4096
 _READERS = 16
 
 
 def identify(reader: CheckpointReader, *, hash_bytes: bool = False) -> dict[str, dict[str, Any]]:
-    """By shard: `size`, `mtime_ns`, `inode`, `header_sha256`, `sample`, and `sha256` of all bytes if `hash_bytes`."""
+    """By shard: `size`, `mtime_ns`, `ctime_ns`, `inode`, `header_sha256`, `sample`; `sha256` too if `hash_bytes`."""
     paths = {name: reader.directory / name for name in reader.index.shards}
     shards = {name: {**_status(path), "header_sha256": _header(path)} for name, path in paths.items()}
     with ThreadPoolExecutor(_READERS) as pool:
@@ -49,17 +49,20 @@ def _status(path: Path) -> dict[str, Any]:
         status = path.stat()
     except FileNotFoundError:
         raise MissingShardError("no such file any more", file=path) from None
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+    # Who writes can put the first of the times back, not the second.
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    return {"size": status.st_size, **times, "inode": status.st_ino}
 
 
 def _header(path: Path) -> str:
-    return hashlib.sha256(header_bytes(path)).hexdigest()
+    with errors_of(path, "read"):
+        return hashlib.sha256(header_bytes(path)).hexdigest()
 
 
 def _sample(path: Path) -> str:
     """Checksum of 4 KiB of every tensor."""
     digest, start = xxhash.xxh3_128(), len(header_bytes(path))
-    with open_regular(path) as file:
+    with errors_of(path, "read"), open_regular(path) as file:
         descriptor = file.fileno()
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
         for name, entry in read_header(path).items():
@@ -116,7 +119,7 @@ def _difference(recorded: Mapping[str, Any], path: Path) -> str | None:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with errors_of(path, "read"), open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -147,7 +150,7 @@ def check_same(recorded: Mapping[str, Mapping[str, Any]], actual: Mapping[str, M
                 raise ConfigError(f"made from another source: {name} has other bytes", file=file)
             continue
         for key in _CIRCUMSTANCES:
-            if before.get(key) != now[key]:
+            if before.get(key, now[key]) != now[key]:  # what an older version did not note says nothing
                 way = (
                     "--verify-source compares its bytes"
                     if "sha256" in before
@@ -164,5 +167,5 @@ def check_unchanged(directory: Path, recorded: Mapping[str, Mapping[str, Any]]) 
     """
     for name, before in recorded.items():
         now = _status(directory / name)
-        if any(before[key] != now[key] for key in now):
+        if any(before.get(key, now[key]) != now[key] for key in now):
             raise CheckpointError("changed while it was being converted", file=directory / name)
