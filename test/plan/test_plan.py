@@ -168,7 +168,7 @@ def test_int4_experts_in_fp8_say_how_far_they_are() -> None:
     assert plan("kimi-k2-instruct-0905", "trn2-tp64-ep1-nki-layers")["stored_form"] is None
 
 
-def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:
+def test_longest_context_is_the_last_that_fits(config: KimiK2Config, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target("trn2-tp32-ep2", config)
     beside = longest_context_with_scratch(config, target, memory_plan(config, target))
     assert beside is not None
@@ -181,6 +181,8 @@ def test_longest_context_is_the_last_that_fits(config: KimiK2Config) -> None:
     assert not memory_plan(config, replace(target, context=length + 1)).fits
     too_long = replace(target, context=length + 1)
     assert any(f"{length:,}" in line for line in advice(config, too_long, memory_plan(config, too_long)))
+    monkeypatch.setattr("kimi_k2.plan.advice.longest_context", lambda *_: 1)
+    assert any("at most 1 tokens" in line for line in advice(config, too_long, memory_plan(config, too_long)))
 
 
 def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
@@ -262,6 +264,9 @@ def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) 
         # Blocks of 128 tokens, 2 x 64 and 2 x 32 columns: 56 instructions of gate and up, 56 of down.
         blocks = expert_blocks(config, target, target.prompt)
         assert counted["matmuls"]["routed experts"] == 60 * 112 * blocks
+        # Where each slot's output lies, an int64, is read and written.
+        moved = prefill_counts(config, target, plan).moved
+        assert moved["scatter"] == 60 * blocks * 128 * 2 * 8, name
         assert counted["limit"] > counted["total"]
         # compile raises the limit where the matrix multiplies alone are more than the compiler's 5 million.
         given = compiler_args(Deployment.load(name), CONTEXT_ENCODING)
