@@ -173,7 +173,7 @@ class Client:
         for _ in range(self.draw.randint(1, count)):
             assert len(next(steps).tokens) == self.batch
             yield []
-        steps.close()  # type: ignore[attr-defined]
+        steps.close()
 
     def length(self, longest: int) -> int:
         """Of a prompt: short ones more often, as logarithms are drawn evenly."""

@@ -286,8 +286,8 @@ class KimiK2InferenceConfig(InferenceConfig):
     def rotary(self) -> tuple[list[float], float]:
         """Inverse frequencies of the rotary pairs, and the factor on cos and sin; YaRN as transformers has it."""
         size, base, yarn = self.qk_rope_head_dim, self.rope_theta, self.rope_scaling
-        whole = {"dtype": torch.float32, "device": "cpu"}  # models are made on the meta device
-        plain = 1.0 / base ** (torch.arange(0, size, 2, **whole) / size)
+        # On the CPU by name: models are made on the meta device.
+        plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
         if not yarn:
             return plain.tolist(), 1.0
         factor, length = yarn["factor"], yarn["original_max_position_embeddings"]
@@ -299,7 +299,9 @@ class KimiK2InferenceConfig(InferenceConfig):
         if yarn.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        ramp = (torch.arange(size // 2, **whole) - low) / (high - low if high != low else 0.001)
+        ramp = (torch.arange(size // 2, dtype=torch.float32, device="cpu") - low) / (
+            high - low if high != low else 0.001
+        )
         kept = 1 - ramp.clamp(0, 1)
         mscale, all_dim = yarn.get("mscale"), yarn.get("mscale_all_dim")
         if yarn.get("attention_factor") is not None:
