@@ -155,6 +155,14 @@ def test_mlx_is_refused_by_its_name(k25: Path, tmp_path: Path, field: str) -> No
         KimiK2Config.from_pretrained(directory)
 
 
+def test_an_adapter_beside_the_weights_is_refused(k25: Path, tmp_path: Path) -> None:
+    directory = renamed(k25, tmp_path / "adapted", str)
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    for command in (["inspect"], ["generate", "-p", "x"], ["convert", str(tmp_path / "out"), "--tp", "1"]):
+        refused = CliRunner().invoke(app, [command[0], str(directory), *command[1:]]).exception
+        assert isinstance(refused, ConfigError) and refused.file == str(directory / "adapter_config.json")
+
+
 def test_a_derivatives_note_is_a_warning(k25: Path, tmp_path: Path) -> None:
     note = {"source_model": "m", "experts_per_layer": 16}
     directory = renamed(k25, tmp_path / "derived", str, k2_mini_info=note)
