@@ -597,7 +597,7 @@ def prompts(directory: Path, seed: int = 5) -> list[list[int]]:
     vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 24, (8,), generator=generator).tolist()
-    drawn = [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    drawn = [torch.randint(0, vocabulary, (min(one, 18),), generator=generator).tolist() for one in lengths]
     for at in range(2, len(drawn), 3):
         drawn[at] = drawn[at - 1][:5] + drawn[at]
     return drawn
