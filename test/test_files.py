@@ -143,6 +143,7 @@ OWN = {
     "parity/kernels": "a recording that the same command wrote",
     "plan/published": "a table of the package",
     "serving/paged/support": "source of an installed package",
+    "serving/vllm/adapter": "sources of installed or unpacked packages",
     "tokenization/rendering": "/proc",
     "tokenization/chat": "a template of the package",
 }
