@@ -50,7 +50,7 @@ SLICE: dict[str, int] = {
     "moe_intermediate_size": 128, "n_routed_experts": 384, "num_experts_per_tok": 8, "vocab_size": 1024,
     "num_hidden_layers": 3, "max_position_embeddings": 131072,
 }  # fmt: skip
-SMALL_SLICE = {**SLICE, "q_lora_rank": 128, "kv_lora_rank": 128, "hidden_size": 256, "n_routed_experts": 24}
+SMALL_SLICE = {**SLICE, "q_lora_rank": 128, "kv_lora_rank": 128, "hidden_size": 256, "n_routed_experts": 128}
 
 
 @dataclass(frozen=True)
