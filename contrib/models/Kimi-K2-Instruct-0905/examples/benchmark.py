@@ -35,6 +35,9 @@ def measure(app, prompt_length: int, lengths: list[int], runs: int = 5) -> dict:
         _, seconds = greedy(app, prompt, length)
         steps = [1e3 * one for one in seconds[1:]]
         sweep[length] = statistics.median(steps)
+    if not sweep:
+        raise SystemExit(f"no length of {lengths} fits behind {len(prompt)} tokens in seq_len {neuron.seq_len}")
+    # TPOT is of the last, longest answer.
     ordered = sorted(steps)
     return {
         "prompt_tokens": len(prompt),

@@ -104,7 +104,7 @@ class StateDictReader:
 
 
 class CheckpointMapping:
-    """What each parameter is made of. `modules_of` one layer may be overridden; nothing else knows names.
+    """What each parameter is made of. `modules_of` one layer may be overridden.
 
     Args:
         config: KimiK2InferenceConfig.
@@ -183,11 +183,19 @@ class CheckpointMapping:
         """One routed expert's, [in, out], gate and up side by side."""
 
         def joined(*names: str) -> dict[str, Tensor]:
-            parts = [held(self.weight(f"{stored}.{name}"), self.form, self.config.neuron_config) for name in names]
+            parts = [self.held(f"{stored}.{name}") for name in names]
             return {suffix: _side_by_side([part[suffix] for part in parts]) for suffix in parts[0]}
 
         yield Module(f"{own}.gate_up_proj", lambda: joined("gate_proj", "up_proj"), expert)
         yield Module(f"{own}.down_proj", lambda: joined("down_proj"), expert)
+
+    def held(self, name: str) -> dict[str, Tensor]:
+        """A projection of a routed expert as the model holds it: its weight and scales by suffix."""
+        stored = self.weight(name)
+        try:
+            return held(stored, self.form, self.config.neuron_config)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from None
 
     def plain(self, name: str) -> Tensor:
         """A weight without its quantization; float32 if it had one."""

@@ -1,7 +1,8 @@
 """Stored forms of a weight (FP8 blocks, FP8 a channel, INT4 groups, BF16) and held ones of the routed experts.
 
 Trainium2 reads e4m3 with a maximum of 240: codes whose exponent bits are all ones (256 to 448) are NaN there. Half of
-every value and twice the scale is the same weight, at most 224, exact but for the lowest bit of subnormals.
+every value and twice the scale is the same weight, at most 224, exact but for the odd multiples of 2^-9 below 2^-5,
+which round to even.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The compiled model on a device; everything is skipped without one.
+"""The compiled model on a device; skipped unless the two variables are set.
 
     KIMI_K2_MODEL=/models/Kimi-K2-Instruct-0905 KIMI_K2_COMPILED=/compiled pytest test/integration
 
-KIMI_K2_MODEL needs the tokenizer's files; KIMI_K2_COMPILED is what examples/compile.py wrote.
+KIMI_K2_MODEL is the checkpoint that was compiled; KIMI_K2_COMPILED is what examples/compile.py wrote.
 """
 
 import os
