@@ -116,10 +116,10 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     @staticmethod
     def _set_defaults(kwargs: dict[str, Any]) -> None:
         ranks = kwargs.setdefault("tp_degree", 64)
-        if "moe_tp_degree" in kwargs:
-            kwargs.setdefault("moe_ep_degree", ranks // kwargs["moe_tp_degree"])
+        if "moe_tp_degree" in kwargs:  # degrees that do not make up the ranks are refused by check_together
+            kwargs.setdefault("moe_ep_degree", max(ranks // max(kwargs["moe_tp_degree"], 1), 1))
         kwargs.setdefault("moe_ep_degree", 2 if ranks == 64 else 1)
-        kwargs.setdefault("moe_tp_degree", ranks // kwargs["moe_ep_degree"])
+        kwargs.setdefault("moe_tp_degree", ranks // max(kwargs["moe_ep_degree"], 1))
         kwargs.setdefault("logical_nc_config", 2)
         blockwise = {"block_size": 128, "use_torch_block_wise": True}
         if not isinstance(given := kwargs.get("blockwise_matmul_config") or {}, dict):
