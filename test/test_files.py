@@ -226,6 +226,6 @@ def test_no_module_opens_files_past_the_one_place() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         module = path.relative_to(SOURCE).with_suffix("").as_posix()
         # The NxDI class knows NxDI, torch and safetensors alone.
-        if not module.startswith(("bench/", "neuron/nxdi/", "neuron/contrib_model/")) and (calls := list(opened(path))):
+        if not module.startswith(("bench/", "neuron/nxdi/", "contrib_model/")) and (calls := list(opened(path))):
             found[module] = calls
     assert found.keys() == OWN.keys(), {m: found.get(m) for m in found.keys() ^ OWN.keys()}

@@ -31,7 +31,7 @@ for found in pkgutil.walk_packages(kimi_k2.__path__, "kimi_k2."):
         print(found.name)
 """
 # GPU kernels, the classes on NxDI, NKI's kernels (which import `nki` when they are traced), engines' plugins, HTTP.
-OPTIONAL = ("kernels", "neuron.contrib_model", "neuron.nxdi", "nki.kernels", "serving.vllm", "serving.sglang")
+OPTIONAL = ("kernels", "contrib_model", "neuron.nxdi", "nki.kernels", "serving.vllm", "serving.sglang")
 MODULES = {"pyyaml": "yaml", "pillow": "PIL"}  # where a distribution's package has another name
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import environment
 
 Patch = tuple[Any, str, Any]
-BASE = "kimi_k2.neuron.contrib_model"
+BASE = "kimi_k2.contrib_model"
 BASE_ATTENTION, BASE_MODEL, BASE_MOE = f"{BASE}.attention", f"{BASE}.modeling_kimi_k2", f"{BASE}.moe"
 
 # By table and by the job that sees them: name, module (of the class, unless it has a package), what is replaced, and by
@@ -42,7 +42,7 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "part[rows[:, choice]]", "part[0 * rows[:, choice]]"),
             ("expert weights not applied at prefill", "experts", "* weights[:, choice, None]", ""),
             ("softmax scale without mscale", BASE_ATTENTION,
-                "* self.softmax_scale", "* (self.nope + self.rope) ** -0.5"),
+                "* self.softmax_scale", "* (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5"),
             ("rotation halves swapped", BASE_ATTENTION, "return (angles.cos()", "return (angles.sin()"),
             ("key not rotated", BASE_ATTENTION, "key = rotated(key, cos_cache, sin_cache)", "pass"),
             ("query not rotated", BASE_ATTENTION,

@@ -23,7 +23,7 @@ from steps import run  # noqa: E402
 
 def answer(job: dict[str, Any]) -> list[torch.Tensor]:
     """Logits of the cases, each from empty caches."""
-    src: Any = importlib.import_module("kimi_k2.neuron.contrib_model")
+    src: Any = importlib.import_module("kimi_k2.contrib_model")
     neuron = src.KimiK2NeuronConfig(**job["neuron_config"])
     config = src.KimiK2InferenceConfig(neuron, load_config=src.load_kimi_config(job["checkpoint"]))
     app = src.NeuronKimiK2ForCausalLM(job["checkpoint"], config)

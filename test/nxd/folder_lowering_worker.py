@@ -25,7 +25,7 @@ from kimi_k2.config import raw_preset  # noqa: E402
 
 def application(tp: int, ep: int, experts: str, layers: int, **options: Any) -> Any:
     """The application of one sequence, 512 tokens of prompt and 1,024 in all."""
-    src = importlib.import_module("kimi_k2.neuron.contrib_model")
+    src = importlib.import_module("kimi_k2.contrib_model")
     raw = {**raw_preset(), "num_hidden_layers": layers}
     neuron = src.KimiK2NeuronConfig(
         tp_degree=tp * ep, moe_tp_degree=tp, moe_ep_degree=ep, seq_len=1024, max_context_length=512,

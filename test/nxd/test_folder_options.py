@@ -25,7 +25,7 @@ QUANTIZED = {"quantized": True}
 
 
 def package() -> Any:
-    return importlib.import_module("kimi_k2.neuron.contrib_model")
+    return importlib.import_module("kimi_k2.contrib_model")
 
 
 def application(**options: Any) -> Any:
@@ -47,7 +47,7 @@ def arguments(app: Any) -> list[str]:
 
 
 def model(app: Any, stage: int = 0) -> Any:
-    sharding = importlib.import_module("kimi_k2.neuron.contrib_model.sharding")
+    sharding = importlib.import_module("kimi_k2.contrib_model.sharding")
     return sharding.model_on_meta(app.models[stage])
 
 

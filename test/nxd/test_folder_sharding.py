@@ -31,7 +31,7 @@ def mocked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def application(checkpoint: Path, layout: str, options: dict[str, Any]) -> Any:
-    src = importlib.import_module("kimi_k2.neuron.contrib_model")
+    src = importlib.import_module("kimi_k2.contrib_model")
     neuron = src.KimiK2NeuronConfig(**options_of(layout, 1, save_sharded_checkpoint=True, **options))
     config = src.KimiK2InferenceConfig(neuron, load_config=src.load_kimi_config(checkpoint))
     return src.NeuronKimiK2ForCausalLM(str(checkpoint), config)
@@ -65,7 +65,7 @@ def test_files_are_what_nxd_cuts(case: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_and_a_foreign_tensor_are_named(tmp_path: Path) -> None:
-    from kimi_k2.neuron.contrib_model.checkpoint import CheckpointError, CheckpointMapping, StateDictReader
+    from kimi_k2.contrib_model.checkpoint import CheckpointError, CheckpointMapping, StateDictReader
 
     checkpoint = tmp_path / "checkpoint"
     write_synthetic_checkpoint(checkpoint, with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=5)

@@ -27,7 +27,7 @@ NAME = "layers.1.mlp.router.e_score_correction_bias"
 def test_float32_chooses_what_float64_chooses(monkeypatch: pytest.MonkeyPatch, spread: float) -> None:
     from neuronx_distributed.modules.moe import routing
 
-    from kimi_k2.neuron.contrib_model import moe
+    from kimi_k2.contrib_model import moe
 
     monkeypatch.setattr(routing, "get_expert_model_parallel_size", lambda: 1)
     monkeypatch.setattr(routing, "get_tensor_model_parallel_group", object)

@@ -1,14 +1,20 @@
 """Kimi-K2 on NxD Inference."""
 
-from .configuration_kimi_k2 import KimiK2InferenceConfig, KimiK2NeuronConfig, load_kimi_config
-from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM, NeuronKimiK2Model
-from .quantization import ConfigError
+import importlib
 
-__all__ = [
-    "ConfigError",
-    "KimiK2InferenceConfig",
-    "KimiK2NeuronConfig",
-    "NeuronKimiK2ForCausalLM",
-    "NeuronKimiK2Model",
-    "load_kimi_config",
-]
+_MODULES = {
+    "ConfigError": "quantization",
+    "KimiK2InferenceConfig": "configuration_kimi_k2",
+    "KimiK2NeuronConfig": "configuration_kimi_k2",
+    "NeuronKimiK2ForCausalLM": "modeling_kimi_k2",
+    "NeuronKimiK2Model": "modeling_kimi_k2",
+    "load_kimi_config": "configuration_kimi_k2",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    # On demand: `checkpoint` and `quantization` need no NxDI, and convert where there is none.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -44,12 +44,13 @@ class KimiK2Attention(nn.Module):
         super().__init__()
         self.config, neuron = config, config.neuron_config
         self.num_heads = config.num_attention_heads // neuron.tp_degree
-        self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.rank, self.softmax_scale = config.kv_lora_rank, config.softmax_scale
+        self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v_head_dim, self.kv_lora_rank = config.v_head_dim, config.kv_lora_rank
+        self.softmax_scale = config.softmax_scale
         self.sequence_parallel = neuron.sequence_parallel_enabled
         self.make_projections()
         self.q_a_layernorm = make_rms_norm(config.q_lora_rank, self.norm_eps)
-        self.kv_a_layernorm = make_rms_norm(self.rank, self.norm_eps)
+        self.kv_a_layernorm = make_rms_norm(self.kv_lora_rank, self.norm_eps)
         # Python numbers, made a float32 tensor within the trace: NxDI casts every float buffer to the model's dtype,
         # and a BF16 frequency is off by 1.7 radians at position 1000.
         self.inv_freq, self.rotary_multiplier = config.rotary()
@@ -61,13 +62,21 @@ class KimiK2Attention(nn.Module):
         # Both down projections in one matrix, split over the ranks and gathered. Held whole by every rank, as is usual,
         # they would be half of all bytes that a decode step reads at 64 ranks.
         self.qkv_a_proj = ColumnParallelLinear(
-            config.hidden_size, config.q_lora_rank + self.rank + self.rope, bias=False, gather_output=True, dtype=dtype
+            config.hidden_size,
+            config.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim,
+            bias=False,
+            gather_output=True,
+            dtype=dtype,
         )
         column = {"bias": False, "gather_output": False, "dtype": dtype}
-        self.q_b_proj = ColumnParallelLinear(config.q_lora_rank, heads * (self.nope + self.rope), **column)
-        self.kv_b_proj = ColumnParallelLinear(self.rank, heads * (self.nope + self.value), **column)
+        self.q_b_proj = ColumnParallelLinear(
+            config.q_lora_rank, heads * (self.qk_nope_head_dim + self.qk_rope_head_dim), **column
+        )
+        self.kv_b_proj = ColumnParallelLinear(
+            self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), **column
+        )
         self.o_proj = RowParallelLinear(
-            heads * self.value, config.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
+            heads * self.v_head_dim, config.hidden_size, bias=False, input_is_parallel=True, dtype=dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
             sequence_parallel_enabled=self.sequence_parallel, sequence_dimension=1,
         )  # fmt: skip
@@ -100,7 +109,7 @@ class KimiK2Attention(nn.Module):
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)
         q_down, latent, key = self.qkv_a_proj(hidden_states).split(
-            [self.config.q_lora_rank, self.rank, self.rope], dim=-1
+            [self.config.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
         )
         if cos_cache is None or sin_cache is None:
             cos_cache, sin_cache = self.rotation(position_ids, hidden_states.dtype)
@@ -122,12 +131,12 @@ class KimiK2Attention(nn.Module):
     def queries(self, normed: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[B, S, q_lora_rank] to this rank's queries [B, h, S, nope] and [B, h, S, rope]."""
         heads = self.q_b_proj(normed).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        return heads.split([self.nope, self.rope], dim=-1)
+        return heads.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_UK [h, nope, rank] and W_UV [h, value, rank]."""
-        weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.rank)
-        return weight.split([self.nope, self.value], dim=1)
+        weight = self.kv_b_proj.weight.view(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+        return weight.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
 
     def attend(
         self,

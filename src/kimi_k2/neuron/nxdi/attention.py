@@ -8,8 +8,8 @@ import torch
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor
 
-from kimi_k2.neuron.contrib_model import attention as base
-from kimi_k2.neuron.contrib_model.attention import masked, over_positions
+from kimi_k2.contrib_model import attention as base
+from kimi_k2.contrib_model.attention import masked, over_positions
 from kimi_k2.sharding.attention_tiles import in_place_of_linears
 
 from .attention_tiles import AttentionTiles
@@ -46,7 +46,7 @@ class KimiK2Attention(base.KimiK2Attention):
         if self.tiles is not None and self.tiles_alone:
             return self.tiles.queries(normed)
         heads = project(self.q_b_proj, normed, adapter_ids).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        nope, rope = heads.split([self.nope, self.rope], dim=-1)
+        nope, rope = heads.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return nope, rope
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class KimiK2Attention(base.KimiK2Attention):
             return super().attend(nope, rope, key, latent, past, (over_cache, among_own))
         w_uk, w_uv = self.up_projections()
         absorbed = torch.cat((torch.einsum("bhsn,hnr->bhsr", nope, w_uk), rope), dim=-1)
-        absorbed, rope = group_heads(absorbed).split([self.rank, self.rope], dim=-1)
+        absorbed, rope = group_heads(absorbed).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         keys, latents = (one.squeeze(1) for one in past)
         active = (key, latent)
         if own is not None:

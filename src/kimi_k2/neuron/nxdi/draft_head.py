@@ -15,10 +15,10 @@ from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from torch import Tensor, nn
 
+from kimi_k2.contrib_model.attention import masked
+from kimi_k2.contrib_model.layers import KimiK2MLP, dot_float32, make_rms_norm
 from kimi_k2.drafts.head import rotate_halves
 from kimi_k2.model.rope import rope_inv_freq
-from kimi_k2.neuron.contrib_model.attention import masked
-from kimi_k2.neuron.contrib_model.layers import KimiK2MLP, dot_float32, make_rms_norm
 
 from .attention import KimiK2Attention
 from .config import KimiK2InferenceConfig

@@ -7,8 +7,8 @@ from typing import Any
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE, get_cache_size
 from torch import Tensor
 
+from kimi_k2.contrib_model import kv_cache as base
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.contrib_model import kv_cache as base
 
 from .flash_decoding import own_positions, slots_to_write
 

@@ -25,11 +25,11 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kimi_k2.contrib_model import modeling_kimi_k2 as base
+from kimi_k2.contrib_model.layers import KimiK2MLP
+from kimi_k2.contrib_model.moe import KimiK2Router
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates
-from kimi_k2.neuron.contrib_model import modeling_kimi_k2 as base
-from kimi_k2.neuron.contrib_model.layers import KimiK2MLP
-from kimi_k2.neuron.contrib_model.moe import KimiK2Router
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.early_router import DTYPE
 

@@ -14,8 +14,8 @@ from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kimi_k2.contrib_model.layers import dot_float32
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.contrib_model.layers import dot_float32
 from kimi_k2.sharding.experts.tiles import PARTITIONS
 
 
