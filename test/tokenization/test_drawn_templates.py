@@ -18,11 +18,9 @@ from kimi_k2.tokenization.template import ChatTemplate, Segment
 
 DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "80"))
 SPECIAL = special_tokens(1792)
-# What makes new text of old, so that nobody can say whose it is, and values that are no text, written out: a token of
-# the template's own that went through these is text.
-LOSES = re.compile(
-    r"escape|\be\b|tojson|title|wordwrap|striptags|url|xmlattr|pprint|zfill|%r|!r|replace\(''|'k'|, 1[\])]"
-)
+# Why a template is refused that transformers renders: nothing would be left of the messages, or its special tokens went
+# through what makes new text of old (`upper`, `tojson`, `sort`), so that nobody can say whose they are.
+REFUSED = re.compile("writes nothing|whose they are|puts .* together")
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]+", re.IGNORECASE)
 
 
@@ -47,24 +45,24 @@ def ours(source: str, messages: Any, tools: Any, **options: Any) -> list[Segment
 
 
 def test_drawn_templates(tokenizer: Any) -> None:
-    rendered = 0
+    rendered = refused = 0
     for seed in range(DRAWN):
         source, (messages, tools) = drawn_template(seed), drawn_conversation(seed)
         expected = theirs(tokenizer, source, messages, tools, add_generation_prompt=bool(seed % 2))
         try:
             segments = ours(source, messages, tools, add_generation_prompt=bool(seed % 2))
         except TokenizerError as error:
-            # No template that transformers renders is refused, but where nothing would be left of the messages.
-            assert "writes nothing" in str(error) or not isinstance(expected, str), (seed, source, error)
+            assert REFUSED.search(str(error)) or not isinstance(expected, str), (seed, source, error)
+            refused += isinstance(expected, str)
             continue
         rendered += 1
         text = "".join(segment.text for segment in segments)
         assert ADDRESS.sub("", text) == ADDRESS.sub("", expected), (seed, source, messages)
         assert not any(segment.markup and segment.text in MESSAGE_TOKENS for segment in segments), (seed, source)
         lost = [name for segment in segments if not segment.markup for name in TEMPLATE_TOKENS if name in segment.text]
-        assert not lost or LOSES.search(source), (seed, source, lost)
-    print(f"{rendered} of {DRAWN} drawn templates rendered")
-    assert rendered >= 0.6 * DRAWN
+        assert not lost, (seed, source, lost)
+    print(f"{rendered} of {DRAWN} drawn templates rendered, {refused} refused that transformers renders")
+    assert rendered >= 0.55 * DRAWN
 
 
 # `t` is the message's content: all special tokens, and more.

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import IO, Any
 
 from kimi_k2.errors import TokenizerError
@@ -32,19 +32,6 @@ MAX_WRITTEN, WRITTEN_A_BYTE = 2**23, 16
 HEAD = struct.Struct("=dqq")
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """What a template wrote.
-
-    Attributes:
-        text: all of it.
-        own: begins and ends of what comes from the template's own source, ascending.
-    """
-
-    text: str
-    own: list[tuple[int, int]]
-
-
 class _Renderer:
     """The process, started when it is needed and again after it was ended; threads take turns."""
 
@@ -57,7 +44,7 @@ class _Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, seconds: float, memory: int, most: int, request: bytes) -> dict[str, Any] | int:
+    def ask(self, seconds: float, memory: int, most: int, request: bytes) -> dict[str, str] | list[Any] | int:
         """The reply to a request, or the status with which the process ended.
 
         Raises:
@@ -73,7 +60,7 @@ class _Renderer:
                 size = int.from_bytes(_read(process.stdout, 8), "big")
                 if size > most:
                     raise TokenizerError(f"it writes more than {most} bytes")
-                reply: dict[str, Any] = json.loads(_read(process.stdout, size))
+                reply: dict[str, str] | list[Any] = json.loads(_read(process.stdout, size))
             except (EOFError, BrokenPipeError):
                 return process.wait()
             except BaseException:  # the rest of a reply must not be taken for the next one's
@@ -115,34 +102,39 @@ def render(
     variables: dict[str, Any] | None = None,
     *,
     own: dict[str, str] | None = None,
+    names: Sequence[str] = (),
     seconds: float = MAX_SECONDS,
-) -> Rendered:
+) -> list[tuple[str, bool]]:
     """Render a template, or, without variables, only compile it.
 
     Args:
         source: Jinja source.
         variables: plain data: text, numbers, None, and lists, tuples and objects of them.
         own: more variables, text that counts as the template's own.
+        names: of special tokens, of which one is found before those that come after it.
         seconds: CPU time that it may take, where that is less than MAX_SECONDS.
 
+    Returns:
+        What it writes in pieces, each with whether it is a special token that the template's own source wrote.
+
     Raises:
-        TokenizerError: it goes beyond a limit, nests too deeply, or fails in any way a template can fail.
+        TokenizerError: it goes beyond a limit, nests too deeply, fails in any way a template can fail, or treats its
+            special tokens so that whose they are cannot be told.
     """
     try:
-        request = marshal.dumps((source, variables, own or {}))
+        given = marshal.dumps((source, variables, own or {}))
     except ValueError:  # deeper than 2000
         raise TokenizerError("messages or tools: nested too deeply") from None
-    seconds = min(seconds, MAX_SECONDS) + len(request) * 1e-6
-    reply = _RENDERER.ask(
-        seconds, MAX_MEMORY + MEMORY_A_BYTE * len(request), MAX_WRITTEN + WRITTEN_A_BYTE * len(request), request
-    )
+    seconds = min(seconds, MAX_SECONDS) + len(given) * 1e-6
+    memory, most = MAX_MEMORY + MEMORY_A_BYTE * len(given), MAX_WRITTEN + WRITTEN_A_BYTE * len(given)
+    reply = _RENDERER.ask(seconds, memory, most, marshal.dumps((tuple(names), given)))
     if reply == -signal.SIGPROF:
         raise TokenizerError(f"it takes more than {seconds:.2g} s of CPU time")
     if isinstance(reply, int):
         raise TokenizerError(f"it ended its process with status {reply}")
-    if "error" in reply:
+    if isinstance(reply, dict):
         raise TokenizerError(reply["error"])
-    return Rendered(reply["text"], [(begin, end) for begin, end in reply["own"]])
+    return [(text, own) for text, own in reply if text]
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:

@@ -1,18 +1,21 @@
-"""The process that `renderer` starts: reads templates and variables, writes texts and whose they are.
+"""The process that `renderer` starts: reads templates and variables, writes texts and whose their special tokens are.
 
-Its Jinja environment is what transformers gives chat templates, with strings that know who wrote them. Names, filters
-and tags are those of `transformers.utils.chat_template_utils` (5.23). A compiled template's own text and string
-constants are `TracedText` of its own; so is what it is given of special tokens; all else is not.
+Its Jinja environment is the stock sandbox with the names, filters and tags that transformers gives chat templates
+(`transformers.utils.chat_template_utils`, 5.23). A template is rendered twice: as it is, and with characters that
+nobody's text has in place of those of special tokens, and of their beginnings and ends, in its own source. Put back,
+these must give the same text, and they show which special tokens the template wrote itself.
 """
 
 from __future__ import annotations
 
 import json
 import marshal
+import random
+import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -20,15 +23,33 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_eval_context
-from markupsafe import Markup, soft_str
+from jinja2.visitor import NodeTransformer
 
+from kimi_k2.tokenization.messages import ROLES
 from kimi_k2.tokenization.renderer import HEAD
-from kimi_k2.tokenization.traced import TracedText, copied, joined, marked_safe, own_spans, traced, written
+
+# Methods and filters whose arguments are looked for in a text, and not written.
+_LOOK = (
+    *(
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "startswith",
+        "endswith",
+        "find",
+        "rfind",
+        "index",
+        "rindex",
+        "count",
+    ),
+    *("strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace", "trim"),
+    *("select", "reject", "selectattr", "rejectattr"),
+)
+# Code points without a meaning of their own, in blocks that have room for the characters of all special tokens.
+_PRIVATE, _BLOCK = range(0xF0, 0x10F), 12
 
 
 class _Generation(Extension):
@@ -36,139 +57,114 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 -- Jinja's form
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Any) -> nodes.CallBlock:
         """The block as a call that gives back its body, whose assignments stay inside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        block = nodes.CallBlock(self.call_method("_body"), [], [], body)
-        block.set_lineno(line)
-        return block
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)  # type: ignore[return-value]
 
     def _body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
-class _Generator(CodeGenerator):
-    """Writes code in which the template's own strings are known as such."""
+class _Marks:
+    """Characters that stand for those of special tokens where a template wrote them.
 
-    def _own(self, text: str) -> str:
-        self.environment.literals[text] = written(text)  # type: ignore[attr-defined]
-        return f"environment.literals[{text!r}]"
-
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
-        return self._own("".join(group))
-
-    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802 -- Jinja's name
-        """A constant, which may be a list of constants."""
-        self.write(self._constant(node.as_const(frame.eval_ctx)))
-
-    def _constant(self, value: Any) -> str:
-        if isinstance(value, Markup):
-            return f"environment.filters['safe']({self._own(str(value))})"
-        if isinstance(value, str):
-            return self._own(value)
-        if isinstance(value, tuple):
-            return f"({''.join(f'{self._constant(item)}, ' for item in value)})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._constant, value))}]"
-        if isinstance(value, dict):
-            items = (f"{self._constant(key)}: {self._constant(item)}" for key, item in value.items())
-            return f"{{{', '.join(items)}}}"
-        return str(value) if isinstance(value, float) else repr(value)
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 -- Jinja's name
-        """The operator `~`."""
-        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
-            super().visit_Concat(node, frame)
-            return
-        self.write("environment.concat(map(str, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
-
-
-class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles one template.
-
-    Attributes:
-        literals: its text and string constants.
+    Args:
+        names: of the special tokens.
+        block: of the code points that are used.
     """
 
-    code_generator_class = _Generator
-    concat = staticmethod(joined)
+    def __init__(self, names: tuple[str, ...], block: int) -> None:
+        letters = [letter for letter in sorted(set("".join(names))) if not letter.isspace()][: 1 << _BLOCK]
+        self._to = {ord(letter): (block << _BLOCK) + number for number, letter in enumerate(letters)}
+        self._back = {mark: letter for letter, mark in self._to.items()}
+        self._names, self._longest = names, max(map(len, names))
+        self._begins = {name[:size] for name in names for size in range(1, len(name) + 1)}
+        self._ends = {name[start:] for name in names for start in range(len(name))}
+        self.special = re.compile("|".join(map(re.escape, names)))
+        self.own = re.compile("|".join(re.escape(self.marked(name)) for name in names))
 
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.literals: dict[str, TracedText] = {}
-        join, indent = self.filters["join"], self.filters["indent"]
+    def marked(self, text: str) -> str:
+        """The text with all its characters marked that special tokens have."""
+        return text.translate(self._to)
 
-        @pass_eval_context
-        def traced_join(context: Any, value: Any, d: str = TracedText(""), attribute: Any = None) -> Any:
-            return join(context, value, d, attribute)
+    def plain(self, text: str) -> str:
+        """The text without marks."""
+        return text.translate(self._back)
 
-        self.filters["tojson"] = _to_json
-        self._traced = {
-            "string": lambda value: copied(soft_str, value),
-            "join": traced_join,
-            "indent": lambda *values, **named: copied(indent, *values, **named),
-            "safe": marked_safe,
-        }
-        self._plain = {name: self.filters[name] for name in self._traced}
-        self.globals.update(
-            dict=_Dict(), namespace=_Namespace, raise_exception=_raise_exception, strftime_now=_strftime_now
-        )
+    def inner(self, text: str) -> str:
+        """Marked where it is a piece of a special token as a whole, else as by `pieces`."""
+        return self.marked(text) if any(text in name for name in self._names) else self.pieces(text)
 
-    def _generate(self, *values: Any, **named: Any) -> str:
-        # Jinja folds constants with its own filters, whose results it can write into code.
-        self.filters.update(self._plain)
-        try:
-            return super()._generate(*values, **named)
-        finally:
-            self.filters.update(self._traced)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`format` and `format_map`, as Jinja's sandbox has them."""
-        wrap = super().wrap_str_format
-        if wrap(value) is None or not isinstance(value.__self__, TracedText):
-            return wrap(value)
-
-        def run(form: str, *values: Any, **named: Any) -> Any:
-            made = wrap(getattr(form, value.__name__))
-            return made(*values, **named) if made else None
-
-        return lambda *values, **named: copied(run, value.__self__, *values, **named)
+    def pieces(self, text: str) -> str:
+        """The text with its special tokens marked, and what may begin or end one that other text completes."""
+        own = bytearray(len(text))
+        for place, letter in enumerate(text):
+            sizes = range(self._longest, 0, -1)
+            if letter in self._begins:
+                size = next(size for size in sizes if text[place : place + size] in self._begins)
+                own[place : place + size] = b"\1" * len(text[place : place + size])
+            if letter in self._ends:
+                start = next(
+                    place + 1 - size for size in sizes if text[max(place + 1 - size, 0) : place + 1] in self._ends
+                )
+                own[max(start, 0) : place + 1] = b"\1" * (place + 1 - max(start, 0))
+        return "".join(self.marked(letter) if mark else letter for letter, mark in zip(text, own, strict=True))
 
 
-class _Dict:
-    """Jinja's `dict`, without what Python's class has."""
+class _Marking(NodeTransformer):
+    """Marks the text of a template's tree, but for what is compared with text or looked for in it."""
 
-    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*values, **named)
+    def __init__(self, marks: _Marks) -> None:
+        self._marks = marks
 
-    def fromkeys(self, *values: Any, **named: Any) -> dict[Any, Any]:
-        """As of `dict`."""
-        return dict.fromkeys(*values, **named)
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802 -- Jinja's names
+        return nodes.TemplateData(self._marks.pieces(node.data), lineno=node.lineno)
 
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:  # noqa: N802
+        value = self._marks.pieces(node.value) if isinstance(node.value, str) else node.value
+        return nodes.Const(value, lineno=node.lineno)
 
-class _Namespace(Namespace):
-    """Jinja's `namespace`, whose names do not begin with an underscore."""
+    def visit_Compare(self, node: nodes.Node) -> nodes.Node:  # noqa: N802
+        return node
 
-    def __init__(*values: Any, **named: Any) -> None:
-        self, *rest = values
-        made: Mapping[str, Any] = dict(*rest, **named)
-        for name in made:
-            _check_name(name)
-        Namespace.__init__(self, made)
+    visit_Test = visit_Compare  # noqa: N815
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
+    def visit_Call(self, node: Any) -> nodes.Node:  # noqa: N802
+        name = node.node.attr if isinstance(node.node, nodes.Getattr) else ""
+        return self._looking(node, name) if name in _LOOK else self.generic_visit(node)
 
+    def visit_Filter(self, node: Any) -> nodes.Node:  # noqa: N802
+        return self._looking(node, node.name) if node.name in _LOOK else self.generic_visit(node)
 
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"namespace: expected no name that begins with _, got {name!r}")
+    def _looking(self, node: Any, name: str) -> nodes.Node:
+        node.node = node.node and self.visit(node.node)
+        if name == "replace":
+            node.args[1:] = map(self.visit, node.args[1:])
+        return node  # type: ignore[no-any-return]
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        node.nodes = list(map(self._written, node.nodes))
+        return node
+
+    def _written(self, node: Any) -> Any:
+        """An expression whose value is written as it is: a role, which is one of a few words, may be part of a name."""
+        if isinstance(node, nodes.CondExpr):
+            node.expr1, node.expr2 = self._written(node.expr1), node.expr2 and self._written(node.expr2)
+        elif isinstance(node, nodes.Concat):
+            node.nodes = list(map(self._written, node.nodes))
+        elif isinstance(node, nodes.Add):
+            node.left, node.right = self._written(node.left), self._written(node.right)
+        elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+            return nodes.Const(self._marks.inner(node.value), lineno=node.lineno)
+        elif (isinstance(node, nodes.Getattr) and node.attr == "role") or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "role"
+        ):
+            return nodes.Filter(node, "marked_role", [], [], None, None, lineno=node.lineno)
+        else:
+            return self.visit(node)
+        return node
 
 
 def _to_json(
@@ -186,29 +182,82 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @lru_cache(8)
-def _compiled(source: str) -> jinja2.Template:
-    return ChatEnvironment().from_string(source)
+def _marks(names: tuple[str, ...], block: int) -> _Marks:
+    return _Marks(names, block)
 
 
-def _rendered(source: str, variables: dict[str, Any] | None, own: dict[str, str]) -> dict[str, Any]:
-    template = _compiled(source)
+@lru_cache(16)
+def _compiled(source: str, marks: _Marks | None = None) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    if marks is None:
+        return environment.from_string(source)
+    environment.filters["marked_role"] = lambda role: marks.marked(role) if role in ROLES else role
+    tree = _Marking(marks).visit(environment.parse(source))
+    return environment.from_string(tree.set_environment(environment))
+
+
+def _rendered(names: tuple[str, ...], source: str, variables: dict[str, Any] | None, own: dict[str, str]) -> list[Any]:
+    """Pieces of what the template writes, each with whether it is a special token of the template's own."""
     if variables is None:
-        return {"text": "", "own": []}
-    values = traced(variables)
-    for message in values["messages"]:
-        message["role"] = written(message["role"])  # one of a few words, and part of markup in some templates
-    text = template.render({**{name: written(value) for name, value in own.items()}, **values})
-    return {"text": text, "own": own_spans(text)}
+        _compiled(source)
+        return []
+    now = {"strftime_now": datetime.now().strftime}
+    random.seed(0)  # two renderings choose the same
+    text = _compiled(source).render({**own, **now, **variables})
+    taken = {ord(letter) >> _BLOCK for each in _texts([source, own, variables]) for letter in set(each)}
+    free = next((block for block in _PRIVATE if block not in taken), None)
+    if free is None:
+        raise jinja2.TemplateError("messages: characters of every block of private use")
+    marks = _marks(names, free)
+    if not marks.special.search(text):
+        return [[text, False]]
+    random.seed(0)
+    try:
+        given = {name: marks.marked(token) for name, token in own.items()}
+        marked = _compiled(source, marks).render({**given, **now, **variables})
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # any: it does not fail as it is
+        marked = ""
+    if marks.plain(marked) != text:
+        raise jinja2.TemplateError(
+            "it changes or compares special tokens that it writes, so whose they are is not known"
+        )
+    pieces, end = [], 0
+    for match in marks.own.finditer(marked):
+        pieces += [[_text(marked[end : match.start()], marks), False], [marks.plain(match[0]), True]]
+        end = match.end()
+    return [*pieces, [_text(marked[end:], marks), False]]
+
+
+def _text(marked: str, marks: _Marks) -> str:
+    """Text between the template's special tokens, in which none is the template's in part."""
+    text = marks.plain(marked)
+    for match in marks.special.finditer(text):
+        if marked[slice(*match.span())] != match[0]:
+            raise jinja2.TemplateError(f"it puts {match[0]} together of its own text and other's")
+    return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
 
 
 def _reply(request: bytes) -> bytes:
     try:
-        return json.dumps(_rendered(*marshal.loads(request))).encode()
+        names, given = marshal.loads(request)
+        return json.dumps(_rendered(names, *marshal.loads(given))).encode()
     except MemoryError:
         problem = "it takes too much memory"
     except RecursionError:

@@ -13,7 +13,7 @@ from kimi_k2.files import is_there, read_text
 from kimi_k2.limits import TOKENIZER_BYTES
 from kimi_k2.tokenization.config_file import TokenizerConfig
 from kimi_k2.tokenization.messages import Message, normalized, plain_data
-from kimi_k2.tokenization.renderer import MAX_SECONDS, Rendered, render
+from kimi_k2.tokenization.renderer import MAX_SECONDS, render
 from kimi_k2.tokenization.special_tokens import THINK, VIDEO_PLACEHOLDER
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
@@ -43,7 +43,7 @@ class ChatTemplate:
     """A compiled template.
 
     A special token's name in the prompt counts as that token only where every character of it comes from the template's
-    source, from one of its variables for special tokens, or from a message's role; see `traced`.
+    source, from one of its variables for special tokens, or from a message's role; see `rendering`.
 
     Args:
         source: Jinja source.
@@ -69,8 +69,7 @@ class ChatTemplate:
             render(source)
         except TokenizerError as error:
             raise TokenizerError(f"{origin}: no valid Jinja template: {error}") from None
-        names = sorted({*special_names, VIDEO_PLACEHOLDER}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)))
+        self._names = sorted({*special_names, VIDEO_PLACEHOLDER}, key=len, reverse=True)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, config: TokenizerConfig) -> ChatTemplate | None:
@@ -147,24 +146,9 @@ class ChatTemplate:
         options = {"thinking": thinking, "preserve_thinking": preserve_thinking, "tools_ts_str": typescript}
         variables |= {name: value for name, value in options.items() if value is not None}
         try:
-            rendered = render(self._source, variables, own=self._variables, seconds=seconds)
+            pieces = render(self._source, variables, own=self._variables, names=self._names, seconds=seconds)
         except TokenizerError as error:
             raise TokenizerError(f"{self._origin}: cannot be rendered: {error}") from None
-        segments = self._segments(rendered)
-        if messages and not segments:
+        if messages and not pieces:
             raise TokenizerError(f"{self._origin}: writes nothing of {len(messages)} messages")
-        return segments
-
-    def _segments(self, rendered: Rendered) -> list[Segment]:
-        text = rendered.text
-        own, end = [], 0
-        for begin, next_end in rendered.own:
-            own += ["\0" * (begin - end), text[begin:next_end]]
-            end = next_end
-        segments: list[Segment] = []
-        end = 0
-        for match in self._special.finditer("".join(own)):
-            segments += [Segment(text[end : match.start()], False), Segment(match[0], True)]
-            end = match.end()
-        segments.append(Segment(text[end:], False))
-        return [segment for segment in segments if segment.text]
+        return [Segment(*piece) for piece in pieces]
