@@ -183,7 +183,7 @@ YAML = {
 @pytest.mark.parametrize("kind", YAML)
 def test_yaml_that_is_none_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ValueError, match=r"\S") as error:
-        parse_yaml(YAML[kind])
+        parse_yaml(YAML[kind].encode())
     assert "\n" not in str(error.value)
     preset = tmp_path / "mine.yaml"
     preset.write_text(YAML[kind])
@@ -196,7 +196,7 @@ def test_yaml_that_is_none_is_refused_in_one_line(tmp_path: Path, kind: str) -> 
 
 
 def test_yaml_of_json_s_values_is_read() -> None:
-    assert parse_yaml("a: {b: [1, 2.5, true, null, 'x']}\n# end") == {"a": {"b": [1, 2.5, True, None, "x"]}}
+    assert parse_yaml(b"a: {b: [1, 2.5, true, null, 'x']}\n# end") == {"a": {"b": [1, 2.5, True, None, "x"]}}
 
 
 def opened(path: Path) -> Iterator[str]:

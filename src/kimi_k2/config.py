@@ -27,7 +27,7 @@ from pydantic import (
 from kimi_k2.config_fields import check_limits
 from kimi_k2.config_file import KV_CACHE_SCHEME, normalised
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.limits import CONFIG_FIELDS, EXPERTS_OF_ALL_LAYERS, YARN_FIELDS
 from kimi_k2.quantization.stored import StoredFormat, format_of, parse_quantization
 from kimi_k2.vision_config import VisionConfig
@@ -260,7 +260,7 @@ class KimiK2Config(BaseModel):
             )
         path = path / "config.json" if path.is_dir() else path
         try:
-            raw = read_json(path, ConfigError)
+            raw = read_data(path, ConfigError)
         except FileNotFoundError:
             raise ConfigError("no such file; expected a Hugging Face config.json", file=path) from None
         return cls.from_dict(_with_modelopt(raw, path.with_name(MODELOPT)), file=path)
@@ -357,7 +357,7 @@ def _with_modelopt(raw: Any, path: Path) -> Any:
     """
     if not path.is_file() or not isinstance(raw, dict):
         return raw
-    modelopt = read_json(path, ConfigError)
+    modelopt = read_data(path, ConfigError)
     said = modelopt.get("quantization") if isinstance(modelopt, dict) else None
     if not isinstance(said, dict):
         raise ConfigError("expected an object", field="quantization", file=path)

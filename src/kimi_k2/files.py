@@ -123,32 +123,22 @@ def read_text(path: Path, limit: int, error: FileError) -> str:
         raise error(f"expected UTF-8: {reason}", file=path) from None
 
 
-def read_json(path: Path, error: FileError = CorruptHeaderError, limit: int = JSON_BYTES) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        path: of the file.
-        error: raised where the file is no JSON, too large or too deeply nested.
-        limit: bytes that it may have.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    data = read_bytes(path, limit, error)
-    try:
-        return parse_json(data)
-    except ValueError as reason:
-        raise error(f"not valid JSON: {reason}", file=path) from None
-
-
 def parse_json(data: bytes) -> Any:
     """Parsed UTF-8 JSON.
 
     Raises:
-        ValueError: it is none, or too deeply nested.
+        ValueError: it is none, is too deeply nested, or has a field twice, of which readers take one or the other.
     """
+
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r:.100} twice")
+        return made
+
     try:
-        content = json.loads(data.decode("utf-8"))
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=fields)
     except RecursionError:
         raise ValueError(f"nested more than {JSON_NESTING} deep") from None
     level = [content] if isinstance(content, (dict, list)) else []
@@ -160,16 +150,7 @@ def parse_json(data: bytes) -> Any:
     raise ValueError(f"nested more than {JSON_NESTING} deep")
 
 
-def read_yaml(path: Path, error: FileError) -> Any:
-    """The content of a YAML file; errors as for `read_json`, each in one line."""
-    text = read_text(path, YAML_BYTES, error)
-    try:
-        return parse_yaml(text)
-    except ValueError as reason:
-        raise error(f"not valid YAML: {reason}", file=path) from None
-
-
-def parse_yaml(text: str) -> Any:
+def parse_yaml(data: bytes) -> Any:
     """Parsed YAML of JSON's values: mappings by texts, lists, texts, numbers, true, false and null.
 
     Raises:
@@ -191,9 +172,9 @@ def parse_yaml(text: str) -> Any:
             return made
 
     try:
-        if len(text) > YAML_BYTES:
-            raise ValueError(f"{len(text)} characters; at most {YAML_BYTES} are read")
-        content = yaml.load(text, Loader)
+        if len(data) > YAML_BYTES:
+            raise ValueError(f"{len(data)} bytes; at most {YAML_BYTES} are read")
+        content = yaml.load(data.decode("utf-8"), Loader)
         plain = json.dumps(content, allow_nan=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -206,6 +187,30 @@ def parse_yaml(text: str) -> Any:
     if parse_json(plain.encode()) != content:
         raise ValueError("expected texts as the names of fields")
     return content
+
+
+def read_data(
+    path: Path,
+    error: FileError = CorruptHeaderError,
+    limit: int = JSON_BYTES,
+    parse: Callable[[bytes], Any] = parse_json,
+) -> Any:
+    """The content of a JSON or YAML file.
+
+    Args:
+        path: of the file.
+        error: raised where the file is not what `parse` reads, or too large.
+        limit: bytes that it may have.
+        parse: `parse_json` or `parse_yaml`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    data = read_bytes(path, limit, error)
+    try:
+        return parse(data)
+    except ValueError as reason:
+        raise error(f"not valid {parse.__name__.removeprefix('parse_').upper()}: {reason}", file=path) from None
 
 
 def open_output(path: Path, *, truncate: bool = False) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from forked import python
 
+from kimi_k2.api import KimiK2
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError, KimiK2Error
@@ -107,6 +108,28 @@ def test_nesting_is_counted() -> None:
     assert parse_json(b'"' + b"[" * 5000 + b'"')
     with pytest.raises(ValueError, match="deep"):
         parse_json(b"[" + fine + b"]")
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX_NAME, "tokenizer_config.json", "generation_config.json"])
+def test_a_field_twice_is_refused(fp8: Path, file: str) -> None:
+    """Readers differ in which they take; ours and a library's must not."""
+    content = (fp8 / file).read_text()
+    (fp8 / file).write_text('{"deep": [{"\\u0061b": 1, "ab": 2}], ' + content.lstrip()[1:])
+    with pytest.raises(KimiK2Error, match=r"not valid JSON: field 'ab' twice") as caught:
+        KimiK2.open(fp8).__enter__()
+    assert caught.value.file == str(fp8 / file)
+
+
+def test_a_tensor_twice_in_a_header_is_refused(fp8: Path) -> None:
+    shard = next(fp8.glob("*.safetensors"))
+    data = shard.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].rstrip()
+    entry = json.dumps(next(iter(json.loads(header).items()))[0]) + ':{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}'
+    header = header[:-1] + f",{entry}}}".encode()
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    with pytest.raises(CorruptHeaderError, match="twice"):
+        KimiK2ForCausalLM.from_pretrained(fp8)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])

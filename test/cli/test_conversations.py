@@ -141,7 +141,7 @@ def test_what_a_template_does_not_heed_is_refused(checkpoints: dict[str, Path]) 
         ("[]", "messages: expected a list"),
         ("[3]", "messages[0]: expected an object"),
         ('[{"role": "king", "content": "x"}]', "'role'"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested more than"),
     ],
 )
 def test_bad_conversations_are_named(checkpoints: dict[str, Path], tmp_path: Path, content: str, says: str) -> None:

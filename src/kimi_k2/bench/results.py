@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 
 SCHEMA = "kimi-k2/sweep/1"
 PERCENTILES = (50, 90, 99)
@@ -171,7 +171,7 @@ def load_results(path: Path) -> dict[str, Any]:
         SweepError: it is missing, truncated, of another schema version, or a field is missing, unknown or mistyped.
     """
     try:
-        content = read_json(path, SweepError)
+        content = read_data(path, SweepError)
     except FileNotFoundError:
         raise SweepError("no such file", file=path) from None
     version = content.get("schema") if isinstance(content, dict) else None

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from kimi_k2.errors import CorruptHeaderError, MissingShardError
-from kimi_k2.files import check_regular, is_there, open_regular, parse_json, read_json
+from kimi_k2.files import check_regular, is_there, open_regular, parse_json, read_data
 from kimi_k2.limits import NAME_CHARACTERS, SAFETENSORS_HEADER_BYTES, SHARDS
 from kimi_k2.quantization.stored import TensorSpec
 
@@ -73,7 +73,7 @@ class CheckpointIndex:
         """
         path = directory / INDEX_NAME
         try:
-            raw = read_json(path)
+            raw = read_data(path)
         except FileNotFoundError:
             raise MissingShardError("no such file, or a link to none", file=path) from None
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None

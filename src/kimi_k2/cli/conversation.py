@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.files import replace_file
+from kimi_k2.files import parse_json, replace_file
 
 Messages = list[dict[str, Any]]
 MAX_BYTES = 100 * 2**20
@@ -68,11 +68,9 @@ def _read_json(path: Path) -> Any:
                 text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise TokenizerError(f"{name}: expected at most {MAX_BYTES:,} characters")
-        return json.loads(text)
+        return parse_json(text.encode())
     except OSError as error:
         raise TokenizerError(f"{name}: cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise TokenizerError(f"{name}: nested too deeply") from None
     except ValueError as error:
         raise TokenizerError(f"{name}: no valid JSON: {error}") from None
 

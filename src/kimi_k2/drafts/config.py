@@ -31,7 +31,7 @@ from kimi_k2.errors import (
     TensorShapeError,
     UnexpectedTensorError,
 )
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.limits import CONFIG_FIELDS
 
 Form = Literal["llama", "mla"]
@@ -126,7 +126,7 @@ class DraftConfig(BaseModel):
         """Read the `config.json` of a head's directory."""
         path = Path(directory) / "config.json"
         try:
-            return cls.from_dict(read_json(path, ConfigError), file=path).model_copy(update={"reading": reading})
+            return cls.from_dict(read_data(path, ConfigError), file=path).model_copy(update={"reading": reading})
         except FileNotFoundError:
             raise ConfigError("no such file; expected an Eagle3 head's config.json", file=path) from None
 

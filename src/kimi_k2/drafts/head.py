@@ -19,7 +19,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, Reading, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
-from kimi_k2.files import parse_yaml, read_json, read_text
+from kimi_k2.files import parse_yaml, read_data, read_text
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -333,7 +333,7 @@ def _base_models(head: Path) -> list[str]:
         return []
     parts = read_text(path, _README_BYTES, ConfigError).split("---", 2)
     try:
-        card: Any = parse_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        card: Any = parse_yaml(parts[1].encode()) if len(parts) == 3 and not parts[0].strip() else None
     except ValueError:  # it says nothing
         return []
     models = card.get("base_model") if isinstance(card, dict) else None
@@ -343,7 +343,7 @@ def _base_models(head: Path) -> list[str]:
 def _names(directory: Path) -> list[str]:
     """Of config.json, of the directory, and of the repository where it lies in a Hugging Face cache."""
     config = directory / "config.json"
-    raw = read_json(config, ConfigError) if config.is_file() else {}
+    raw = read_data(config, ConfigError) if config.is_file() else {}
     name_or_path = raw.get("_name_or_path") if isinstance(raw, dict) else None
     names = [name_or_path.rstrip("/").rpartition("/")[2]] if isinstance(name_or_path, str) else []
     parts = directory.resolve().parts

@@ -17,7 +17,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError, GenerationError, KimiK2Warning
-from kimi_k2.files import is_there, read_json
+from kimi_k2.files import is_there, read_data
 
 NAME = "generation_config.json"
 # <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
@@ -165,7 +165,7 @@ class GenerationDefaults:
 
 def _of_file(path: Path) -> Mapping[str, Any]:
     try:
-        raw = read_json(path, ConfigError)
+        raw = read_data(path, ConfigError)
     except FileNotFoundError:
         raise ConfigError("a link to a file that is not there") from None
     if not isinstance(raw, Mapping):
@@ -175,7 +175,7 @@ def _of_file(path: Path) -> Mapping[str, Any]:
 
 def _of_config(path: Path) -> Mapping[str, Any]:
     """The fields of generation in config.json, which older files have; of the model and of generation is none."""
-    outer = read_json(path, ConfigError) if is_there(path) else {}
+    outer = read_data(path, ConfigError) if is_there(path) else {}
     merged = {**(outer.get("text_config") or {}), **outer}
     names = (_READ | set(_ONLY)) - {"eos_token_id"}
     return {name: value for name, value in merged.items() if name in names and value != _WRITTEN_BY_4.get(name)}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import is_there, read_json
+from kimi_k2.files import is_there, read_data
 from kimi_k2.limits import MEDIA_TOKENS
 
 IMAGE_FILE = "preprocessor_config.json"
@@ -70,7 +70,7 @@ class MediaConfig(BaseModel):
         for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
             path = Path(directory) / name
             if is_there(path):
-                fields |= _fields(read_json(path, ConfigError), limit, path)
+                fields |= _fields(read_data(path, ConfigError), limit, path)
         try:
             config = cls.model_validate(fields)
         except ValidationError as error:

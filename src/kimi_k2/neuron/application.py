@@ -22,7 +22,7 @@ from kimi_k2.engine.generate import prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, Steps
 from kimi_k2.engine.speculate import ended, steps_of, up_to_end
 from kimi_k2.errors import ConfigError, GenerationError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.model.turns import TIMEOUT, Turns, checked_timeout
 from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application, environment, runtime_environment
@@ -189,7 +189,7 @@ class NeuronApplication:
         """
         if not (compiled / "model.pt").is_file():
             raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
-        stored = read_json(compiled / "neuron_config.json", ConfigError)
+        stored = read_data(compiled / "neuron_config.json", ConfigError)
         # Before NxD is imported; a preset's own variables must be in the environment already.
         neuron = stored["neuron_config"]
         os.environ.update(runtime_environment(neuron["logical_nc_config"], neuron["tp_degree"]))

@@ -22,7 +22,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
-from kimi_k2.files import open_regular, read_json, replace_file
+from kimi_k2.files import open_regular, read_data, replace_file
 from kimi_k2.neuron import contrib, sdk
 from kimi_k2.plan.advice import advice
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
@@ -350,7 +350,7 @@ class Manifest:
         self.content: dict[str, Any] = {"made_from": made_from, "complete": False, "artifacts": {}}
         if self.path.is_file():
             try:
-                stored = read_json(self.path, ConfigError)
+                stored = read_data(self.path, ConfigError)
                 artifacts_of = stored["made_from"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"not a manifest: {error}", file=self.path) from None

@@ -16,7 +16,7 @@ from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import open_regular, read_json
+from kimi_k2.files import open_regular, read_data
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
 SCHEMA = "kimi-k2-golden/2"
@@ -121,7 +121,7 @@ def load_golden(directory: str | Path) -> Golden:
     """
     path, tensors = Path(directory) / DESCRIPTION, Path(directory) / TENSORS
     try:
-        stored = read_json(path, ConfigError)
+        stored = read_data(path, ConfigError)
         if stored["schema"] != SCHEMA:
             raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
         inputs = Inputs(**stored["inputs"])

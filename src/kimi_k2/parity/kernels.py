@@ -22,7 +22,7 @@ from torch import Tensor
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.parity.trace import ParityError
 from nki_emulator import install
 
@@ -126,7 +126,7 @@ def compare_kernels(directory: Path) -> Iterator[Compared]:
     """
     emulated = install()
     try:
-        recording = read_json(directory / CASES)
+        recording = read_data(directory / CASES)
         stored = load_file(directory / TENSORS)
         cores, listed = recording["cores"], recording["cases"]
     except (OSError, ValueError, KeyError, TypeError) as error:

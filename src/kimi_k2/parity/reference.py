@@ -21,7 +21,7 @@ from kimi_k2.checkpoint.names import EXPERT, VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.vision_config import Grid
 
@@ -48,7 +48,7 @@ def needs_transformers() -> None:
 def transformers_config(directory: str | Path) -> Any:
     """transformers' DeepseekV3Config from a checkpoint's config.json (its `text_config` if it has one)."""
     transformers = _import("transformers")
-    raw = read_json(Path(directory) / "config.json", ConfigError)
+    raw = read_data(Path(directory) / "config.json", ConfigError)
     raw = dict(raw.get("text_config", raw))
     # transformers merges per-expert weights and knows its keys by model_type; kimi_k2 is not one of its own.
     for key in ("model_type", "architectures", "quantization_config", "compression_config"):

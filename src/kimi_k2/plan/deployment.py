@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from kimi_k2.config import KimiK2Config, changed, first_fault
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_yaml
+from kimi_k2.files import parse_yaml, read_data
+from kimi_k2.limits import YAML_BYTES
 from kimi_k2.plan.roofline import INSTANCES, Instance
 from kimi_k2.plan.torch_native import TorchNativeOptions
 from kimi_k2.sharding.experts.format import expert_formats, without_tiles
@@ -344,7 +345,7 @@ def _file_of(name_or_path: str | Path) -> Path:
 
 def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
     """The fields of a file; one with `like` says what differs from another, which the files `above` differ from."""
-    raw = read_yaml(path, ConfigError)
+    raw = read_data(path, ConfigError, YAML_BYTES, parse_yaml)
     if not isinstance(raw, dict):
         raise ConfigError(f"expected a mapping of fields, got {type(raw).__name__}", file=path)
     if "like" not in raw:

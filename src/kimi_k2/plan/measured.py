@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 from kimi_k2.plan.roofline import Machine
 
 REHEARSAL = "kimi-k2/rehearsal/1"
@@ -71,7 +71,7 @@ def read_measured(paths: Iterable[Path]) -> Measured:
     rate: float | None = None
     for path in paths:
         try:
-            raw = read_json(path, ConfigError)
+            raw = read_data(path, ConfigError)
         except FileNotFoundError:
             raise ConfigError("no such file", file=path) from None
         if isinstance(raw, dict) and raw.get("schema") == REHEARSAL:

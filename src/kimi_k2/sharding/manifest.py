@@ -20,7 +20,7 @@ from kimi_k2.checkpoint.index import DTYPE_CODES, DTYPES
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
-from kimi_k2.files import open_output, parse_json, read_bytes, read_json
+from kimi_k2.files import open_output, parse_json, read_bytes, read_data
 from kimi_k2.limits import JSON_BYTES
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.errors import ConversionError
@@ -193,7 +193,7 @@ def load_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     try:
-        content = read_json(path)
+        content = read_data(path)
         missing = {"made_from", "files", "tensors", "errors", "checksums", "sha256"} - set(content)
     except FileNotFoundError:
         raise MissingShardError("no such file: not the output of `convert`, or it is not finished", file=path) from None

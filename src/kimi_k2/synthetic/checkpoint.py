@@ -22,7 +22,7 @@ from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, stored_name
 from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
-from kimi_k2.files import LOCK, DirectoryLock, read_json, replace_file
+from kimi_k2.files import LOCK, DirectoryLock, read_data, replace_file
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.quantization.draw import filled
 from kimi_k2.quantization.stored import TensorSpec, format_of
@@ -265,7 +265,7 @@ def _claim(directory: Path, recipe: dict[str, Any]) -> None:
     """Refuse to mix two checkpoints in one directory; allow resuming the same one."""
     path = directory / RECIPE_NAME
     if path.exists():
-        if read_json(path, ConfigError) != recipe:
+        if read_data(path, ConfigError) != recipe:
             raise ConfigError("an unfinished checkpoint with other arguments lies here", file=path)
     elif any(directory.glob("*.safetensors")):
         raise ConfigError("holds a checkpoint already; give an empty directory", file=directory)

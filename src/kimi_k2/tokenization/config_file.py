@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError, TokenizerError
-from kimi_k2.files import is_there, read_json
+from kimi_k2.files import is_there, read_data
 from kimi_k2.limits import TOKENIZER_BYTES
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not is_there(path):
         return {}
     try:
-        raw = read_json(path, TokenizerError, TOKENIZER_BYTES)
+        raw = read_data(path, TokenizerError, TOKENIZER_BYTES)
     except FileNotFoundError:
         raise TokenizerError("a link to a file that is not there", file=path) from None
     if not isinstance(raw, Mapping):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.files import read_json
+from kimi_k2.files import read_data
 
 _K27 = re.compile(r"k2[._p-]?7(?!\d)")
 _K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
@@ -107,7 +107,7 @@ def choose_style(
 
 def _config(directory: Path) -> Mapping[str, Any]:
     try:
-        raw = read_json(directory / "config.json", TokenizerError)
+        raw = read_data(directory / "config.json", TokenizerError)
     except (TokenizerError, FileNotFoundError):
         return {}
     return raw if isinstance(raw, Mapping) else {}
