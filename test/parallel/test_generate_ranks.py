@@ -273,7 +273,7 @@ def test_damaged_values_are_found_and_made_again(wide: Path, one: Path, tmp_path
     again.run()
     assert again.looked_through
     assert path.read_bytes() != right
-    Presharder(wide, own, layout, verify_output=True).run()
+    Presharder(wide, own, layout).run(verify_output=True)
     assert path.read_bytes() == right
     load(own, wide)
     content = json.loads((own / MANIFEST).read_text())
@@ -281,7 +281,7 @@ def test_damaged_values_are_found_and_made_again(wide: Path, one: Path, tmp_path
     sums[next(iter(sums))] = "f" * 32
     rewrite(own, content)
     with pytest.raises(CheckpointError, match="does not come out as the manifest says"):
-        Presharder(wide, own, layout, verify_output=True).run()
+        Presharder(wide, own, layout).run(verify_output=True)
 
 
 def test_files_for_trainium_are_refused(wide: Path, tmp_path: Path) -> None:

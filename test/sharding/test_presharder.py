@@ -28,7 +28,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.quantization.fp8_block import dequantize_fp8_block, dequantized_chunks
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks, quantize_chunks, reserved_codes
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding import layer_sink, rank_file
+from kimi_k2.sharding import rank_files
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, check_made_for
 from kimi_k2.sharding.plan import make_plan
@@ -362,7 +362,7 @@ def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_sink, "_EARLY", 10)
+    monkeypatch.setattr(rank_files, "_EARLY", 10)
     begun, held = Semaphore(0), Semaphore(0)
 
     def sync() -> None:
@@ -370,7 +370,7 @@ def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) ->
         held.acquire()
 
     file = SimpleNamespace(sync=sync)
-    with layer_sink.Flusher([file]) as flushing:  # type: ignore[list-item]
+    with rank_files.Flusher([file]) as flushing:  # type: ignore[list-item]
         for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
             flushing.wrote(count)
         assert begun.acquire(timeout=10)
@@ -380,8 +380,8 @@ def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parts_do_not_reach_beyond_a_tensor(tmp_path: Path) -> None:
-    layout = rank_file.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
-    file = rank_file.RankFile(tmp_path / "x.safetensors", layout, resume=False)
+    layout = rank_files.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
+    file = rank_files.RankFile(tmp_path / "x.safetensors", layout, resume=False)
     with pytest.raises(AssertionError):
         file.write("a", [memoryview(bytes(6))], 6)
     file.close(discard=True)

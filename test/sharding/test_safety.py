@@ -24,7 +24,7 @@ from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.files import LOCK, DirectoryLock
 from kimi_k2.sharding import manifest as journal_module
-from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.experts.format import ConversionError
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
 from kimi_k2.sharding.presharder import Presharder
@@ -278,7 +278,7 @@ def test_a_line_that_was_cut_off_swallows_none(tmp_path: Path) -> None:
         journal.finish_layer(journal_module.FinishedLayer(layer, None, [{}]))
         os.truncate(journal.path, journal.path.stat().st_size - 3 * (layer == 0))
     begun = journal.read()
-    assert begun is not None and [one.layer for one in begun.layers] == [1]
+    assert begun is not None and list(begun.layers) == [1]
 
 
 MENDED: dict[str, Callable[[Path], object]] = {

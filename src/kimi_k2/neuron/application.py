@@ -27,8 +27,7 @@ from kimi_k2.model.turns import TIMEOUT, Turns, checked_timeout
 from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application, environment, runtime_environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
-from kimi_k2.sharding.manifest import MANIFEST
-from kimi_k2.sharding.source import check_source
+from kimi_k2.sharding.manifest import MANIFEST, check_source
 
 # Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
 CPU_BLOCK = 16

@@ -29,8 +29,7 @@ from kimi_k2.errors import BusyError, ConfigError, KimiK2Error
 from kimi_k2.ops.collective import gather_last
 from kimi_k2.parallel.apply import AllReduce, load_rank
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import load_manifest, made_layout
-from kimi_k2.sharding.source import check_source
+from kimi_k2.sharding.manifest import check_source, load_manifest, made_layout
 from kimi_k2.terminal import say
 
 # How long ranks wait for one that has not come: a start of Python with its imports.

@@ -23,8 +23,7 @@ from kimi_k2.plan.roofline import GraphCounts, roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
-from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.experts.format import Matrix, expert_formats
+from kimi_k2.sharding.experts.format import ConversionError, Matrix, expert_formats
 from kimi_k2.sharding.experts.tiles import PARTITIONS
 from nki_emulator.rates import TRAINIUM2
 

@@ -16,8 +16,7 @@ from kimi_k2.errors import CheckpointError
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 from kimi_k2.sharding import attention_tiles, early_qkv_a
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
-from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, expert_formats, input_first
+from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, expert_formats, input_first
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

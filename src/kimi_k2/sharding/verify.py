@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kimi_k2.checkpoint.index import DTYPES, header_bytes, open_tensors
+from kimi_k2.checkpoint.index import header_bytes, open_tensors
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.errors import (
     CheckpointError,
@@ -23,57 +24,58 @@ from kimi_k2.errors import (
     UnexpectedTensorError,
 )
 from kimi_k2.files import PARTIAL_SUFFIX, open_regular, parse_json
-from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.manifest import MANIFEST, VISION_FILE, WEIGHTS, load_manifest, rank_file_name, vision_layout
-from kimi_k2.sharding.rank_file import FIRST_CHECKSUM, MEND, Digest, FileLayout, MakeDigest, digest_maker
+from kimi_k2.sharding.manifest import MANIFEST, VISION_FILE, WEIGHTS, file_layout, load_manifest, rank_file_name
+from kimi_k2.sharding.rank_files import FIRST_CHECKSUM, FileLayout, MakeDigest, digest_maker
 
-_CHUNK = 2**22
+_MEND = "`kimi-k2 convert --verify-output` from the same checkpoint makes it again"
+OnBytes = Callable[[int], None] | None
 
 
-def verify(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[str]:
+def verify(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[str]:
     """Read everything again; yields the name of each rank's file that is as the manifest says.
 
     Raises:
         CheckpointError: (subclasses) the first of `faults`.
     """
-    directory = Path(directory)
-    manifest = load_manifest(directory)
-    layout, digest = _layout(manifest), _digest(directory, manifest)
-    for name in manifest["files"]:
-        for fault in _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes):
+    for name, found in _files(Path(directory), on_bytes):
+        for fault in found:
             raise fault
-        yield name
-    verify_vision(directory, on_bytes)
-    for fault in _strangers(directory, manifest):
-        raise fault
+        if name:
+            yield name
 
 
-def faults(directory: str | Path, on_bytes: Callable[[int], None] | None = None) -> Iterator[CheckpointError]:
+def faults(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[CheckpointError]:
     """Every fault of a finished conversion: missing, extra and truncated files, headers, tensors' bytes.
 
     Raises:
         MissingShardError, CorruptHeaderError: the manifest itself is missing or damaged.
     """
-    directory = Path(directory)
+    for _, found in _files(Path(directory), on_bytes):
+        yield from found
+
+
+def _files(directory: Path, on_bytes: OnBytes) -> Iterator[tuple[str, Iterator[CheckpointError]]]:
+    """Name of each rank's file, and its faults; then without a name those of the tower and of files beside."""
     manifest = load_manifest(directory)
-    layout, digest = _layout(manifest), _digest(directory, manifest)
+    layout, digest = file_layout(manifest), _digest(directory, manifest)
     for name in manifest["files"]:
-        yield from _file_faults(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes)
-    if tower := manifest.get("vision"):
-        yield from _vision_faults(directory, tower, digest, on_bytes)
-    yield from _strangers(directory, manifest)
+        yield name, _faults_of(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes)
+    yield "", vision_faults(directory, on_bytes)
+    others = (path for path in sorted((directory / WEIGHTS).glob("*")) if path.name not in manifest["files"])
+    extra = (path for path in others if not path.name.endswith(PARTIAL_SUFFIX))
+    yield "", (UnexpectedTensorError("the manifest knows no such file", file=path) for path in extra)
 
 
-def verify_vision(directory: Path, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Compare the tower's file with its checksums.
+def vision_faults(directory: Path, on_bytes: OnBytes = None) -> Iterator[CheckpointError]:
+    """What differs in the tower's file from its checksums.
 
     Raises:
-        CheckpointError: (subclasses) the first difference.
+        MissingShardError, CorruptHeaderError: the manifest is missing or damaged.
     """
     manifest = load_manifest(directory)
     if tower := manifest.get("vision"):
-        for fault in _vision_faults(directory, tower, _digest(directory, manifest), on_bytes):
-            raise fault
+        digest = _digest(directory, manifest)
+        yield from _faults_of(directory / VISION_FILE, file_layout(tower), tower["checksums"], digest, on_bytes)
 
 
 @contextmanager
@@ -100,7 +102,7 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
                 digest.update(tensor_bytes(tensor))
                 if digest.hexdigest() != sums.get(name):
                     raise CheckpointError(
-                        f"the bytes differ from the manifest's checksum; {MEND}", file=path, tensor=name
+                        f"the bytes differ from the manifest's checksum; {_MEND}", file=path, tensor=name
                     )
                 return tensor
 
@@ -109,63 +111,29 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
         raise MissingShardError(f"cannot be read: {error}", file=path) from None
 
 
-def _vision_faults(
-    directory: Path, tower: dict[str, Any], digest: MakeDigest, on_bytes: Callable[[int], None] | None
-) -> Iterator[CheckpointError]:
-    yield from _file_faults(directory / VISION_FILE, vision_layout(tower), tower["checksums"], digest, on_bytes)
-
-
-def _layout(manifest: dict[str, Any]) -> FileLayout:
-    tensors = manifest["tensors"].items()
-    return FileLayout.of(TensorSpec(name, DTYPES[one["dtype"]], tuple(one["shape"])) for name, one in tensors)
-
-
 def _digest(directory: Path, manifest: dict[str, Any]) -> MakeDigest:
     return digest_maker(manifest.get("checksum", FIRST_CHECKSUM), directory / MANIFEST)
 
 
-def _strangers(directory: Path, manifest: dict[str, Any]) -> Iterator[CheckpointError]:
-    for path in sorted((directory / WEIGHTS).glob("*")):
-        if path.name not in manifest["files"] and not path.name.endswith(PARTIAL_SUFFIX):
-            yield UnexpectedTensorError("the manifest knows no such file", file=path)
-
-
-def _file_faults(
-    path: Path,
-    layout: FileLayout,
-    checksums: dict[str, str],
-    make_digest: MakeDigest,
-    on_bytes: Callable[[int], None] | None,
+def _faults_of(
+    path: Path, layout: FileLayout, checksums: dict[str, str], digest: MakeDigest, on_bytes: OnBytes
 ) -> Iterator[CheckpointError]:
     if not path.is_file():
         yield MissingShardError("no such file", file=path)
         return
-    if path.stat().st_size != layout.nbytes:
-        yield TruncatedShardError(f"expected {layout.nbytes} bytes, got {path.stat().st_size}", file=path)
+    if (size := path.stat().st_size) != layout.nbytes:
+        yield TruncatedShardError(f"expected {layout.nbytes} bytes, got {size}", file=path)
         return
     try:
         with open_regular(path) as file:
-            if file.read(len(layout.prefix)) != layout.prefix:
+            if os.pread(file.fileno(), len(layout.prefix), 0) != layout.prefix:
                 yield from _header_faults(path, layout)
                 return
             for name in layout.specs:
-                if _checksum(file, name, layout, make_digest(), on_bytes) != checksums[name]:
+                if layout.checksum(file.fileno(), name, digest, on_bytes) != checksums[name]:
                     yield CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=name)
     except OSError as error:
         yield CheckpointError(f"cannot be read: {error.strerror}", file=path)
-
-
-def _checksum(
-    file: BinaryIO, name: str, layout: FileLayout, digest: Digest, on_bytes: Callable[[int], None] | None
-) -> str:
-    left = layout.specs[name].nbytes
-    file.seek(layout.offsets[name])
-    while left and (chunk := file.read(min(_CHUNK, left))):
-        digest.update(chunk)
-        left -= len(chunk)
-        if on_bytes:
-            on_bytes(len(chunk))
-    return digest.hexdigest()
 
 
 def _header_faults(path: Path, layout: FileLayout) -> Iterator[CheckpointError]:

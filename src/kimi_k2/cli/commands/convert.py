@@ -14,7 +14,7 @@ from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.errors import ConversionError
+    from kimi_k2.sharding.experts.format import ConversionError
     from kimi_k2.sharding.layout import Layout
 
 
@@ -84,9 +84,9 @@ def convert(
     with resumable(), ByteProgress("converting", total) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
-            verify_source=verify_source, verify_output=verify_output, on_bytes=bar.advance, on_layer=_print_error,
+            verify_source=verify_source, on_bytes=bar.advance, on_layer=_print_error,
         )  # fmt: skip
-        manifest = job.run()
+        manifest = job.run(verify_output=verify_output)
     if job.looked_through:
         say("finished before: sizes and headers are right, --verify-output compares the bytes")
     if manifest["errors"]["total"]["values"]:

@@ -16,7 +16,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.convert import Converter, modules_by_layer, units
-from kimi_k2.sharding.errors import ConversionError
+from kimi_k2.sharding.experts.format import ConversionError
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
 from kimi_k2.sharding.plan import make_plan

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.errors import ConversionError
-from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
+from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, register
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config

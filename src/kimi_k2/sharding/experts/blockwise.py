@@ -13,8 +13,7 @@ from torch import Tensor
 from kimi_k2.quantization.fp8_block import block_grid, dequantize_fp8_block, quantize_fp8_block
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
 from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.errors import ConversionError, compare, halving_error
-from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
+from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, compare, halving_error, register
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config

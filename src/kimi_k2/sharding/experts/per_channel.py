@@ -11,8 +11,7 @@ from torch import Tensor
 from kimi_k2.quantization.fp8_block import scaled_e4m3_rows
 from kimi_k2.quantization.neuron_e4m3 import quantize_chunks
 from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.errors import ConversionError, compare
-from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
+from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, compare, register
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
