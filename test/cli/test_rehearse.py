@@ -67,7 +67,7 @@ def test_one_chip_without_a_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = CliRunner().invoke(app, ["rehearse", "--on-device", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
-    assert set(report) == {"schema", "model", "versions", "steps", "expected", "device", "real", "checksum"}
+    assert set(report) == {"schema", "model", "versions", "steps", "expected", "device", "logits", "real", "checksum"}
     assert report["device"] is None and set(report["expected"]) == {"xla", "layers"}
     assert report["expected"]["layers"]["tpot"]["expected"]["form"] == "whole layers"
     for form in ("xla", "layers"):

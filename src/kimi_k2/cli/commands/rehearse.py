@@ -42,6 +42,7 @@ TOWER = {"vt_num_attention_heads": 16, "vt_hidden_size": 256, "mm_hidden_size": 
 REAL, RANKS = "/models/MODEL", "/presharded"
 # One chip has four logical cores at LNC=2; `like` of the preset of each form.
 CORES, FORMS = 4, {"xla": "trn2-tp64-ep1", "layers": "trn2-tp64-ep1-nki-layers"}
+LOGITS = "trn2-tp64-ep1", "bf16"  # compared with the CPU; FP8 a channel would be 2.6 % off by itself
 DEVICE = Path("/dev/neuron0")
 # What four of 64 ranks hold of the real widths, and the same small.
 SLICE: dict[str, int] = {
@@ -174,6 +175,14 @@ def chip_steps(work: Path, presets: dict[str, Path], absent: list[str], *, devic
         no_device = None if device else "no Neuron device"
         yield Step(f"{form}: sweep", ["bench", checkpoint, *options, *where, "--out", str(work / f"sweep-{form}")],
                    1, no_device)  # fmt: skip
+    name, ranks, graphs = str(work / "chip-logits.yaml"), str(work / "ranks-logits"), str(work / "graphs-logits")
+    judged = ["parity", "compare", golden, checkpoint, "--backend", "neuron", "--preset", name]
+    if device:
+        yield Step("logits: convert", ["convert", checkpoint, ranks, "--preset", name])
+        kept = ["--weights", ranks, "--capture-layers", "0,1,2"]
+        yield Step("logits: compile", ["compile", checkpoint, "--preset", name, "--out", graphs, *kept], 1, missing)
+        judged += ["--compiled", graphs, "--dtype", "bfloat16"]
+    yield Step("logits beside the CPU", [*judged, "--out", str(work / "logits")], 1, missing)
 
 
 def rehearse(
@@ -214,7 +223,9 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
     if on_device:
         files = {form: work / f"chip-{form}.yaml" for form in FORMS}
         for form, file in files.items():
-            file.write_text(f"like: {FORMS[form]}\ntp_degree: {CORES}\nmoe_tp_degree: {CORES}\n", encoding="utf-8")
+            file.write_text(_of_one_chip(FORMS[form]), encoding="utf-8")
+        like, experts = LOGITS
+        (work / "chip-logits.yaml").write_text(f"{_of_one_chip(like)}experts: {experts}\n", encoding="utf-8")
         config = tiny_config("kimi-k2-instruct-0905", **(SLICE if device else SMALL_SLICE))
         way = list(chip_steps(work, files, contrib.missing(), device=device))
     else:
@@ -233,7 +244,9 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
             break
     seconds, real = time.monotonic() - begin, [step.real for step in way if step.real]
     if keep:
+        logits = work / "logits" / "parity.json"
         report = _report(config, files, results, work if device else None) | {"real": real}
+        report["logits"] = json.loads(logits.read_text()) if logits.is_file() else None
         text = json.dumps({**report, "checksum": checksum(report)}, indent=1)
         (work / "report.json").write_text(text, encoding="utf-8")
         say(f"report: {work / 'report.json'}")
@@ -242,6 +255,10 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
         say("\n".join(["The same with the real model, on the real machine:", *real]))
     if any(result.startswith("failed") for _, result, _ in results):
         raise typer.Exit(1)
+
+
+def _of_one_chip(like: str) -> str:
+    return f"like: {like}\ntp_degree: {CORES}\nmoe_tp_degree: {CORES}\n"
 
 
 def _report(
