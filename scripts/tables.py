@@ -6,13 +6,15 @@ was made. A planned one stands behind `<!-- planned: MODEL PRESET ... -->`: rows
 Kimi's published runs stand behind `<!-- published: Kimi-K2 -->`.
 
 Figures in sentences are in docs/figures.json: by document the sentence, with {} for each figure, and where each is
-from: a cell of measured.json, a plan, or what others published. A sentence without {} is kept as it stands.
+from: a cell of measured.json, a plan, or what others published. All other numbers of a document's text stand there
+under its headings, as they were recorded (`python scripts/tables.py --record`): a number changed in one place is seen.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -30,6 +32,7 @@ from kimi_k2.plan.report import plan
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"<!-- (measured|planned|published): ([\w .-]+) -->\n.*\n\n(?:\|.*\n)+")
+STATED = re.compile(r"(?<![\w.])\d[\d.,]*(?:e-?\d+)?(?<=\d)")
 NUMBER = r"(\d[\d.,]*(?:e-?\d+)?(?<=\d))"
 PLANNED = (
     "preset", "batch x context, prompt", "held, GiB", "scratch, GiB", "fits", "GB a step", "TPOT bound",
@@ -54,10 +57,28 @@ def rendered(text: str, name: str = "") -> str:
         KeyError: a table is not recorded.
         ValueError: a sentence stands not once in the document.
     """
-    for entry in _json("figures.json").get(name, ()):
-        text = _sentence(text, entry["text"], [_figure(source) for source in entry.get("from", ())])
+    for entry in _sentences(name):
+        text = _sentence(text, entry["text"], [_figure(source) for source in entry["from"]])
     tables = {"measured": _measured, "planned": _planned, "published": _published}
     return BLOCK.sub(lambda match: tables[match[1]](match[2]), text)
+
+
+def _sentences(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = _json("figures.json")["rendered"].get(name, [])
+    return found
+
+
+def stated(text: str, name: str) -> dict[str, str]:
+    """All numbers of a document that nothing renders, in order, by heading; not those of commands and addresses."""
+    for entry in _sentences(name):
+        text = _sentence(text, entry["text"], ["" for _ in entry["from"]])
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", BLOCK.sub("", text), flags=re.DOTALL)
+    found: dict[str, str] = {}
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        heading, _, rest = section.partition("\n")
+        if numbers := STATED.findall(rest):
+            found[heading.lstrip("# ")] = " ".join(numbers)
+    return found
 
 
 def pattern(template: str) -> re.Pattern[str]:
@@ -84,7 +105,7 @@ def _figure(source: dict[str, Any]) -> str:
     elif "plan" in source:
         value = _report(*source["plan"])
         for key in source["path"].split("."):
-            value = value[key]
+            value = value[int(key) if key.isdecimal() and isinstance(value, list) else key]
     elif "gpus" in source:
         value = _gpus(*source["gpus"])[source["path"]]
     elif "fit" in source:
@@ -151,3 +172,7 @@ def documents() -> dict[str, Path]:
 if __name__ == "__main__":
     for name, path in documents().items():
         path.write_text(rendered(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+    if sys.argv[1:] == ["--record"]:
+        numbers = {name: stated(path.read_text(encoding="utf-8"), name) for name, path in documents().items()}
+        text = json.dumps({**_json("figures.json"), "stated": numbers}, indent=1, ensure_ascii=False)
+        (DOCS / "figures.json").write_text(text + "\n", encoding="utf-8")

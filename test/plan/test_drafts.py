@@ -105,10 +105,19 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
         (tmp_path / name).write_text(json.dumps(content))
     options = ["--measured", str(tmp_path / "nccom.json"), "--measured", str(tmp_path / "profile.json")]
     report = planned(*options)
-    step, sensitivity = (one["kernels"]["contexts"]["4096"]["folded"] for one in (report, plain))
+    step, of_plain = (one["kernels"]["contexts"]["4096"]["folded"] for one in (report, plain))
     # 515.2 GB/s are 70 % of twice 368; a layer's all-reduce has 60,416 bytes.
     assert report["kernels"]["rates"]["efficiency"] == pytest.approx(70)
-    assert step["tpot"] == pytest.approx(sensitivity["sensitivity"]["70"]["10"], rel=1e-3)
+    counted, others = of_plain["layer"]["layer_us"]["70"]["10"] * 1e-6, report["kernels"]["other_bytes"] / 515.2e9
+    assert step["tpot"] == pytest.approx(61 * counted + others + 5 * 10e-6, rel=1e-3)
+    # 127 collectives; at 105 us they are all that a layer waits for.
+    low, reported, high = of_plain["range"]
+    assert [round(one["latency"] * 1e6) for one in of_plain["range"]] == [15, 24, 105]
+    assert low["tpot"] == of_plain["tpot"] < reported["tpot"] < high["tpot"]
+    assert high["tpot"] - reported["tpot"] == pytest.approx(127 * (105.03 - 24) * 1e-6, rel=0.01)
+    for one in of_plain["range"]:
+        assert one["charged"] > one["tpot"]  # weights that wait for a collective
+    assert high["charged"] - low["charged"] == pytest.approx(127 * (105.03 - 15) * 1e-6)
     assert any("70 % of 368 GB/s a core (measured)" in line for line in report["kernels"]["assumptions"])
     assert "as measured (nccom-test)" in report["machine"]["source"]
     measured = read_measured([tmp_path / "nccom.json"])

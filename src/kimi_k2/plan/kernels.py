@@ -15,6 +15,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
 from kimi_k2.plan.memory import FLOAT32, local_bytes
+from kimi_k2.plan.published import data, source_words
 from kimi_k2.plan.roofline import TRN2_LNC2, GraphCounts, Machine, roofline
 from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import ShardingPlan
@@ -92,7 +93,7 @@ def _between(points: Sequence[float], values: Sequence[float], at: float) -> flo
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
     """Times of one token, by context; None for a deployment whose kernels were not counted.
 
-    Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `sensitivity` over both.
+    Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `range` at latencies that were published.
     """
     layout = target.layout
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
@@ -130,6 +131,16 @@ def step_bound(decode: GraphCounts, target: Target, kernels: dict[str, Any] | No
     return roofline(decode, target.machine).bound, "bytes and collectives at peak rates, no real run is as fast"
 
 
+def collective_range(kernels: dict[str, Any] | None, target: Target) -> list[dict[str, Any]]:
+    """Of a step in whole layers its seconds by what a collective takes; none of other forms."""
+    if kernels is None:
+        return []
+    rows: list[dict[str, Any]] = kernels["contexts"][nearest_counted(kernels, target.context)][kernels["deployed"]][
+        "range"
+    ]
+    return rows
+
+
 def nearest_counted(kernels: dict[str, Any], context: int) -> str:
     """The counted context, of those of the deployed form, that is nearest to the deployment's."""
     counted: list[str] = [slots for slots, forms in kernels["contexts"].items() if kernels["deployed"] in forms]
@@ -146,13 +157,24 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
     def step(rates: Rates) -> float:
         return layers * rates.of_layer(layer["layer_us"]) + rates.rest(other_bytes, others)
 
+    collectives = layers * layer["collectives"]
+    alone = step(rates._replace(latency=0.0))  # weights load while nothing is exchanged
+    reported = data()["collective"]
     return {
         "layer": layer,
-        "collectives": layers * layer["collectives"] + others,
+        "collectives": collectives + others,
         "hbm_bytes": _CORES * layers * layer["hbm_bytes"] + other_bytes,
         "rest": rates.rest(other_bytes, others),
         "tpot": step(rates),
-        "sensitivity": {e: {t: step(Rates(e, t)) for t in LATENCIES} for e in EFFICIENCIES},
+        "range": [
+            {
+                "latency": one["seconds"],
+                "tpot": step(rates._replace(latency=one["seconds"] * 1e6)),
+                "charged": alone + (collectives + others) * one["seconds"],
+                "source": one["what"] + (f" ({source_words(one['source'])})" if "source" in one else ""),
+            }
+            for one in ({"seconds": ASSUMED_LATENCY * 1e-6, "what": "assumed"}, reported, reported["slowest"])
+        ],
     }
 
 
@@ -166,13 +188,13 @@ def print_kernel_step(step: dict[str, Any], console: Console) -> None:
                 f" {one['collectives']} collectives; TPOT {one['tpot'] * 1e3:.2f} ms",
                 highlight=False,
             )
-    titles = (f"{latency} us" for latency in LATENCIES)
-    table = Table("slots", "form", "DMA %", *titles, title="TPOT, ms, by collective latency; modelled")
+    table = Table(
+        "slots", "a collective", "TPOT, ms", "weights wait for it", "by", title="TPOT by collectives; modelled"
+    )
     for slots, forms in step["contexts"].items():
-        for form, one in forms.items():
-            for efficiency, row in one["sensitivity"].items():
-                times = (f"{time * 1e3:.2f}" for time in row.values())
-                table.add_row(f"{int(slots):,}", form, f"{efficiency}", *times)
+        for one in (row for form in forms.values() for row in form["range"]):
+            times = (f"{one[name] * 1e3:.2f}" for name in ("tpot", "charged"))
+            table.add_row(f"{int(slots):,}", f"{one['latency'] * 1e6:.0f} us", *times, one["source"])
     console.print(table)
     for line in step["assumptions"]:
         console.print(f"  {line}", style="dim", highlight=False)

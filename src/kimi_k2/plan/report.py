@@ -17,7 +17,7 @@ from kimi_k2.plan.deployment import LINE
 from kimi_k2.plan.drafts import drafts_report, print_drafts
 from kimi_k2.plan.expectation import WIDE, expect
 from kimi_k2.plan.instructions import prefill_instructions
-from kimi_k2.plan.kernels import Rates, kernel_step, nearest_counted, print_kernel_step, step_bound
+from kimi_k2.plan.kernels import Rates, collective_range, kernel_step, nearest_counted, print_kernel_step, step_bound
 from kimi_k2.plan.memory import TOWER, MemoryPlan, cache_tokens, category, host_plan, memory_plan
 from kimi_k2.plan.roofline import GraphCounts, roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
@@ -116,7 +116,12 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
         },
         "decode": step(decode, target),
         "kernels": kernels,
-        "tpot": {"bound": bound, "bound_of": bound_of, "expected": expected.as_json() if expected else None},
+        "tpot": {
+            "bound": bound,
+            "bound_of": bound_of,
+            "collectives": collective_range(kernels, target),
+            "expected": expected.as_json() if expected else None,
+        },
         "machine": asdict(target.machine),
         "advice": advice(config, target, memory),
         "drafts": None,
@@ -227,6 +232,12 @@ def _print_time(report: dict[str, Any], console: Console) -> None:
     """Expectation and bound, and what the expectation is from."""
     tpot, name = report["tpot"], "a step" if report["drafts"] else "TPOT"
     expected, bound = tpot["expected"], f"bound {tpot['bound'] * 1e3:.2f} ms (modelled: {tpot['bound_of']})"
+    if tpot["collectives"]:
+        low, high = tpot["collectives"][0], tpot["collectives"][-1]
+        bound += (
+            f", {high['tpot'] * 1e3:.1f} if a collective takes {high['latency'] * 1e6:.0f} us, not"
+            f" {low['latency'] * 1e6:.0f}; {low['charged'] * 1e3:.1f} to {high['charged'] * 1e3:.1f} if weights wait"
+        )
     if expected is None:
         console.print(f"{name}: {bound}", highlight=False)
         return
