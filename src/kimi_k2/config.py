@@ -38,8 +38,8 @@ LATENT_NORM_EPS = 1e-6
 
 MODELOPT = "hf_quant_config.json"
 PRESET_DIR = Path(__file__).parent / "presets"
+ADAPTER = "adapter_config.json"
 # Fields of KimiK2Config that no file has under that name.
-_ADAPTER = "adapter_config.json"
 DERIVED = ("quantization", "kv_cache_fp8", "tensor_prefix", "vision")
 
 
@@ -253,10 +253,10 @@ class KimiK2Config(BaseModel):
             path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
         ):
             raise ConfigError("GGUF, llama.cpp's format; expected a Hugging Face checkpoint in safetensors", file=path)
-        if (path / _ADAPTER).exists():
+        if (path / ADAPTER).exists():
             raise ConfigError(
                 "an adapter (PEFT's), which transformers would add to the weights beside it; merge it, or move it away",
-                file=path / _ADAPTER,
+                file=path / ADAPTER,
             )
         path = path / "config.json" if path.is_dir() else path
         try:

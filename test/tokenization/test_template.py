@@ -227,6 +227,26 @@ def test_a_message_completes_no_special_token(source: str, text: str) -> None:
         assert text != MARKS or MARKS in "".join(segment.text for segment in segments)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{{ '<|im_%s|>' % m.role }}", "{% set r = m.role %}<|im_{{ r }}|>", "{{ '<|im_{}|>'.format(m.role) }}",
+     "<|im_{{ m.content }}|>", "{{ '<|' ~ m.content[:0] ~ ['im_user']|first ~ '|>' }}"],
+)  # fmt: skip
+def test_a_token_that_is_the_templates_in_part_is_refused(source: str) -> None:
+    """Not made text, which transformers would not do."""
+    template = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}", SPECIAL)
+    with pytest.raises(TokenizerError, match=r"it puts <\|im_user\|> together of its own text and other's"):
+        template.render_segments([{"role": "user", "content": "user"}])
+
+
+def test_a_role_that_is_none_completes_no_special_token() -> None:
+    parameters = {"type": "object", "properties": {}, "role": "end"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    template = ChatTemplate("<|im_{{ tools[0].function.parameters.role }}|>", SPECIAL)
+    with pytest.raises(TokenizerError, match=r"it puts <\|im_end\|> together"):
+        template.render_segments([{"role": "user", "content": "x"}], tools=tools)
+
+
 def test_characters_of_every_private_block() -> None:
     text = "".join(chr(block << 12) for block in range(0xF0, 0x10F))
     with pytest.raises(TokenizerError, match="characters of every block of private use"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from neuronx_distributed_inference.modules.lora_serving import is_lora_module
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.adapter import adapter_scale
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.layout import Decode
 
@@ -39,7 +41,8 @@ def check(config: Any) -> None:
     """Refuse what NxDI's LoRA serving cannot wrap in this model; `config` is the whole neuron config.
 
     Raises:
-        ConfigError: naming the field and, of a target module, why it is not adapted.
+        ConfigError: naming the field and, of a target module, why it is not adapted; or a field of an adapter's file,
+            of which NxDI reads three.
     """
     lora = config.lora_config
     if lora is None:
@@ -48,6 +51,8 @@ def check(config: Any) -> None:
     for name in sorted(named - set(ADAPTED)):
         reason = _WHY_NOT.get(name, "the model has no such module")
         raise ConfigError(f"expected {' or '.join(ADAPTED)}, got {name}: {reason}", field="lora_config.target_modules")
+    for path in filter(os.path.isdir, (lora.lora_ckpt_paths or {}).values()):
+        adapter_scale(path)
     if lora.dynamic_multi_lora:
         raise ConfigError("expected False: adapters are loaded with the model", field="lora_config.dynamic_multi_lora")
     if lora.batch_size != config.batch_size:
