@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, register
 
 
 @register
@@ -29,9 +29,8 @@ class RowInt8Format(StoredFormat):
     def to_hf_dict(self) -> dict[str, Any]:
         return self.model_dump()
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-        yield TensorSpec(f"{module}.weight", torch.int8, (rows, columns))
-        yield TensorSpec(f"{module}.weight_row_scale", torch.float32, (rows, 1))
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
+        return (torch.int8, (rows, columns)), (torch.float32, (rows, 1))
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         return (stored["weight"].to(torch.float32) * stored["weight_row_scale"]).to(dtype)

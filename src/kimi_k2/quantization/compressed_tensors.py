@@ -1,13 +1,20 @@
-"""compressed-tensors' `quantization_config`: groups of modules with the arguments of their quantization."""
+"""compressed-tensors' `quantization_config`: groups of modules with the arguments of their quantization.
+
+A group may have a format of its own: attention in FP8 and experts in four bits, say.
+"""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import SerializeAsAny
 
 from kimi_k2.config_fields import refuse_unknown, same
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.modules import module_list, names_module
+from kimi_k2.quantization.stored import StoredFormat, formats, named_errors, register, unquantized
 
 _READ = ("quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status")
 _HARMLESS = ("global_compression_ratio", "version", "run_compressed")
@@ -39,10 +46,6 @@ class Scheme(NamedTuple):
     weights: Mapping[str, Any]
     activations: str | None
     ignore: tuple[str, ...]
-
-    def name(self, argument: str) -> str:
-        """The dotted name of one of the weights' arguments."""
-        return f"{self.field}.weights.{argument}"
 
     def holds(self, **arguments: Any) -> bool:
         """Whether the weights' arguments are these, those not named being absent, null or false."""
@@ -111,23 +114,121 @@ def _activations(raw: Any, field: str) -> str | None:
     return f"{'static' if raw.get('dynamic') is False else 'dynamic'} FP{raw['num_bits']} a {raw.get('strategy')}"
 
 
-def _group(weights: Mapping[str, Any], activations: str | None) -> dict[str, Any]:
-    asked = None
-    if activations is not None:
-        when, bits, _, strategy = activations.split()
-        asked = {"num_bits": int(bits[2:]), "type": "float", "strategy": strategy, "dynamic": when == "dynamic"}
-    return {"targets": ["Linear"], "weights": dict(weights), "input_activations": asked, "output_activations": None}
+class CompressedFormat(StoredFormat, ABC):
+    """A format that a group of compressed-tensors' config describes.
+
+    Attributes:
+        kinds: the group's `format`; the first is written.
+        arguments: of the weights; fields of arguments' names are beside them.
+    """
+
+    method = "compressed-tensors"
+    kinds: ClassVar[tuple[str, ...]]
+    arguments: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme) -> Self | None:
+        """The format of the group; None if it is another.
+
+        Raises:
+            ConfigError: it is this one, with an argument that is not supported.
+        """
+        said = {**_NOTHING, **scheme.weights}
+        own = {name: said[name] for name in _ARGUMENTS & set(cls.model_fields) & set(said)}
+        if scheme.kind not in cls.kinds or not cls.describes(scheme, own):
+            return None
+        if scheme.weights.get("block_structure") is not None and "block_structure" not in own:
+            raise ConfigError("expected null", field=f"{scheme.field}.weights.block_structure")
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        asked = {"activations": scheme.activations} if "activations" in cls.model_fields else {}
+        with named_errors(f"{scheme.field}.weights"):
+            return cls.model_validate({"ignore": scheme.ignore, **asked, **fields})
+
+    @classmethod
+    def describes(cls, scheme: Scheme, own: dict[str, Any]) -> bool:
+        """Whether a group of one of `kinds` is of this format; `own` are the arguments that are fields."""
+        return scheme.holds(**own | cls.arguments)
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        fields = self.model_dump(mode="json")
+        own = {name: value for name, value in fields.items() if name in _ARGUMENTS}
+        weights = {"dynamic": False, **self.arguments, **own}
+        activations = asked = fields.get("activations")
+        if activations is not None:
+            when, bits, _, strategy = activations.split()
+            asked = {"num_bits": int(bits[2:]), "type": "float", "strategy": strategy, "dynamic": when == "dynamic"}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": asked, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.kinds[0],
+            "config_groups": {"group_0": group},
+            "ignore": list(self.ignore),
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+        }
 
 
-def config_of(
-    kind: str, weights: Mapping[str, Any], ignore: tuple[str, ...], activations: str | None = None
-) -> dict[str, Any]:
-    """The content of a `quantization_config` of one group as compressed-tensors writes it."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "config_groups": {"group_0": _group(weights, activations)},
-        "ignore": list(ignore),
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-    }
+@register
+class MixedFormat(StoredFormat):
+    """Groups of modules, each stored in a format of its own; what no group names stays unquantized.
+
+    Attributes:
+        targets: of each group: names of modules and expressions, or `Linear` for all that no other names.
+        members: their formats.
+    """
+
+    name = "mixed"
+    method = "compressed-tensors"
+    suffixes = ()
+    added = ()
+
+    targets: tuple[tuple[str, ...], ...] = ()
+    members: tuple[SerializeAsAny[StoredFormat], ...] = ()
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat | None:
+        """Read compressed-tensors' object; one group of all modules is a format by itself."""
+        if not is_compressed_tensors(raw):
+            return None
+        schemes = list(parse_schemes(raw, field))
+        members = tuple(_format_of(scheme) for scheme in schemes)
+        if [scheme.targets for scheme in schemes] == [("Linear",)]:
+            return members[0]
+        return cls(targets=tuple(one.targets for one in schemes), members=members, ignore=schemes[0].ignore)
+
+    def of(self, module: str) -> StoredFormat:
+        """The first group's that names it, else that of all Linears."""
+        if not self.quantizes(module):
+            return unquantized()
+        whole = unquantized()
+        for targets, member in zip(self.targets, self.members, strict=True):
+            if targets == ("Linear",):
+                whole = member
+            elif names_module(targets, "compressed", module):
+                return member
+        return whole
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of `quantization_config` as compressed-tensors writes it."""
+        parts = [member.to_hf_dict() for member in self.members]
+        groups = {
+            f"group_{number}": {**part["config_groups"]["group_0"], "targets": list(targets), "format": part["format"]}
+            for number, (part, targets) in enumerate(zip(parts, self.targets, strict=True))
+        }
+        return {**parts[0], "format": "mixed-precision", "config_groups": groups}
+
+    def shapes(self, *_: object) -> Any:
+        """Not to be called: `of` gives a module's own format."""
+        raise NotImplementedError
+
+    dequantize = quantize = shapes  # type: ignore[assignment]
+
+
+def _format_of(scheme: Scheme) -> StoredFormat:
+    for candidate in formats().values():
+        found = candidate.of_scheme(scheme) if issubclass(candidate, CompressedFormat) else None
+        if found is not None:
+            return found
+    said = {name: scheme.weights.get(name) for name in ("type", "num_bits", "strategy", "group_size", "symmetric")}
+    raise ConfigError(f"no format of this package: {scheme.kind!r:.100} with {said}", field=f"{scheme.field}.weights")

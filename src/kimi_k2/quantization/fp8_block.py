@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.draw import filled, scale_factors
 from kimi_k2.quantization.modules import module_list
 from kimi_k2.quantization.rows import CHUNK_VALUES, is_finite, work_rows
-from kimi_k2.quantization.stored import BlockSide, Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import BlockSide, Shape, Stored, StoredFormat, register
 
 E4M3_MAX = 448.0
 _NAN = 0x7F
@@ -224,15 +224,9 @@ class Fp8BlockFormat(StoredFormat):
         ignored = {"modules_to_not_convert": list(self.ignore)} if self.ignore else {}
         return self.model_dump(exclude={"ignore"}) | {"weight_block_size": list(self.weight_block_size)} | ignored
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """`weight_block_size`."""
-        return self.weight_block_size
-
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """FP8 values, and a float32 scale a block (the last of a row or column may be partial)."""
-        yield TensorSpec(f"{module}.weight", torch.float8_e4m3fn, (rows, columns))
-        yield TensorSpec(f"{module}.weight_scale_inv", torch.float32, block_grid((rows, columns), self.block))
+        return (torch.float8_e4m3fn, (rows, columns)), (torch.float32, block_grid((rows, columns), self.block))
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """See `dequantize_fp8_block`."""

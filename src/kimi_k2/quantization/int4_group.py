@@ -6,37 +6,38 @@ Eight values share an int32, the least significant nibble first, each stored as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import field_validator
 from torch import Tensor
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.compressed_tensors import Scheme, config_of
+from kimi_k2.quantization.compressed_tensors import CompressedFormat, Scheme
 from kimi_k2.quantization.draw import filled, scale_factors
-from kimi_k2.quantization.stored import (
-    BlockSide,
-    RecastFormat,
-    Stored,
-    StoredFormat,
-    TensorSpec,
-    named_errors,
-    register,
-)
+from kimi_k2.quantization.stored import BlockSide, RecastFormat, Shape, Stored, register
 
 VALUES_PER_WORD = 8
 OFFSET = 8
 MAX_VALUE = 7  # symmetric: -8 is representable but a symmetric quantizer leaves it unused
 
 
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Codes 0 to 15, uint8 [..., K] with even K, to uint8 [..., K / 2]; the first of two has the low half."""
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The reverse; of wider integers byte by byte, the lowest first."""
+    octets = packed.contiguous().view(torch.uint8)
+    return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
+
+
 def pack_int4(values: Tensor) -> Tensor:
     """Pack integers in -8..7, int8 [..., N, K], to int32 [..., N, ceil(K / 8)]; spare nibbles are 0 bits."""
-    nibbles = (values + OFFSET).view(torch.uint8)
-    nibbles = torch.nn.functional.pad(nibbles, (0, -values.shape[-1] % VALUES_PER_WORD))
-    # Two values a byte, then the bytes are reread as little-endian words.
-    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
+    nibbles = torch.nn.functional.pad((values + OFFSET).view(torch.uint8), (0, -values.shape[-1] % VALUES_PER_WORD))
+    return pack_nibbles(nibbles).contiguous().view(torch.int32)
 
 
 def unpack_int4(weight_packed: Tensor, columns: int) -> Tensor:
@@ -45,16 +46,12 @@ def unpack_int4(weight_packed: Tensor, columns: int) -> Tensor:
     Raises:
         ValueError: `weight_packed` is not int32 or has another number of words.
     """
+    words = -(-columns // VALUES_PER_WORD)
     if weight_packed.dtype != torch.int32:
         raise ValueError(f"weight_packed: expected int32, got {weight_packed.dtype}")
-    if weight_packed.shape[-1] != -(-columns // VALUES_PER_WORD):
-        raise ValueError(
-            f"weight_packed: expected {-(-columns // VALUES_PER_WORD)} words for {columns} columns, "
-            f"got {weight_packed.shape[-1]}"
-        )
-    packed = weight_packed.contiguous().view(torch.uint8)
-    nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :columns]
-    return nibbles.view(torch.int8) - OFFSET
+    if weight_packed.shape[-1] != words:
+        raise ValueError(f"weight_packed: expected {words} words for {columns} columns, got {weight_packed.shape[-1]}")
+    return unpack_nibbles(weight_packed)[..., :columns].view(torch.int8) - OFFSET
 
 
 def dequantize_int4_group(
@@ -123,35 +120,6 @@ def whole_words(size: int) -> int:
     return size
 
 
-def check_columns(
-    module: str, columns: int, group_size: int, field: str = "quantization_config.config_groups.*.weights.group_size"
-) -> None:
-    """Refuse a weight whose input columns do not divide into groups.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    if columns % group_size:
-        raise ConfigError(
-            f"{module} has {columns} input columns, which do not divide into groups of {group_size}", field=field
-        )
-
-
-def scheme_arguments(scheme: Scheme, needed: tuple[str, ...] = ("group_size",)) -> dict[str, Any]:
-    """The weights' arguments of a group that is packed into words.
-
-    Raises:
-        ConfigError: one of `needed` is missing, or there are blocks.
-    """
-    for name in needed:
-        if name not in scheme.weights:
-            raise ConfigError("missing", field=scheme.name(name))
-    if scheme.weights.get("block_structure") is not None:
-        raise ConfigError("expected null", field=scheme.name("block_structure"))
-    keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-    return {key: scheme.weights[key] for key in keys if key in scheme.weights}
-
-
 DEFAULT_INT4_IGNORE = (
     "lm_head",
     r"re:.*self_attn.*",
@@ -160,18 +128,31 @@ DEFAULT_INT4_IGNORE = (
 )
 
 
+class PackedFormat(CompressedFormat):
+    """INT4 packed into 32-bit words, beside the weight's shape."""
+
+    kinds = ("pack-quantized",)
+    scales = ("weight_scale",)
+    implied = ("weight_shape",)
+
+    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
+        """`weight_shape` is data, not a header: a wrong one passes the header checks."""
+        rows, words = stored["weight_packed"].shape
+        shape = stored["weight_shape"].tolist()
+        if shape[0] == rows and -(-shape[1] // VALUES_PER_WORD) == words:
+            return None
+        return "weight_shape", f"says {shape}, but weight_packed is {[rows, words]}"
+
+
 @register
-class Int4GroupFormat(StoredFormat):
+class Int4GroupFormat(PackedFormat):
     """compressed-tensors `pack-quantized` INT4, symmetric, one scale a group along the input dimension.
 
     `ignore` lists exact module names, or regular expressions after `re:`, that stay unquantized.
     """
 
     name = "int4"
-    method = "compressed-tensors"
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
-    scales = ("weight_scale",)
-    implied = ("weight_shape",)
     added = ("activations",)
 
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
@@ -189,31 +170,14 @@ class Int4GroupFormat(StoredFormat):
     _whole_words = field_validator("group_size")(whole_words)
 
     @classmethod
-    def of_scheme(cls, scheme: Scheme) -> Int4GroupFormat | None:
-        """Whatever is packed into 32-bit words; what is not supported is named."""
-        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or _is_channel(scheme):
-            return None
-        arguments = scheme_arguments(scheme)
-        with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
+    def describes(cls, scheme: Scheme, own: dict[str, Any]) -> bool:
+        """Whatever is packed into 32-bit words without zero points; what is not supported is named."""
+        return scheme.weights.get("symmetric") is not False and not _is_channel(scheme)
 
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as compressed-tensors writes it."""
-        keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-        return config_of(self.format, {key: getattr(self, key) for key in keys}, self.ignore, self.activations)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """One row of `group_size` columns."""
-        return 1, self.group_size
-
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Eight values a word, a BF16 scale a group, and the weight's shape."""
-        check_columns(module, columns, self.group_size)
         words, groups = -(-columns // VALUES_PER_WORD), columns // self.group_size
-        yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, words))
-        yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
-        yield TensorSpec(f"{module}.weight_shape", torch.int32, (2,))
+        return (torch.int32, (rows, words)), (torch.bfloat16, (rows, groups)), (torch.int32, (2,))
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """See `dequantize_int4_group`."""
@@ -246,28 +210,18 @@ class Int4GroupFormat(StoredFormat):
         shape = (rows, -(-columns // VALUES_PER_WORD))
         return filled(math.prod(shape), torch.int32, words).view(shape)
 
-    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
-        """`weight_shape` is data, not a header: a wrong one passes the header checks."""
-        rows, words = stored["weight_packed"].shape
-        shape = stored["weight_shape"].tolist()
-        if shape[0] == rows and -(-shape[1] // VALUES_PER_WORD) == words:
-            return None
-        return "weight_shape", f"says {shape}, but weight_packed is {[rows, words]}"
-
 
 def _is_channel(scheme: Scheme) -> bool:
     return scheme.weights.get("strategy") == "channel" and scheme.weights.get("group_size") in (None, -1)
 
 
 @register
-class Int4ChannelFormat(RecastFormat):
+class Int4ChannelFormat(RecastFormat, PackedFormat):
     """compressed-tensors `pack-quantized` INT4, symmetric, a scale an output channel; held as groups that repeat it."""
 
     name = "int4-channel"
-    method = "compressed-tensors"
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
-    scales = ("weight_scale",)
-    implied = ("weight_shape",)
+    arguments: ClassVar[dict[str, Any]] = {"group_size": None}
 
     num_bits: Literal[4] = 4
     strategy: Literal["channel"] = "channel"
@@ -278,30 +232,18 @@ class Int4ChannelFormat(RecastFormat):
     activations: str | None = None
 
     @classmethod
-    def of_scheme(cls, scheme: Scheme) -> Int4ChannelFormat | None:
+    def describes(cls, scheme: Scheme, own: dict[str, Any]) -> bool:
         """Symmetric, with no group's size."""
-        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is False or not _is_channel(scheme):
-            return None
-        arguments = scheme_arguments(scheme, needed=())
-        arguments.pop("group_size", None)
-        with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
-
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as compressed-tensors writes it."""
-        keys = ("num_bits", "strategy", "symmetric", "type", "dynamic", "actorder")
-        weights = {**{key: getattr(self, key) for key in keys}, "group_size": None}
-        return config_of("pack-quantized", weights, self.ignore, self.activations)
+        return scheme.weights.get("symmetric") is not False and _is_channel(scheme)
 
     @property
     def held_as(self) -> Int4GroupFormat:
         """Groups of 32, which kernels read and ranks may cut."""
         return Int4GroupFormat(ignore=())
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Eight values a word, a BF16 scale a row, and the weight's shape."""
-        packed, scale, shape = self.held_as.specs(module, rows, columns)
-        yield from (packed, scale._replace(shape=(rows, 1)), shape)
+        return (torch.int32, (rows, -(-columns // VALUES_PER_WORD))), (torch.bfloat16, (rows, 1)), (torch.int32, (2,))
 
     def hold(self, stored: Stored) -> Stored:
         """The scale of a row once a group."""
@@ -312,10 +254,6 @@ class Int4ChannelFormat(RecastFormat):
     def quantize(self, weight: Tensor) -> Stored:
         """See `quantize_int4_group`."""
         return dict(zip(self.suffixes, quantize_int4_group(weight, weight.shape[-1]), strict=True))
-
-    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
-        """As of groups."""
-        return self.held_as.contradiction(stored)
 
 
 # Standard deviation of integers uniform over -7..7.

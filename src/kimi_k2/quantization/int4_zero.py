@@ -6,7 +6,7 @@ zero points as int8 and scales as float32, one a row and group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,32 +15,25 @@ from torch import Tensor
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.compressed_tensors import Scheme, config_of
+from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.int4_group import (
     OFFSET,
     VALUES_PER_WORD,
-    check_columns,
+    PackedFormat,
     pack_int4,
-    scheme_arguments,
+    pack_nibbles,
     unpack_int4,
+    unpack_nibbles,
     whole_words,
 )
 from kimi_k2.quantization.modules import module_list
-from kimi_k2.quantization.stored import (
-    BlockSide,
-    RecastFormat,
-    Stored,
-    StoredFormat,
-    TensorSpec,
-    named_errors,
-    register,
-)
+from kimi_k2.quantization.stored import BlockSide, RecastFormat, Shape, Stored, TensorSpec, register
 
 _RANGE = 15
 
 
 @register
-class Int4ZeroFormat(StoredFormat):
+class Int4ZeroFormat(PackedFormat):
     """compressed-tensors `pack-quantized` INT4, asymmetric.
 
     `weight_packed` and `weight_scale` as in `int4_group`; `weight_zero_point` int32 [rows / 8, groups], eight rows a
@@ -48,10 +41,7 @@ class Int4ZeroFormat(StoredFormat):
     """
 
     name = "int4-zero"
-    method = "compressed-tensors"
     suffixes = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-    scales = ("weight_scale",)
-    implied = ("weight_shape",)
 
     num_bits: Literal[4] = 4
     group_size: BlockSide = 128
@@ -65,32 +55,17 @@ class Int4ZeroFormat(StoredFormat):
     _whole_words = field_validator("group_size")(whole_words)
 
     @classmethod
-    def of_scheme(cls, scheme: Scheme) -> Int4ZeroFormat | None:
+    def describes(cls, scheme: Scheme, own: dict[str, Any]) -> bool:
         """Whatever is packed into 32-bit words and has zero points; what is not supported is named."""
-        if scheme.kind != "pack-quantized" or scheme.weights.get("symmetric") is not False:
-            return None
-        arguments = scheme_arguments(scheme)
-        with named_errors(f"{scheme.field}.weights"):
-            return cls.model_validate({"ignore": scheme.ignore, "activations": scheme.activations, **arguments})
+        return scheme.weights.get("symmetric") is False
 
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as compressed-tensors writes it."""
-        keys = ("num_bits", "group_size", "strategy", "symmetric", "type", "dynamic", "actorder")
-        return config_of("pack-quantized", {key: getattr(self, key) for key in keys}, self.ignore, self.activations)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """One row of `group_size` columns."""
-        return 1, self.group_size
-
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Eight values a word, a scale and a zero point a group, and the weight's shape."""
-        check_columns(module, columns, self.group_size)
         groups = columns // self.group_size
-        yield TensorSpec(f"{module}.weight_packed", torch.int32, (rows, columns // VALUES_PER_WORD))
-        yield TensorSpec(f"{module}.weight_scale", torch.bfloat16, (rows, groups))
-        yield TensorSpec(f"{module}.weight_zero_point", torch.int32, (-(-rows // VALUES_PER_WORD), groups))
-        yield TensorSpec(f"{module}.weight_shape", torch.int32, (2,))
+        yield torch.int32, (rows, columns // VALUES_PER_WORD)
+        yield torch.bfloat16, (rows, groups)
+        yield torch.int32, (-(-rows // VALUES_PER_WORD), groups)
+        yield torch.int32, (2,)
 
     def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """Scales in float32, zero points in int8, a row and group each."""
@@ -132,12 +107,6 @@ class Int4ZeroFormat(StoredFormat):
             "weight_shape": torch.tensor([rows, columns], dtype=torch.int32),
         }
 
-    def contradiction(self, stored: Stored) -> tuple[str, str] | None:
-        """`weight_shape` is data, not a header: a wrong one passes the header checks."""
-        rows, words = stored["weight_packed"].shape
-        shape = stored["weight_shape"].tolist()
-        return None if shape == [rows, words * VALUES_PER_WORD] else ("weight_shape", f"says {shape}")
-
 
 class _Transposed(RecastFormat):
     """AWQ and GPTQ: `qweight`, `qzeros`, `scales`, with the input dimension first."""
@@ -178,15 +147,14 @@ def _sizes(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 [A, B] to its eight nibbles, least significant first: int32 [A, B, 8]."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts) & 0xF
+    """int32 [A, B] to its eight nibbles, least significant first: uint8 [A, B, 8]."""
+    nibbles: Tensor = unpack_nibbles(words).unflatten(-1, (-1, VALUES_PER_WORD))
+    return nibbles
 
 
 def _words(nibbles: Tensor) -> Tensor:
     """The reverse."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
-    return (nibbles.to(torch.int64) << shifts).sum(dim=-1).to(torch.int32)
+    return pack_nibbles(nibbles.to(torch.uint8)).contiguous().view(torch.int32).squeeze(-1)
 
 
 # Nibble i of a word is the output column with this number among its eight.
@@ -219,13 +187,10 @@ class AwqFormat(_Transposed):
         own = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "version": "gemm", "zero_point": True}
         return {**own, "modules_to_not_convert": list(self.ignore)}
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Eight output columns a word."""
-        check_columns(module, columns, self.group_size, "quantization_config.group_size")
         groups, words = columns // self.group_size, rows // VALUES_PER_WORD
-        yield TensorSpec(f"{module}.qweight", torch.int32, (columns, words))
-        yield TensorSpec(f"{module}.qzeros", torch.int32, (groups, words))
-        yield TensorSpec(f"{module}.scales", torch.float16, (groups, rows))
+        return (torch.int32, (columns, words)), (torch.int32, (groups, words)), (torch.float16, (groups, rows))
 
     def hold(self, stored: Stored) -> Stored:
         """See the module."""
@@ -294,14 +259,13 @@ class GptqFormat(_Transposed):
     def _less(self) -> int:
         return 1 if self.checkpoint_format == "gptq" else 0
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Eight input columns a word, eight output columns a word of zero points."""
-        check_columns(module, columns, self.group_size, "quantization_config.group_size")
         groups = columns // self.group_size
-        yield TensorSpec(f"{module}.qweight", torch.int32, (columns // VALUES_PER_WORD, rows))
-        yield TensorSpec(f"{module}.qzeros", torch.int32, (groups, rows // VALUES_PER_WORD))
-        yield TensorSpec(f"{module}.scales", torch.float16, (groups, rows))
-        yield TensorSpec(f"{module}.g_idx", torch.int32, (columns,))
+        yield torch.int32, (columns // VALUES_PER_WORD, rows)
+        yield torch.int32, (groups, rows // VALUES_PER_WORD)
+        yield torch.float16, (groups, rows)
+        yield torch.int32, (columns,)
 
     def hold(self, stored: Stored) -> Stored:
         """See the module."""

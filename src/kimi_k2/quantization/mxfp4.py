@@ -7,17 +7,18 @@ two neighbours along the input dimension has the low half of the byte.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.compressed_tensors import Scheme, config_of
+from kimi_k2.quantization.compressed_tensors import CompressedFormat
+from kimi_k2.quantization.int4_group import pack_nibbles, unpack_nibbles
 from kimi_k2.quantization.modules import module_list
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, register
 
 E2M1_MAX = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,8 +29,7 @@ _MIDPOINTS = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """float32 [..., N, K] of uint8 [..., N, K / 2]."""
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return _VALUES.to(packed.device)[codes.to(torch.int32)]
+    return _VALUES.to(packed.device)[unpack_nibbles(packed).to(torch.int32)]
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def pack_e2m1(values: Tensor) -> Tensor:
     up = torch.bucketize(magnitude, _MIDPOINTS.to(values.device), right=True)
     down = torch.bucketize(magnitude, _MIDPOINTS.to(values.device))
     code = torch.where(up % 2 == 0, up, down).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
-    return code[..., 0::2] | (code[..., 1::2] << 4)
+    return pack_nibbles(code)
 
 
 GROUP = 32
@@ -49,18 +49,11 @@ _NAN = 255
 class _Mxfp4(StoredFormat):
     """What both spellings share: values uint8 [rows, columns / 2], exponents uint8 [rows, columns / 32]."""
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """One row of 32 columns."""
-        return 1, GROUP
+    group_size: ClassVar[int] = GROUP
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Two values a byte, an exponent a group."""
-        if columns % GROUP:
-            raise ConfigError(f"{module} has {columns} input columns, which do not divide into groups of {GROUP}")
-        packed, scale = self.suffixes
-        yield TensorSpec(f"{module}.{packed}", torch.uint8, (rows, columns // 2))
-        yield TensorSpec(f"{module}.{scale}", torch.uint8, (rows, columns // GROUP))
+        return (torch.uint8, (rows, columns // 2)), (torch.uint8, (rows, columns // GROUP))
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """Exact in float32, then rounded once."""
@@ -87,28 +80,18 @@ class _Mxfp4(StoredFormat):
 
 
 @register
-class CompressedMxfp4Format(_Mxfp4):
+class CompressedMxfp4Format(_Mxfp4, CompressedFormat):
     """compressed-tensors': `weight_packed` and `weight_scale`."""
 
     name = "mxfp4-packed"
-    method = "compressed-tensors"
+    kinds = ("mxfp4-pack-quantized",)
+    arguments: ClassVar[dict[str, Any]] = {
+        "type": "float", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": GROUP,
+    }  # fmt: skip
     suffixes = ("weight_packed", "weight_scale")
     unused = ("input_global_scale",)
 
     activations: str | None = None
-
-    @classmethod
-    def of_scheme(cls, scheme: Scheme) -> CompressedMxfp4Format | None:
-        """Of 4-bit floats in groups of 32."""
-        wanted = {"type": "float", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": GROUP}
-        if scheme.kind != "mxfp4-pack-quantized" or not scheme.holds(**wanted):
-            return None
-        return cls(ignore=scheme.ignore, activations=scheme.activations)
-
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
-        return config_of("mxfp4-pack-quantized", weights, self.ignore, self.activations)
 
 
 # What quark says of a weight, and the one value of each that is read; how it was found is left out.

@@ -7,8 +7,7 @@ stacked. Activations stay as they are: their static scales are left out.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.compressed_tensors import Scheme, config_of
+from kimi_k2.quantization.compressed_tensors import CompressedFormat
 from kimi_k2.quantization.modules import module_list
 from kimi_k2.quantization.mxfp4 import E2M1_MAX, pack_e2m1, unpack_e2m1
-from kimi_k2.quantization.stored import Stored, StoredFormat, TensorSpec, register
+from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, TensorSpec, register
 
 GROUP = 16
 _E4M3_MAX = 448.0
@@ -30,23 +29,18 @@ class _Nvfp4(StoredFormat):
 
     Attributes:
         of_all: shape of the scale of all.
+        divides: whether values are divided by it.
     """
 
+    group_size: ClassVar[int] = GROUP
     of_all: ClassVar[tuple[int, ...]] = ()
+    divides: ClassVar[bool] = False
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """One row of 16 columns."""
-        return 1, GROUP
-
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """Two values a byte, an e4m3 scale a group, one float32 scale."""
-        if columns % GROUP:
-            raise ConfigError(f"{module} has {columns} input columns, which do not divide into groups of {GROUP}")
-        packed, scale, whole = self.suffixes
-        yield TensorSpec(f"{module}.{packed}", torch.uint8, (rows, columns // 2))
-        yield TensorSpec(f"{module}.{scale}", torch.float8_e4m3fn, (rows, columns // GROUP))
-        yield TensorSpec(f"{module}.{whole}", torch.float32, self.of_all)
+        yield torch.uint8, (rows, columns // 2)
+        yield torch.float8_e4m3fn, (rows, columns // GROUP)
+        yield torch.float32, self.of_all
 
     def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """With the scale of all once a row."""
@@ -74,19 +68,16 @@ class _Nvfp4(StoredFormat):
         """The scale of all lets the largest group's scale be 448; of each group, its largest value be 6."""
         groups = weight.to(torch.float32).unflatten(-1, (-1, GROUP))
         amax = groups.abs().amax(dim=-1)
-        whole = self._whole((amax.max() / (_E4M3_MAX * E2M1_MAX)).clamp(min=1e-30))
+        unit = (amax.max() / (_E4M3_MAX * E2M1_MAX)).clamp(min=1e-30)
+        whole = (1 / unit if self.divides else unit).reshape(self.of_all)
         unit = self._scales(torch.ones(1, 1), whole.reshape(1, 1))
         scale = (amax / E2M1_MAX / unit).clamp(2**-9, _E4M3_MAX).to(torch.float8_e4m3fn)
         values = groups / self._scales(scale.to(torch.float32), whole.reshape(1, 1)).unsqueeze(-1)
         return dict(zip(self.suffixes, (pack_e2m1(values.flatten(-2)), scale, whole), strict=True))
 
-    @abstractmethod
     def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
         """float32 scales of the groups."""
-
-    @abstractmethod
-    def _whole(self, unit: Tensor) -> Tensor:
-        """The stored scale of all whose effect is `unit`."""
+        return scale / whole if self.divides else scale * whole
 
 
 @register
@@ -127,12 +118,6 @@ class Nvfp4Format(_Nvfp4):
         """The content of `quantization_config` as modelopt writes it."""
         return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP, "ignore": list(self.ignore)}
 
-    def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
-        return scale * whole
-
-    def _whole(self, unit: Tensor) -> Tensor:
-        return unit
-
 
 def _check_groups(groups: Any, field: str) -> None:
     """modelopt repeats in compressed-tensors' words what `quant_algo` says."""
@@ -153,33 +138,18 @@ def _check_groups(groups: Any, field: str) -> None:
 
 
 @register
-class CompressedNvfp4Format(_Nvfp4):
+class CompressedNvfp4Format(_Nvfp4, CompressedFormat):
     """compressed-tensors': `weight_packed`, `weight_scale`, `weight_global_scale` float32 [1]."""
 
     name = "nvfp4-packed"
-    method = "compressed-tensors"
+    kinds = ("nvfp4-pack-quantized",)
+    arguments: ClassVar[dict[str, Any]] = {
+        "type": "float", "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "group_size": GROUP,
+    }  # fmt: skip
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
     scales = ("weight_scale",)
     unused = ("input_global_scale",)
     of_all = (1,)
+    divides = True
 
     activations: str | None = None
-
-    @classmethod
-    def of_scheme(cls, scheme: Scheme) -> CompressedNvfp4Format | None:
-        """Of 4-bit floats in groups of 16."""
-        wanted = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "group_size": GROUP}
-        if scheme.kind != "nvfp4-pack-quantized" or not scheme.holds(**wanted):
-            return None
-        return cls(ignore=scheme.ignore, activations=scheme.activations)
-
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as compressed-tensors writes it."""
-        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
-        return config_of("nvfp4-pack-quantized", weights, self.ignore, self.activations)
-
-    def _scales(self, scale: Tensor, whole: Tensor) -> Tensor:
-        return scale / whole
-
-    def _whole(self, unit: Tensor) -> Tensor:
-        return (1 / unit).reshape(1)

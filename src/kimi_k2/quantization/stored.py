@@ -10,7 +10,7 @@ import functools
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.limits import BLOCK_SIDE
-from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.modules import Rule, names_module
 from kimi_k2.quantization.rows import row_chunks
 
 Stored = dict[str, Tensor]
+Shape = tuple[torch.dtype, tuple[int, ...]]
 BlockSide = Annotated[int, Field(ge=1, le=BLOCK_SIDE)]
 # Linears that no format quantizes.
 _FLOAT_MODULES = ("lm_head", "model.embed_tokens")
@@ -122,19 +122,10 @@ class StoredFormat(BaseModel, ABC):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat | None:
-        """Read a `quantization_config`; None if it is another format's, as it is where `of_scheme` reads.
+        """Read a `quantization_config`; None if it is another format's.
 
         Raises:
             ConfigError, ValidationError: a member is missing, mistyped or unsupported; `field` is the object's name.
-        """
-        return None
-
-    @classmethod
-    def of_scheme(cls, scheme: Scheme) -> StoredFormat | None:
-        """The format that a group of compressed-tensors' config describes; None if it is another.
-
-        Raises:
-            ConfigError: it is this one, with an argument that is not supported.
         """
         return None
 
@@ -155,13 +146,33 @@ class StoredFormat(BaseModel, ABC):
     # -- tensors -------------------------------------------------------------------------------------
 
     @property
+    def group(self) -> int:
+        """Columns of a row that share a scale: `group_size` where there is one."""
+        return getattr(self, "group_size", 1)
+
+    @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the weight that share a scale; a rank's slice may not cut them."""
-        return 1, 1
+        return self.e4m3_block or (1, self.group)
 
     @abstractmethod
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
+        """Dtype and shape of the stored tensors of a Linear with a [rows, columns] weight, one a suffix."""
+
     def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-        """The stored tensors of a Linear with a [rows, columns] weight, one a suffix."""
+        """The stored tensors of a Linear with a [rows, columns] weight, one a suffix.
+
+        Raises:
+            ConfigError: its columns do not divide into groups.
+        """
+        if columns % self.group:
+            place = "config_groups.*.weights." if self.method == "compressed-tensors" else ""
+            raise ConfigError(
+                f"{module} has {columns} input columns, which do not divide into groups of {self.group}",
+                field=f"quantization_config.{place}group_size",
+            )
+        for suffix, (dtype, shape) in zip(self.suffixes, self.shapes(rows, columns), strict=True):
+            yield TensorSpec(f"{module}.{suffix}", dtype, shape)
 
     @property
     def held_as(self) -> StoredFormat:
@@ -365,9 +376,9 @@ class UnquantizedFormat(StoredFormat):
         """Nothing."""
         return {}
 
-    def specs(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
         """`weight`."""
-        yield TensorSpec(f"{module}.weight", torch.bfloat16, (rows, columns))
+        return [(torch.bfloat16, (rows, columns))]
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The stored weight in `dtype`."""
