@@ -6,6 +6,7 @@ Prints `<<< NAME` in front of what each prints. The directory has a checkpoint o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -139,6 +140,17 @@ def warned(category: type[Warning]) -> Callable[[], None]:
     return run
 
 
+def logged() -> None:
+    """As NxDI logs: by a logger of its own whose handler we did not make."""
+    log = logging.getLogger("Neuron")
+    log.addHandler(logging.StreamHandler())
+    with errors_handled():
+        try:
+            raise KeyError(EVIL)
+        except KeyError:
+            log.exception("Removing redundant keys: %s", EVIL)
+
+
 def variable() -> None:
     os.environ[f"KIMI_K2_{NAME.upper()}"] = "1"
     try:
@@ -230,6 +242,7 @@ PLACES: dict[str, Callable[[], None]] = {
     "a reply as it is": viewed(lambda: PlainView(1)),
     "a note of ours": warned(KimiK2Warning),
     "a note of others": warned(UserWarning),
+    "a library's log": logged,
     "our error": raised(CheckpointError(EVIL, file=EVIL, tensor=EVIL)),
     "what does not fit": raised(DoesNotFitError(EVIL)),
     "an error of the disk": raised(OSError(5, "Input/output error", EVIL)),

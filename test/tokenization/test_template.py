@@ -247,6 +247,11 @@ def test_a_role_that_is_none_completes_no_special_token() -> None:
         template.render_segments([{"role": "user", "content": "x"}], tools=tools)
 
 
+def test_what_is_drawn_is_drawn_once() -> None:
+    template = ChatTemplate("<|im_user|>{{ range(10**5)|random }}{{ strftime_now('%f') }}", SPECIAL)
+    assert template.render_segments([{"role": "user", "content": "x"}])[0].markup
+
+
 def test_characters_of_every_private_block() -> None:
     text = "".join(chr(block << 12) for block in range(0xF0, 0x10F))
     with pytest.raises(TokenizerError, match="characters of every block of private use"):

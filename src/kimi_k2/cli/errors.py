@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -32,6 +34,7 @@ def errors_handled() -> Iterator[None]:
     and an interrupt with 130.
     """
     warnings.showwarning = _show_warning
+    logging.setLogRecordFactory(_Record)
     before = _on_bus_error(_ACTION) if sys.platform == "linux" else None
     try:
         yield
@@ -104,6 +107,18 @@ def _show_warning(
     own = issubclass(category, KimiK2Warning)
     text = f"warning: {message}" if own else warnings.formatwarning(message, category, filename, lineno, line).rstrip()
     say(text, err=True)
+
+
+class _Record(logging.LogRecord):
+    """What any library logs, which may name tensors, files and text of a model; what it prints is past us."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        if self.exc_info:
+            self.exc_text = printable("".join(traceback.format_exception(*self.exc_info)).rstrip())
+
+    def getMessage(self) -> str:  # noqa: N802 -- logging's name
+        return printable(super().getMessage())
 
 
 def _leave(message: str, status: int = EXPECTED) -> None:
