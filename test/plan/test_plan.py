@@ -18,12 +18,14 @@ from kimi_k2.errors import ConfigError, CorruptHeaderError
 from kimi_k2.neuron.compile import compiler_args
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.comparison import published_memory
-from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.cost import _expert_flops, decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
 from kimi_k2.plan.instructions import prefill_instructions
 from kimi_k2.plan.memory import expert_blocks, live_bytes, memory_plan, read_index, reported_scratch
 from kimi_k2.plan.report import plan
+from kimi_k2.plan.roofline import TRN2_BANK, TRN3_BANK
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
+from kimi_k2.plan.torch_native import blocks_of
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
@@ -279,3 +281,27 @@ def test_few_tokens_load_their_own_experts(config: KimiK2Config) -> None:
     target = load_target("trn2-tp64-ep1", config)
     assert target.block_size is not None and target.block_size <= 47 * 8
     assert [expert_blocks(config, target, tokens) > 0 for tokens in (16, 47, 48, 64)] == [False, False, True, True]
+
+
+def test_whole_layers_fold_the_next_projection_into_the_experts(config: KimiK2Config) -> None:
+    """An expert's second matrix has the columns of the next layer's q_a and kv_a beside its own."""
+    target = load_target("trn2-tp64-ep1-nki-layers", config)
+    fewer = config.model_copy(update={"num_hidden_layers": 60})
+    more = [_expert_flops(one, target, target.batch, decode=True) for one in (config, fewer)]
+    rows, width = target.batch * config.num_experts_per_tok, config.moe_intermediate_size // 64
+    assert more[0] - more[1] == rows * 2 * width * (3 * 7168 + 1536 + 512 + 64)
+
+
+def test_blocks_of_the_torch_native_line_take_any_routing() -> None:
+    draw = np.random.default_rng(45)
+    for pairs, experts in ((1, 1), (1, 24), (128, 3), (129, 3), (1000, 8), (4096, 12)):
+        blocks = blocks_of(pairs, 10**6, experts)
+        counts = [np.bincount(draw.integers(0, draw.integers(1, experts + 1), pairs)) for _ in range(50)]
+        assert blocks >= max(int(np.ceil(count / 128).sum()) for count in counts)
+        assert blocks <= pairs / 128 + experts + 1
+
+
+def test_banks_leave_most_of_themselves_to_programs() -> None:
+    for bank in (TRN2_BANK, TRN3_BANK):
+        assert 0.97 < bank.usable / bank.total < 0.98
+        assert bank.total * 4 / GIB in (96, 144)
