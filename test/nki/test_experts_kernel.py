@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import ml_dtypes
+import nki
+import nki.isa as nisa
+import nki.language as nl
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kimi_k2.nki.kernels.experts import selective_experts
+from kimi_k2.nki.kernels.linear import load_weight, project
 
 from .relative_error import relative
 
@@ -77,7 +82,7 @@ def errors(rank: Rank, tokens: int, dtype: torch.dtype, chosen_from: int, cores:
     return relative(got, wanted), relative(rank.reference(*drawn, dtype), wanted)
 
 
-@pytest.mark.parametrize(("width", "cores", "tokens"), [(32, 2, 1), (64, 1, 2), (64, 2, 4)])
+@pytest.mark.parametrize(("width", "cores", "tokens"), [(32, 2, 1), (64, 1, 2), (64, 2, 4), (64, 2, 9)])
 def test_experts_in_float32(width: int, cores: int, tokens: int) -> None:
     assert errors(Rank(width, 10, 0, "float32"), tokens, torch.float32, 10, cores)[0] < 1e-5
 
@@ -149,3 +154,21 @@ def test_what_needs_no_choice_is_fetched_first() -> None:
         first = next(number for number, touches in enumerate(touching) if touches)
         ahead = [box for one in trace[:first] if one.engine == "dma" for box in one.accesses if not box.region.on_chip]
         assert sum(box.nbytes for box in ahead) >= 3 * HIDDEN * 32 / 2
+
+
+def test_a_projection_of_more_than_a_bank_of_sums() -> None:
+    """Tokens and output rows in groups: 640 rows, 3 chunks of inputs, 40 and 200 tokens, each chunk with its scales."""
+
+    @nki.jit
+    def kernel(columns: Any, weight: Any, scales: Any) -> Any:
+        out = nl.ndarray((128, 5, columns.shape[2]), dtype=nl.float32, buffer=nl.shared_hbm)
+        nisa.dma_copy(out, project(load_weight(columns), load_weight(weight), load_weight(scales), nl.float32))
+        return out
+
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(128, 3, 640, generator=generator), torch.rand(128, 5, 3, generator=generator)
+    for tokens in (40, 200):
+        columns = torch.randn(128, 3, tokens, generator=generator)
+        by_row = weight.double().view(128, 3, 5, 128)
+        wanted = torch.einsum("pkt,pknj,jnk->jnt", columns.double(), by_row, scales.double())
+        assert relative(kernel(columns, weight, scales), wanted) < 1e-5

@@ -16,7 +16,6 @@ import torch
 from kimi_k2.nki import kernels
 from nki_emulator.errors import NkiError
 
-from . import test_attention_kernels as attention
 from . import test_experts_kernel as experts
 from . import test_layers_kernel as layers
 from . import test_mla_kernel as mla
@@ -55,13 +54,13 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> It
     finder = _Finder(file, old, new)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
-        for tested in (attention, experts, layers, mla, router):
+        for tested in (experts, layers, mla, router):
             for name, value in vars(tested).copy().items():
                 source = getattr(getattr(value, "function", value), "__module__", None) or ""
                 if source.startswith(PACKAGE):
                     changed = importlib.import_module(source.replace(PACKAGE, MUTANT))
                     monkeypatch.setattr(tested, name, getattr(changed, name))
-            for name, size in (("HIDDEN", 512), ("BLOCKS", 4), ("Q_RANK", 256)):
+            for name, size in (("HIDDEN", 512), ("BLOCKS", 4)):
                 if hasattr(tested, name):
                     monkeypatch.setattr(tested, name, size)
         yield
@@ -71,51 +70,49 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> It
             del sys.modules[name]
 
 
+Case = layers.Case
 CHECKS: dict[str, Callable[[], None]] = {
-    "attend": lambda: attention.test_attention_in_float32(2, 512, 2, 2),
-    "attend_fp8": lambda: attention.test_attention_is_no_farther_than_pytorch(2, 256, 2, torch.float8_e4m3fn),
-    "merge": lambda: mla.test_parts_of_four_ranks_merge_to_the_whole(2, 1),
-    "groups": lambda: attention.test_a_projection_of_more_than_a_bank_of_sums(),
     "latent": lambda: mla.test_attention_in_float32(3, 1024, 8, 2),
     "choose": lambda: router.test_router_at_real_size(4, torch.float32, 2),
     "route": lambda: experts.test_experts_in_float32(32, 2, 3),
     "route_wide": lambda: experts.test_experts_in_float32(64, 1, 3),
+    "many": lambda: experts.test_experts_in_float32(64, 2, 9),
+    "groups": lambda: experts.test_a_projection_of_more_than_a_bank_of_sums(),
     "other_ranks": lambda: experts.test_experts_of_other_ranks_cost_no_read(),
     "share": lambda: experts.test_the_shared_expert_rides_along(32, 3, 2, "float32"),
-    "whole": lambda: layers.test_layers_in_float32(1, 2, 1),
-    "absorbed": lambda: layers.test_layers_in_float32(2, 2, 1),
-    "parts": lambda: attention.test_float32_beside_fp8_weights_is_not_rounded(3, 256, 2, 1),
-    "grouped": lambda: layers.test_layers_in_float32(1, 2, 2),
     "exchanged": lambda: experts.test_the_shared_expert_rides_along(32, 4, 2, "float32"),
-    "part": lambda: attention.test_a_part_of_the_cache_is_read(2),
+    "whole": lambda: layers.test_layers_in_float32(Case(1)),
+    "absorbed": lambda: layers.test_layers_in_float32(Case(2)),
+    "drafts": lambda: layers.test_layers_in_float32(Case(2, 2, cores=1)),
+    "grouped": lambda: layers.test_layers_in_float32(Case(2, 2, group=2)),
+    "fp8": lambda: layers.test_layers_in_float32(Case(2, group=2, stored="fp8")),
 }
 
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, str], ...] = (
-    ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", "attend"),
+    ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", "whole"),
     ("columns", "offset=(begin * out.shape[1] + first) * BLOCK", "offset=begin * out.shape[1] * BLOCK", "route"),
-    ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", "attend"),
+    ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", "many"),
     ("exchange", "data1=received, data2=tile", "data1=tile, data2=tile", "route"),
     ("exchange", "first = nl.program_id() * each", "first = 0", "latent"),
-    ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", "attend"),
+    ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", "whole"),
     ("linear", "offset=first * chunks", "offset=0", "groups"),
-    ("projections", "offset=1 - element", "offset=element", "attend"),
-    ("projections", "group, place = self.heads + head", "group, place = head", "attend_fp8"),
-    ("projections", "weight, target = self.w_uv[head]", "weight, target = self.w_uv[0]", "attend"),
-    ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "latent"),
+    ("projections", "offset=1 - element", "offset=element", "whole"),
+    ("projections", "group, place = self.heads + head", "group, place = head", "fp8"),
+        ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "latent"),
     ("latent_attention", "offset=self.first * BLOCK", "offset=0", "latent"),
     ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", "latent"),
     ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", "latent"),
     ("latent_attention", "_rescale(theirs, top)", "pass", "latent"),
-    ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", "merge"),
+    ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", "grouped"),
     ("latent_cache", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", "latent"),
     ("latent_attention", "offset=(count + token) * heads", "offset=0", "latent"),
-    ("halves", "op=nl.subtract", "op=nl.add", "parts"),
+    ("halves", "op=nl.subtract", "op=nl.add", "fp8"),
     ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "route"),
     ("experts", "[-1, self.stack], [0, rows]]", "[0, self.stack], [0, rows]]", "route"),
     ("experts", "accumulate=group > 0 or begun\n",
         "accumulate=False\n", "route_wide"),
-    ("experts", "op=nl.silu, data=given", "op=nl.copy, data=given", "route"),
+    ("experts", "op=nl.silu, data=projected", "op=nl.copy, data=projected", "route"),
     ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", "route"),
     ("experts", "op0=nl.less, operand0=first", "op0=nl.less_equal, operand0=first", "other_ranks"),
     ("shared_expert", "half * blocks + first", "first", "share"),
@@ -124,7 +121,11 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("router", "accumulate=column > 0", "accumulate=True", "choose"),
     ("exchange", "other = tokens - self.begin", "other = self.begin", "exchanged"),
     ("exchange", "mine, theirs = nl.program_id() * half", "mine, theirs = (1 - nl.program_id()) * half", "exchanged"),
-    ("attention", "latents.shape[1] if attended == None else attended", "latents.shape[1]", "part"),
+    ("latent_attention", "[1, tokens], [0, each]]", "[0, tokens], [0, each]]", "drafts"),
+    ("latent_attention", "value=MASKED)\n        return scores", "value=0.0)\n        return scores", "drafts"),
+    ("latent_cache", "self.tokens, self.heads = tokens,", "self.tokens, self.heads = 1,", "drafts"),
+    ("layer_attention", "q_b_scales = q_b_scales[core]", "q_b_scales = q_b_scales[0]", "fp8"),
+    ("residual", "if whole < self.count:", "if whole < 0:", "whole"),
 )  # fmt: skip
 
 

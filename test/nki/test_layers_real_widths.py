@@ -6,6 +6,7 @@ What other ranks would add is left out, so the all-reduces give back what the ra
 from __future__ import annotations
 
 import os
+from collections import namedtuple
 from typing import Any
 
 import ml_dtypes
@@ -14,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layers
 from kimi_k2.ops.experts import noaux_tc_gate
 
 from .relative_error import relative
-from .test_layers_kernel import Layer
 
 HIDDEN, EXPERTS, HELD, BLOCKS, OWN = 7168, 384, 10, 56, 112
 Q_RANK, RANK, ROPE, NOPE, VALUE, DOWNS = 1536, 512, 64, 128, 128, 2112
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
+Layer: Any = namedtuple("Layer", FIELDS)  # type: ignore[misc]
 WHOLE = [(np.float32, np.float32, False, 32, 4096, 1e-5)] if os.environ.get("KIMI_K2_SLOW") else []
 
 

@@ -54,19 +54,21 @@ def test_experts_of_other_ranks_are_not_read(width: int, local: int) -> None:
 
 @pytest.mark.parametrize("slots", [1024, 4096])
 def test_attention_reads_a_buckets_slots_once(slots: int) -> None:
+    """Of pages, whose rows are chosen by number: half an entry of each slot from either."""
+    half = (RANK + ROPE) // 2
     operands = {
         "made_query": f"bf16[1,1,{RANK + ROPE}]",
-        "latents": f"bf16[1,4096,{RANK}]",
-        "keys": f"bf16[1,4096,{ROPE}]",
+        "former": f"bf16[4096,{half}]",
+        "latter": f"bf16[4096,{half}]",
+        "made_rows": f"s32[1,{slots}]",
         "made_latent": f"bf16[1,{RANK}]",
         "made_key": f"bf16[1,{ROPE}]",
         "made_length": "s32[1,1]",
     }
-    text = module("mla_decode", {"softmax_scale": 0.1447, "slots": slots}, operands, f"f32[1,1,{RANK}]")
+    text = module("mla_decode_pages", {"softmax_scale": 0.1447}, operands, f"f32[1,1,{RANK}]")
     counts = count(text, names(operands))
-    assert counts.read["latents"] == slots * RANK * 2
-    assert counts.read["keys"] == slots * ROPE * 2
-    assert counts.moved["kernels"] < 20_000
+    assert counts.read["former"] == counts.read["latter"] == slots * half * 2
+    assert counts.moved["kernels"] < 20_000 + slots * 4
 
 
 def test_the_router_reads_its_weight_once() -> None:
@@ -83,9 +85,9 @@ def test_the_router_reads_its_weight_once() -> None:
 
 
 def test_other_calls_read_all_and_unknown_kernels_are_refused() -> None:
-    text = module("mla_decode", {}, {"weight": "bf16[128,64]"}, "f32[1]")
-    counts = count(text.replace("kimi_k2.nki.mla_decode", "Sharding"))
+    text = module("write_pages", {}, {"weight": "bf16[128,64]"}, "f32[1]")
+    counts = count(text.replace("kimi_k2.nki.write_pages", "Sharding"))
     assert counts.read == {"p0": 128 * 64 * 2}
     assert counts.moved == {}
     with pytest.raises(ValueError, match="custom_call_target"):
-        count(text.replace("mla_decode", "nothing"))
+        count(text.replace("write_pages", "nothing"))

@@ -72,10 +72,10 @@ def cases(config: KimiK2Config) -> Iterator[Case]:
     }  # fmt: skip
     router = [normal(1, hidden), normal(hidden, count, scale=0.02), bias]
     yield Case("router", "router", "noaux_tc_router", router, routing)
-    cache = [normal(1, 1, rank + rope), normal(1, 4096, rank), normal(1, 4096, rope), normal(1, rank), normal(1, rope)]
-    length = torch.tensor([[3000]], dtype=torch.int32)
-    scale = {"softmax_scale": config.softmax_scale}
-    yield Case("attention", "mla_decode", "mla_decode", [*cache, length], scale)
+    query, pages = normal(1, 1, rank + rope), [normal(4096, (rank + rope) // 2) for _ in range(2)]
+    rows, length = torch.randperm(4096, generator=draw).to(torch.int32)[None], torch.tensor([[3000]], dtype=torch.int32)
+    cache = [query, *pages, rows, normal(1, rank), normal(1, rope), length]
+    yield Case("attention", "mla_decode", "mla_decode_pages", cache, {"softmax_scale": config.softmax_scale})
     for name, width, local_choices in (("experts, TP64", 32, top_k), ("experts, TP32 x EP2", 64, top_k // 2)):
         gate_up = (torch.randn(EXPERTS, 128, blocks, 2 * width, generator=draw) * 40).clamp(-224, 224)
         down = (torch.randn(EXPERTS, width, hidden, generator=draw) * 40).clamp(-224, 224)

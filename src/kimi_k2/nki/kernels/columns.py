@@ -127,25 +127,11 @@ def sum_of_squares(columns: Any, out: Any = None) -> Any:
     return by_partition
 
 
-def rms_norm(columns: Any, weight: Any, eps: float, ones: Any, squares: Any = None) -> Any:
-    """RMSNorm of columns [128, n, T] over the n * 128 values of each of T rows; computed in float32, same dtype.
-
-    Args:
-        weight: [128, n, 1] columns of the norm's weight.
-        ones: float32 [128, 128] of ones.
-        squares: `sum_of_squares` of the columns, where it is at hand.
-    """
-    return scaled(columns, weight, norm_scalar(columns, ones, eps, squares), columns.dtype)
-
-
-def norm_scalar(columns: Any, ones: Any, eps: float, squares: Any = None) -> Any:
-    """rsqrt(mean(x^2) + eps) on every partition, float32 [128, T]; arguments as `rms_norm`."""
+def norm_scalar(columns: Any, ones: Any, eps: float) -> Any:
+    """rsqrt(mean(x^2) + eps) of columns [128, n, T] on every partition, float32 [128, T]; ones float32 [128, 128]."""
     chunks, count = columns.shape[1], columns.shape[2]
-    by_partition = squares
-    if squares == None:
-        by_partition = sum_of_squares(columns)
     total = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.psum)
-    sum_partitions(total, ones, by_partition)
+    sum_partitions(total, ones, sum_of_squares(columns))
     factor = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
     inverse_root(factor, total, chunks * BLOCK, eps)
     return factor

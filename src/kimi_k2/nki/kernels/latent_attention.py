@@ -100,13 +100,13 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 cache.turn(tile)
         self.caches[sequence] = cache
 
-    def attend(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
-        """Sums of latents float32 [128, B, rank / 128, heads]; their weights and maxima [128, B, heads] everywhere."""
+    def attend(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any]:
+        """Sums of latents float32 [128, B, rank / 128, heads], and their weights [128, B, heads] everywhere."""
         chunks = self.latents.shape[2] // BLOCK
         parts = self._parts(queries, softmax_scale)
         if nl.num_programs() > 1:
             _join(parts, from_other_core(parts))
-        return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
+        return parts[:, :, 0:chunks, :], parts[:, :, chunks, :]
 
     def attend_apart(self, queries: Queries, softmax_scale: float, dtype: Any, early: Any, own: Any) -> tuple[Any, Any]:
         """Sums over this core's slots alone, [128, rank / 128, B, heads] of `dtype`, and float32 [128, B, heads].
@@ -135,7 +135,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         return sums, shares.result()
 
     def attend_alone(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
-        """`attend` over this core's slots alone."""
+        """`attend` over this core's slots alone; maxima like the weights come third."""
         chunks = self.latents.shape[2] // BLOCK
         parts = self._parts(queries, softmax_scale)
         return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
@@ -183,7 +183,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 cache.score_keys((begin + tile) // copies, queries, sequence, out)
             target = scores[:, begin : begin + many, :]
             added = penalty.ap(pattern=[[count, BLOCK], [1, many], [0, heads]], offset=begin)
-            if queries.tokens == 1 or queries.factor == None:
+            if queries.tokens == 1:
                 nisa.scalar_tensor_tensor(
                     dst=target, data=bank, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=added
                 )
@@ -234,7 +234,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 accumulate=chunk > 0,
             )
         nisa.nc_matmul(dst=score, stationary=key, moving=queries.rope[0:rope, 0, sequence, :], accumulate=True)
-        if queries.tokens > 1 and queries.factor != None:
+        if queries.tokens > 1:
             nisa.tensor_tensor(dst=out, data1=score, data2=scale, op=nl.multiply)
             if self.absent != None:
                 nisa.tensor_scalar(dst=out, data=out, op0=nl.add, operand0=self.absent[:, entry : entry + 1])
@@ -348,12 +348,12 @@ def scale_of(queries: Queries, sequence: int, softmax_scale: float) -> Any:
     if queries.tokens > 1:
         tokens, each = queries.tokens, queries.heads // queries.tokens
         by_head = nl.ndarray((BLOCK, tokens, each), dtype=nl.float32, buffer=nl.sbuf)
-        pattern = [[queries.factor.shape[1], BLOCK], [1, tokens], [0, each]]
+        pattern = [[2 * queries.factor.shape[2], BLOCK], [1, tokens], [0, each]]
         factors = queries.factor.ap(pattern=pattern, offset=sequence * tokens)
         nisa.tensor_scalar(dst=by_head, data=factors, op0=nl.multiply, operand0=softmax_scale)
         return by_head.reshape((BLOCK, queries.heads))
     scale = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)
-    factor = queries.factor[:, sequence : sequence + 1]
+    factor = queries.factor[:, 0, sequence : sequence + 1]
     nisa.tensor_scalar(dst=scale, data=factor, op0=nl.multiply, operand0=softmax_scale)
     return scale
 
@@ -410,7 +410,6 @@ def _join(mine: Any, theirs: Any) -> None:
     _rescale(theirs, top)
     kept = mine[:, :, 0 : last - 1, :]
     nisa.tensor_tensor(dst=kept, data1=kept, data2=theirs[:, :, 0 : last - 1, :], op=nl.add)
-    nisa.tensor_copy(dst=mine[:, :, last - 1, :], src=top)
 
 
 def _rescale(part: Any, top: Any) -> None:

@@ -27,7 +27,7 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
         heads: of each sequence.
         new_latent: [128, rank / 128, B].
         new_key: [rope, B], rotated.
-        factor: float32 [128, B], what scores are still to be multiplied by; None: nothing.
+        factor: float32 [128, 2, B], by the first of which scores are still to be multiplied; None: by nothing.
         late: a `LateEntries` that makes the new entries; None: they are there.
     """
 

@@ -18,7 +18,7 @@ from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, t
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
 from kimi_k2.nki.kernels.views import on_partitions, over_sums, split
 
-# Weights of a MoE layer on one rank, as the arguments of `attention_decode` and `selective_experts` of the same names.
+# Weights of a MoE layer on one rank, as the arguments of `projections` and `selective_experts` of the same names.
 # `next_*` are folded down projections of the next layer, [n, N], [E_local, I, N] and [I_shared, N]; None in the last.
 FIELDS = (
     "q_norm", "kv_norm", "q_b", "q_b_scales", "w_uk", "w_uk_scales", "w_uv", "w_uv_scales", "o_proj",
@@ -105,6 +105,7 @@ class Step(nl.NKIObject):  # type: ignore[misc]
         self.shared = cache_groups != None
         self.cache_group = None
         if self.shared:
+            assert nl.num_programs() == 2, "expected LNC=2 where ranks share a cache"
             self.cache_group = replica_group(cache_groups)
         self.query_tile = None
 
@@ -156,8 +157,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         layer, step = self.layer, self.step
         first, count = share_of(step.attended // BLOCK)
         one = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
-        alike = layer.w_uk_scales == None and layer.w_uk.dtype == layer.latents.dtype
-        self.expanded = one and alike and count <= MOST_TILES
+        self.expanded = one and count <= MOST_TILES
         if self.expanded:
             self.core = ExpandedAttention(
                 layer.latents, layer.keys, step.lengths, first, count, step.identity, step.exact, step.ones,
@@ -261,16 +261,14 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         by_row = nl.ndarray((count, BLOCK), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(dst=by_row, stationary=logs.reshape((rows, count)), moving=step.exact, is_transpose=True)
         nisa.tensor_copy(dst=in_rows, src=by_row[:, 0:1])
-        memory = nl.shared_hbm if cores > 1 else nl.private_hbm
-        source = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=memory)
-        result = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=memory)
+        source = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=nl.shared_hbm)
+        result = nl.ndarray((heads, cores, batch, size), dtype=nl.float32, buffer=nl.shared_hbm)
         first, outer = nl.program_id() * batch * size, cores * batch * size
         target = source.ap(pattern=[[size, batch], [outer, heads], [1, size - 1]], offset=first)
         nisa.dma_copy(dst=target, src=turned)
         target = source.ap(pattern=[[size, batch], [outer, heads], [1, 1]], offset=first + size - 1)
         nisa.dma_copy(dst=target, src=in_rows)
-        if cores > 1:
-            nisa.core_barrier(source, (0, 1))
+        nisa.core_barrier(source, (0, 1))
         ncc.all_to_all(srcs=[source], dsts=[result], replica_group=step.cache_group, collective_dim=0)
         return result
 
@@ -288,8 +286,6 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
 
 def _gather_heads(queries: Any, batch: int) -> None:
     """Queries of both cores' heads on both, core 0's first."""
-    if nl.num_programs() == 1:
-        return
     rows, chunks = queries.latent.shape[0], queries.latent.shape[1]
     used, copies, each = queries.rope.shape[0], queries.rope.shape[1], queries.rope.shape[3]
     count, size, dtype = batch * each, used // copies, queries.latent.dtype

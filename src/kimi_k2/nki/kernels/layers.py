@@ -123,7 +123,7 @@ def decode_layers(
         hidden: float32 [B, H], the residual before the first layer's attention; on all ranks.
         projected: float32 [B, N], the first layer's q_a and kv_a of it without the norm's scalar; on all ranks.
         layers: weights and caches, a tuple in the order of `layer_attention.FIELDS` each, which `layer_of` makes.
-        rotation: as that of `attention_decode`.
+        rotation: as that of `projections.QueryProjection`.
         lengths: int32 [B, 1], slots in use, without the new entry.
         ranks: among which the residual's columns are divided.
         groups: of the all-reduces, all ranks: tuples of ranks in a tuple.
@@ -132,7 +132,8 @@ def decode_layers(
         softmax_scale, routed_scaling_factor, eps: of the configuration.
         cache_groups: ranks that share a cache, each with a part of its slots and one head (flash decoding); q_b and
             w_uk are then those of all heads of the group, one half of them on each core: [cores, 128, q_rank/128,
-            heads/cores * (128 + rope)] and [cores, heads/cores, 128, 1, rank].
+            heads/cores * (128 + rope)] and [cores, heads/cores, 128, 1, rank]. At LNC=2; attention's weights in FP8
+            are taken with these alone.
         own: with `cache_groups`, int32 [B, 1], 1 where this rank counts the new entry.
         latent_eps: of the norms behind q_a and kv_a, where it is another.
         attended: slots of the caches that are read, from the first on; None for all.

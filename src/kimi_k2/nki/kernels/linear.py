@@ -34,7 +34,8 @@ def project(
         scales: None, or float32 [min(N, 128), ceil(N / 128) or more, K] in SBUF: of each output row and each chunk of
             inputs.
         dtype: of the result.
-        factor: float32 [128, T, heads] in SBUF, by which each token's sums are multiplied: those of `head`.
+        factor: float32 [128, T, heads] in SBUF, by which each token's sums are multiplied: those of `head`; not
+            with `scales`.
         out: where the result goes, of `dtype`, in SBUF; None: a new tile.
         beside: what is added then, of the result's shape in SBUF; None: nothing.
         head: see `factor`.
@@ -56,8 +57,6 @@ def project(
         _summed(columns, weight, factor, result, beside, head)
         return result
     _scaled(columns, weight, scales, result)
-    if factor != None:
-        _multiply(result, result, factor, head)
     if beside != None:
         nisa.tensor_tensor(dst=result, data1=result, data2=beside, op=nl.add)
     return result

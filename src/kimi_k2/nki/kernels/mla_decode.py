@@ -1,4 +1,4 @@
-"""Dense MLA decode attention over the latent cache in NKI: `kimi_k2.ops.mla.mla_decode`, new token included."""
+"""Dense MLA decode attention over the paged latent cache in NKI: `kimi_k2.ops.mla.mla_decode`, new token included."""
 
 from __future__ import annotations
 
@@ -16,55 +16,6 @@ from kimi_k2.nki.kernels.projections import turn_short_rows
 
 
 @nki.jit
-def mla_decode(
-    query: Any,
-    latents: Any,
-    keys: Any,
-    new_latents: Any,
-    new_keys: Any,
-    lengths: Any,
-    softmax_scale: float,
-    own: Any = None,
-    return_logsumexp: bool = False,
-    slots: Any = None,
-) -> Any:
-    """Attention of one query a sequence over its cache and its own new entry.
-
-    The cache is read once; scores and softmax are float32. At LNC=2 each core takes half of the slots, and the halves
-    are joined by their maxima. For flash decoding, where a rank has a part of the slots and the queries of its group,
-    `own` and `return_logsumexp` give what a merge over the ranks needs.
-
-    Args:
-        query: [B, heads, rank + rope], absorbed and rotated; at most 128 heads.
-        latents: [B, S, rank], S a multiple of 128 (of 256 at LNC=2), rank of 128, at most 512.
-        keys: [B, S, rope], rotated; rope at most 128.
-        new_latents, new_keys: [B, rank] and [B, rope], the entry of the token itself, not in the cache yet.
-        lengths: int32 [B, 1], slots in use; 0 is allowed.
-        softmax_scale: of the configuration.
-        own: int32 [B, 1], 1 where the new entry takes part, 0 where another rank counts it; None: everywhere.
-        return_logsumexp: return the scores' log of the sum of exponentials too.
-        slots: read only so many slots of the cache, in place of S; all that are in use.
-
-    Returns:
-        [B, heads, rank] float32, softmax times latents; with return_logsumexp also float32 [B, heads], about -30,000
-        where neither a slot nor the new entry takes part.
-    """
-    batch, heads, _ = query.shape
-    read = latents.shape[1] if slots == None else slots
-    out, total, top = _attend(query, latents, keys, new_latents, new_keys, lengths, softmax_scale, read, own, None)
-    if not return_logsumexp:
-        return out
-    logsumexp = nl.ndarray((batch, heads), dtype=nl.float32, buffer=nl.shared_hbm)
-    if nl.program_id() == 0:
-        # Every partition holds all of them.
-        result = nl.ndarray((1, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=result, op=nl.log, data=total[0:1])
-        nisa.tensor_tensor(dst=result, data1=result, data2=top[0:1], op=nl.add)
-        nisa.dma_copy(dst=logsumexp.reshape((1, batch, heads)), src=result)
-    return out, logsumexp
-
-
-@nki.jit
 def mla_decode_pages(
     query: Any,
     former: Any,
@@ -75,40 +26,36 @@ def mla_decode_pages(
     lengths: Any,
     softmax_scale: float,
 ) -> Any:
-    """`mla_decode` over pages, which are read where they lie.
+    """Attention of one query a sequence over its pages and its own new entry.
+
+    Pages are read once, where they lie; scores and softmax are float32. At LNC=2 each core takes half of the slots, and
+    the halves are joined by their maxima.
 
     Args:
-        query: see there, as the arguments that are not named here.
+        query: [B, heads, rank + rope], absorbed and rotated; at most 128 heads.
         former, latter: [R, (rank + rope) / 2], the halves of all slots' entries; at least half is latent.
-        rows: int32 [B, S], where a sequence's slots lie; of those not in use any row of finite values.
-        new_latents, new_keys: see there.
-        lengths: see there.
-        softmax_scale: see there.
+        rows: int32 [B, S], where a sequence's slots lie, S a multiple of 128 (of 256 at LNC=2); of those not in use any
+            row of finite values.
+        new_latents, new_keys: [B, rank] and [B, rope], the entry of the token itself, not in the pages yet; rank of
+            128, at most 512, rope at most 128.
+        lengths: int32 [B, 1], slots in use; 0 is allowed.
+        softmax_scale: of the configuration.
 
     Returns:
-        [B, heads, rank] float32.
+        [B, heads, rank] float32, softmax times latents.
     """
-    pages = Pages(former, latter, rows, new_latents.shape[1], new_keys.shape[1])
-    out, _, _ = _attend(
-        query, pages.latents, pages.keys, new_latents, new_keys, lengths, softmax_scale, rows.shape[1], None, pages
-    )
-    return out
-
-
-def _attend(
-    query: Any, latents: Any, keys: Any, new_latents: Any, new_keys: Any, lengths: Any, softmax_scale: float,
-    read: int, own: Any, pages: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """The result of `read` slots in HBM, and the weights and maxima of `LatentAttention.attend`."""
     batch, heads, _ = query.shape
-    rank, rope = latents.shape[2], keys.shape[2]
+    rank, rope = new_latents.shape[1], new_keys.shape[1]
+    pages = Pages(former, latter, rows, rank, rope)
     identity = nl.shared_identity_matrix(BLOCK, dtype=query.dtype)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
-    first, count = share_of(read // BLOCK)
-    attention = LatentAttention(latents, keys, lengths, own, first, count, identity, exact, all_ones(), pages=pages)
+    first, count = share_of(rows.shape[1] // BLOCK)
+    attention = LatentAttention(
+        pages.latents, pages.keys, lengths, None, first, count, identity, exact, all_ones(), pages=pages
+    )
     queries = _queries(query, new_latents, new_keys, identity, rank, rope)
-    sums, total, top = attention.attend(queries, softmax_scale)
-    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact), total, top
+    sums, total = attention.attend(queries, softmax_scale)
+    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
 
 
 def _rows_of(columns: Any, batch: int, heads: int, rank: int, exact: Any) -> Any:

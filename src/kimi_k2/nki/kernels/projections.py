@@ -14,12 +14,9 @@ from kimi_k2.nki.kernels.columns import (
     BLOCK,
     inverse_root,
     load_columns,
-    rms_norm,
-    store_columns,
     sum_of_squares,
     sum_partitions,
     turn_columns,
-    turn_rows,
 )
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.latent_cache import Queries, copies_of_keys, rows_of_keys
@@ -28,9 +25,20 @@ from kimi_k2.nki.kernels.views import stretched, swapped
 
 
 class QueryProjection(nl.NKIObject):  # type: ignore[misc]
-    """Norms, q_b, absorption and RoPE; arguments in HBM as those of `attention_decode`.
+    """Norms, q_b, absorption and RoPE, of weights in HBM: in the model's dtype, or FP8 with float32 scales.
 
-    `q_b_tile`, in SBUF, takes q_b where one is given.
+    Args:
+        q_norm_weight, kv_norm_weight: [q_rank] and [rank], of the same dtype.
+        q_b_tiles: [128, q_rank/128, heads * (128 + rope)]; value [p, c, j] is row j of this rank's q_b, column
+            c * 128 + p; first the 128 rows without position of each head, then each head's rotary rows.
+        q_b_scales: [128, heads + ceil(heads * rope / 128), q_rank/128], rows as those of the tiles; None without.
+        w_uk_tiles: [heads, 128, 1, rank]: value [h, n, 0, r] of kv_b's row n of head h.
+        w_uk_scales: [heads, 128, rank/128, 1]; value [h, p, c, 0] of column c * 128 + p; None without.
+        rotation: float32 [2, rope, B]: cosines, and sines with the sign that each element of a pair takes (minus,
+            plus), of the interleaved layout.
+        identity, ones: [128, 128] in the norms' dtype, and float32 ones.
+        eps: of both norms.
+        q_b_tile: in SBUF, takes q_b; None: a new tile.
 
     Attributes:
         heads: of this rank.
@@ -55,24 +63,6 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         self.w_uk = load_heads(w_uk_tiles, self.heads)
         self.uk_rows = load_heads(w_uk_scales, self.heads)
 
-    def queries(self, projected: Any) -> Queries:
-        """From [B, q_rank + rank + rope] in HBM."""
-        batch, dtype = projected.shape[0], projected.dtype
-        rows = nl.ndarray(projected.shape, dtype=dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=rows, src=projected)
-        columns = turn_rows(rows[:, 0 : self.q_size + self.rank], self.identity)
-        chunks = self.q_size // BLOCK
-        query = rms_norm(columns[:, 0:chunks, :], self.q_gain, self.eps, self.ones)
-        nope, unrotated = self._heads(query)
-        absorbed = self._absorbed(nope)
-        rotated = self._rotated(unrotated)
-        latent = rms_norm(columns[:, chunks:, :], self.kv_gain, self.eps, self.ones)
-        unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
-        turn_short_rows(rows[:, self.q_size + self.rank :], self.identity, unrotated)
-        new_key = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
-        self._rotate(unrotated, new_key)
-        return Queries(absorbed, rotated, latent, new_key, self.heads)
-
     def queries_of_sums(self, sums: Any, hidden: Any, eps: float, dtype: Any, absorb: bool = True) -> Queries:
         """From down projections that lack their norm's scalar.
 
@@ -94,7 +84,7 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         scale, factors = self._factors(squares, hidden.shape[1] * BLOCK, eps)
         absorbed = self._absorbed(nope) if absorb else nope
         queries = Queries(absorbed, self._rotated(unrotated), None, None, self.heads)
-        queries.factor = factors[:, 0, :]
+        queries.factor = factors
         queries.late = LateEntries(self, sums[:, chunks:, :], scale, factors, dtype)
         return queries
 
@@ -245,7 +235,16 @@ class LateEntries(nl.NKIObject):  # type: ignore[misc]
 
 
 class OutputProjection(nl.NKIObject):  # type: ignore[misc]
-    """W_UV and this core's rows of o_proj, or all rows; arguments in HBM as those of `attention_decode`."""
+    """W_UV and this core's rows of o_proj, or all rows, of weights in HBM as those of `QueryProjection`.
+
+    Args:
+        w_uv_tiles: [heads, 128, rank/128, 128]: value [h, p, c, v] is row 128 + v of kv_b's head h, column c * 128 + p.
+        w_uv_scales: [heads, 128, 1, rank/128]; None without.
+        o_tiles: [128, heads, H]: value [v, h, j] is row j of o_proj, column h * 128 + v of this rank's.
+        o_scales: [128, H/128, heads]; None without.
+        exact: identity, float32 [128, 128].
+        whole: all of o_proj's rows.
+    """
 
     o_rows: Any
 
@@ -280,12 +279,6 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
             weight, target = self.w_uv[head], values[:, head : head + 1, :]
             project(by_head[:, :, :, head], weight, self.uv_rows[head], summed.dtype, shares, target, None, head)
         return values
-
-    def store(self, values: Any) -> Any:
-        """What `values` gave through o_proj, in a new tensor in HBM, [B, H / 128, 128] float32."""
-        out = nl.ndarray((values.shape[2], self.blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-        store_columns(out, self.columns(values), self.first, self.exact)
-        return out
 
     def columns(self, values: Any, out: Any = None, beside: Any = None, factor: Any = None) -> Any:
         """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given.
