@@ -7,7 +7,11 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
 .PHONY: demo test test-nxd test-vllm lint clean
 
 demo: $(VENV)/.installed-parity  ## write, run and prove a small synthetic Kimi-K2
-	$(VENV)/bin/kimi-k2 demo
+	rm -rf build/demo build/golden
+	$(VENV)/bin/kimi-k2 make-checkpoint build/demo --model kimi-k2-instruct-0905
+	$(VENV)/bin/kimi-k2 generate build/demo --prompt Hello --max-new-tokens 16
+	$(VENV)/bin/kimi-k2 parity capture build/demo build/golden --greedy
+	$(VENV)/bin/kimi-k2 parity compare build/golden build/demo
 
 test: $(VENV)/.installed-test  ## every test this machine can run
 	@echo "test: 3,900 tests, 8 minutes on two cores, up to 3 GB of memory; a bar shows the share that is done"

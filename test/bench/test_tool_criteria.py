@@ -112,5 +112,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:
     asked = requests_file(tmp_path / "asked.jsonl", "hello")
-    done = CliRunner().invoke(app, ["verify-tools", "http://127.0.0.1:9", str(asked), "--out", str(tmp_path / "o")])
+    done = CliRunner().invoke(app, ["bench", "tools", "http://127.0.0.1:9", str(asked), "--out", str(tmp_path / "o")])
     assert done.exit_code != 0

@@ -20,7 +20,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.tokenization.chat import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -112,30 +111,6 @@ def test_plan_says_what_does_not_fit_by_its_status() -> None:
     assert "does not fit" in refused.stdout
     assert "it would fit with" in refused.stdout
     assert refused.stdout.count("TPOT") == 1
-
-
-def test_demo_passes_against_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "4"])
-    assert result.exit_code == 0, result.output
-    for text in ("TTFT", "TPOT", "max |logit - transformers|", "peak memory", "PASS"):
-        assert text in result.output
-    assert KimiK2Config.from_pretrained(tmp_path / "d").quantization is not None
-    again = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "2"])
-    assert again.exit_code == 0
-    assert "wrote" not in again.output
-    other = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--model", "kimi-k2-thinking"])
-    assert isinstance(other.exception, ConfigError) and "another model" in str(other.exception)
-
-
-def test_demo_fails_when_the_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    from kimi_k2.ops import experts
-
-    monkeypatch.setattr(experts, "NORM_GUARD", 1e-3)
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "d"), "--new-tokens", "4"])
-    assert result.exit_code == 1
-    assert "FAIL" in result.output
 
 
 def test_generate_streams_what_the_library_generates(checkpoints: dict[str, Path]) -> None:

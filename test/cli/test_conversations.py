@@ -173,7 +173,7 @@ def test_chat_asks_for_tool_results_and_saves(
     assert "Be kind." in prompts[0]
     assert "rain" in prompts[2]
     script("Yes.</think>Yes.")
-    again = runner.invoke(app, ["chat", str(checkpoints["k2.5"]), "--messages", str(saved)], input="Sure?\n")
+    again = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input=f"/load {saved}\nSure?\n")
     assert again.exit_code == 0, again.output
     assert "It rains." in prompts[3]
 

@@ -63,9 +63,9 @@ def test_a_bug_leaves_its_traceback_in_a_file(
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kimi_k2.parity.demo.run_demo", lambda *_: throw(KeyboardInterrupt())())
+    monkeypatch.setattr("kimi_k2.synthetic.config.tiny_config", lambda *_, **__: throw(KeyboardInterrupt())())
     with pytest.raises(SystemExit) as exit_:
-        main("demo", arguments=[])
+        main("bench", arguments=["tiny"])
     assert exit_.value.code == 130
 
 

@@ -87,7 +87,7 @@ def test_nearest_count_above_serves_and_defaults_warn_once(files: tuning.Files[E
         assert choose(5, 2, 8, 256, 512, **keys) == large
         assert choose(9999, 2, 8, 256, 512, **keys) == large
     keys["device"] = "another"
-    with pytest.warns(UserWarning, match="kimi-k2 tune"):
+    with pytest.warns(UserWarning, match="kimi-k2 bench tune"):
         choose(1, 2, 8, 256, 512, **keys)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

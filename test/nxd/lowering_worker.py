@@ -96,6 +96,7 @@ def main() -> None:
     calls = Counter(re.findall(r'custom_call_target="kimi_k2\.nki\.(\w+)"', graph.hlo))
     facts = {
         **summary(counts), "router_bytes_read": counts.bytes_read(r"router\."), "kinds": kinds,
+        "operations": Counter(one.op for one in entry_instructions(graph.hlo)),
         "kernels": dict(calls), "fetches": fetches(graph.hlo),
         "of_experts": of_experts(graph), "planned": summary(planned),
         "live": peak_live_bytes(graph.hlo).nbytes, "planned_live": live,

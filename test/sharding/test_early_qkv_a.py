@@ -182,7 +182,7 @@ def test_files_of_before_are_refused_by_name(sources: dict[str, Path], tmp_path:
         partial(made_layout, tmp_path),
     )  # fmt: skip
     for use in uses:
-        with pytest.raises(ConfigError, match="convert again with --decode layers") as caught:
+        with pytest.raises(ConfigError, match="convert again with a preset of decode layers") as caught:
             use()
         assert caught.value.field == list(before)[-1]
 

@@ -333,7 +333,9 @@ def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     dry = run(app, ["convert", "kimi-k2-instruct-0905", "--dry-run"]).output
     assert "1,029,173,249,888" in dry
     assert "extrapolated" in dry
-    rows = json.loads(run(app, ["inspect", str(checkpoints["fp8"]), *options, "--json"]).output)
+    preset = tmp_path / "four.yaml"
+    preset.write_text("like: trn2-tp32-ep2\ntp_degree: 4\nmoe_tp_degree: 2\n")
+    rows = json.loads(run(app, ["inspect", str(checkpoints["fp8"]), "--preset", str(preset), "--json"]).output)
     assert any(row["cut"] == "dim 2 / 2, stride 2, experts / 2" for row in rows)
     assert run(app, ["convert", str(checkpoints["fp8"]), str(tmp_path), "--tp", "3"]).exit_code == 1
 
@@ -347,13 +349,13 @@ def test_int4_source_needs_no_fp8(tmp_path: Path) -> None:
 
 def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(
-        "instance: trn2.48xlarge\nexperts: blockwise\ntp_degree: 2\nmoe_tp_degree: 2\nmoe_ep_degree: 1\n"
+        "instance: trn2.48xlarge\nexperts: blockwise\ntp_degree: 2\nmoe_tp_degree: 1\nmoe_ep_degree: 2\n"
         "batch_size: 1\nseq_len: 64\nmax_context_length: 64\n"
     )
     named = ["convert", str(checkpoints["fp8"]), str(tmp_path / "named"), "--preset", str(tmp_path / "two.yaml")]
     assert CliRunner().invoke(app, named).exit_code == 0
-    spelled = ["convert", str(checkpoints["fp8"]), str(tmp_path / "spelled"), "--tp", "2", "--experts", "blockwise"]
-    assert CliRunner().invoke(app, [*spelled, "--spmd-rank"]).exit_code == 0
+    spelled = ["convert", str(checkpoints["fp8"]), str(tmp_path / "spelled"), "--tp", "1", "--ep", "2"]
+    assert CliRunner().invoke(app, spelled).exit_code == 0
     for path in (tmp_path / "named" / "weights").iterdir():
         assert path.read_bytes() == (tmp_path / "spelled" / "weights" / path.name).read_bytes()
     both = CliRunner().invoke(app, [*named, "--tp", "4"])

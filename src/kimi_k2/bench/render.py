@@ -16,9 +16,6 @@ import jinja2
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import percentile, series
-from kimi_k2.plan.published import KIMI_HEADER, kimi_rows
-
-LABEL = "published, not measured here"
 
 HEADER = [
     "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
@@ -80,13 +77,11 @@ def markdown_table(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-def markdown(results: dict[str, Any], published: bool = False) -> str:
-    """The whole report in Markdown: what ran where, the table, and reported figures apart from it if asked for."""
+def markdown(results: dict[str, Any]) -> str:
+    """The whole report in Markdown: what ran where, and the table."""
     parts = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
     if failed := failures(results):
         parts.append("\n".join(f"- {line}" for line in failed) + "\n")
-    if published:
-        parts += [f"Trainium, {LABEL}:\n", markdown_table(KIMI_HEADER, kimi_rows())]
     return "\n".join(parts)
 
 
@@ -141,7 +136,7 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
     return written
 
 
-def html(results: dict[str, Any], images: list[Path], published: bool = False) -> str:
+def html(results: dict[str, Any], images: list[Path]) -> str:
     """One self-contained page: styles and images are in it, no script, no reference to anything outside."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -151,20 +146,17 @@ def html(results: dict[str, Any], images: list[Path], published: bool = False) -
         rows=rows(results),
         failures=failures(results),
         images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
-        published_label=LABEL,
-        published_header=KIMI_HEADER,
-        published=kimi_rows() if published else [],
         settings=results["settings"],
         environment=results["environment"],
     )
 
 
-def write_reports(results: dict[str, Any], directory: Path, published: bool = False) -> list[Path]:
+def write_reports(results: dict[str, Any], directory: Path) -> list[Path]:
     """Write sweep.md, the plots and report.html into `directory`; returns what was written."""
     images = plots(results, directory)
     text, page = directory / "sweep.md", directory / "report.html"
-    text.write_text(markdown(results, published), encoding="utf-8")
-    page.write_text(html(results, images, published), encoding="utf-8")
+    text.write_text(markdown(results), encoding="utf-8")
+    page.write_text(html(results, images), encoding="utf-8")
     return [text, *images, page]
 
 

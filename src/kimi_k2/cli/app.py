@@ -47,7 +47,7 @@ def _printable_errors() -> Iterator[None]:
 app = typer.Typer(
     cls=_Root,
     name="kimi-k2",
-    help="Run, prove and plan Moonshot's Kimi-K2 family. Start with `kimi-k2 demo`: it needs no weights and no GPU.",
+    help="Run, prove and plan Moonshot's Kimi-K2 family. Start with `kimi-k2 make-checkpoint`, which needs no weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

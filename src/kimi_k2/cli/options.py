@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Target = Literal["neuron", "cuda"]
-Decode = Literal["xla", "layers"]
 
 
 def published_models() -> list[str]:
@@ -231,7 +230,6 @@ class ModelOptions:
     keep_quantized: KeepQuantized = None
     kv_cache_dtype: KvCacheDtype = "auto"
     batch_invariant: BatchInvariant = False
-    chunk_size: Annotated[int | None, _in(MODEL, min=1, max=MOST, help="Prefill this many tokens at a time.")] = None
     draft: Annotated[
         str | None,
         _in(MODEL, metavar="HEAD", help="Eagle3 head (directory or name) or ngram that drafts tokens to verify."),

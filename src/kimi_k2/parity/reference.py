@@ -40,11 +40,6 @@ def _import(name: str) -> Any:
         raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[{extra}]' ({error})") from None
 
 
-def needs_transformers() -> None:
-    """Raises MissingLibraryError where there is none, before work that a comparison would end."""
-    _import("transformers")
-
-
 def transformers_config(directory: str | Path) -> Any:
     """transformers' DeepseekV3Config from a checkpoint's config.json (its `text_config` if it has one)."""
     transformers = _import("transformers")

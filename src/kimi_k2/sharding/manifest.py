@@ -243,7 +243,7 @@ def _checked_options(made_from: Mapping[str, Any], file: Path) -> dict[str, Any]
     for name in (*_BEFORE, "decode"):
         if name in options and options[name] not in get_args(Decode):
             got = f"{options[name]!r} is no form of decode any more"
-            raise ConfigError(f"{got}: convert again with --decode layers", field=name, file=file)
+            raise ConfigError(f"{got}: convert again with a preset of decode layers", field=name, file=file)
     return dict(options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,9 +16,7 @@ from kimi_k2.cli.options import (
     PreserveThinking,
     SamplingOptions,
     Style,
-    System,
     Thinking,
-    Tools,
     with_groups,
 )
 from kimi_k2.terminal import new_console, printable
@@ -35,7 +33,7 @@ HELP = """\
 /tools FILE    offer the tools of a JSON file (without FILE: none)
 /image FILE    put a picture before the next message; may be repeated
 /video FILE    the same for a film
-/save FILE     write the conversation, for --messages or /load
+/save FILE     write the conversation, for /load or `generate --messages`
 /load FILE     continue a saved conversation
 /retry         drop the last reply and answer again
 /reset         forget the conversation; system prompt and tools stay
@@ -50,11 +48,6 @@ def chat(
     checkpoint: Checkpoint,
     sampling: SamplingOptions,
     model: ModelOptions,
-    system: System = None,
-    tools: Tools = None,
-    messages: Annotated[
-        Path | None, typer.Option("--messages", help="Continue this conversation (OpenAI-style JSON).", exists=True)
-    ] = None,
     thinking: Thinking = True,
     preserve_thinking: PreserveThinking = None,
     style: Style = None,
@@ -79,12 +72,6 @@ def chat(
         if session.params.max_new_tokens >= most:
             raise GenerationError(f"max_new_tokens: expected fewer than max_position_embeddings ({most})")
         talk = Chat(session, console, thinking=thinking, preserve_thinking=preserve_thinking)
-        if messages is not None:
-            talk.load(str(messages))
-        if tools is not None:
-            talk.offer(str(tools))
-        if system is not None:
-            talk.system = system
         tokenizer = session.tokenizer
         console.print(
             f"{checkpoint.name}, {computed} on {where}, chat style {tokenizer.chat_style.value}"
@@ -308,7 +295,7 @@ COMMAND = Command(
     chat,
     "Run a model",
     (
-        "kimi-k2 chat /models/Kimi-K2-Instruct-0905 --tools tools.json",
+        "kimi-k2 chat /models/Kimi-K2-Instruct-0905",
         "kimi-k2 chat /models/Kimi-K2.5 --backend cuda --no-thinking",
     ),
 )

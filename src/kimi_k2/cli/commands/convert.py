@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Decode, Download, ExpertsOption, TargetOption, number, refuse
+from kimi_k2.cli.options import Download, ExpertsOption, Target, TargetOption, number, refuse
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ def convert(
     ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None,
     target: TargetOption = "neuron",
     experts: ExpertsOption = None,
-    spmd_rank: Annotated[
-        bool | None, typer.Option(help="Write expert MLPs' rank numbers; by default when ep is above 1.")
-    ] = None,
-    decode: Annotated[
-        Decode | None, typer.Option(help="Form of a decode step (neuron); by default layers for experts in tiles.")
-    ] = None,
     report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
@@ -54,7 +48,6 @@ def convert(
     Of a finished conversion it looks at sizes and headers alone; `--verify-output` compares every tensor's bytes.
     """
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.cli.sharding import make_layout
     from kimi_k2.config import KimiK2Config
     from kimi_k2.plan.deployment import Deployment
     from kimi_k2.progress import ByteProgress
@@ -66,14 +59,12 @@ def convert(
         refuse(context, "--dry-run reads and writes no weights", *ways)
     else:
         refuse(context, "goes with --dry-run", "rate")
-    if target == "cuda":
-        refuse(context, "goes with --target neuron", "spmd_rank", "decode")
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
-        layout = make_layout(tp, ep, target, experts, spmd_rank, decode)
+        layout = _layout(tp, ep, target, experts)
     else:
-        refuse(context, "the preset says it", "tp", "ep", "target", "experts", "spmd_rank", "decode")
+        refuse(context, "the preset says it", "tp", "ep", "target", "experts")
         layout = Deployment.load(preset).layout(config)
     if only_sizes:
         _print_dry_run(config, layout, rate)
@@ -92,6 +83,16 @@ def convert(
     if manifest["errors"]["total"]["values"]:
         say("all layers: " + _describe(manifest["errors"]["total"]))
     say(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
+
+
+def _layout(tp: int | None, ep: int | None, target: Target, experts: str | None) -> Layout:
+    """The layout of the options; the experts' format is by default what the target runs best."""
+    from kimi_k2.sharding.layout import Layout
+
+    best = "stored" if target == "cuda" else "blockwise"
+    decode: Literal["layers"] | None = "layers" if experts in ("tiles", "bf16_tiles") else None
+    tp, ep = (32, ep or 2) if tp is None else (tp, ep or 1)  # of trn2-tp32-ep2
+    return Layout(tp, ep, target, experts or best, decode=decode)
 
 
 def _describe(error: dict[str, float]) -> str:

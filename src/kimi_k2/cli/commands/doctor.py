@@ -232,7 +232,7 @@ def _parts(missing: set[str]) -> list[Part]:
     neuron = ["torch-xla", "neuronx-distributed", "neuronx-distributed-inference"]
     needs = {
         "generate, chat, convert, plan (CPU)": base,
-        "demo, parity with transformers": [*base, "transformers"],
+        "parity with transformers": [*base, "transformers"],
         "fast decode on a GPU": [*base, "CUDA GPU", "triton", "nvcc"],
         "compile --hlo-only": [*base, *neuron],
         "compile for Trainium": [*base, *neuron, "torch-neuronx", "neuronx-cc"],

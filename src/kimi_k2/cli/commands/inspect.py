@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import Checkpoint, Download, ExpertsOption, Target, number, refuse
+from kimi_k2.cli.options import Checkpoint, Download, number, refuse
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -22,21 +22,16 @@ def inspect(
     context: typer.Context,
     checkpoint: Checkpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shard.")] = False,
-    tp: Annotated[int | None, number(1, "Show how `convert --tp` would cut it instead.")] = None,
-    ep: Annotated[int | None, number(1, "With --tp: groups that the experts are divided among; 1.")] = None,
-    target: Annotated[
-        Target | None, typer.Option(help="With --tp: whose names and layouts, neuron's if not given.")
-    ] = None,
-    experts: ExpertsOption = None,
-    layer: Annotated[int | None, number(-1, "With --tp: the layer; -1 for embedding, norm and head; 1.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --tp of all layers.")] = False,
+    preset: Annotated[str | None, typer.Option(help="Show how `convert --preset` would cut it instead.")] = None,
+    layer: Annotated[int | None, number(-1, "With --preset: the layer; -1 for embedding, norm and head; 1.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --preset of all layers.")] = False,
     download: Download = False,
 ) -> None:
     """Check a checkpoint's headers against its config.json and show what it holds, without reading weights.
 
     Of the output of `convert`: what it was made from and for how many ranks; `verify` reads its files.
 
-    With --tp: which slice of which tensor goes to which rank; a published model's name will do for that.
+    With --preset: which slice of which tensor goes to which rank; a published model's name will do for that.
     """
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.reader import CheckpointReader
@@ -48,23 +43,45 @@ def inspect(
         refuse(context, "of a checkpoint; here is the output of `convert`", but=("checkpoint", "as_json", "download"))
         _print_ranks(directory, as_json)
         return
-    if tp is not None:
-        from kimi_k2.cli.sharding import make_layout, print_sharding
-
-        refuse(context, "lists the checkpoint's own tensors: without --tp", "tensors")
+    if preset is not None:
+        refuse(context, "lists the checkpoint's own tensors: without --preset", "tensors")
         config = KimiK2Config.load(directory)
         layer = min(1, config.num_hidden_layers - 1) if layer is None else layer
         if layer >= config.num_hidden_layers:
             raise typer.BadParameter(f"--layer: expected -1 to {config.num_hidden_layers - 1}, got {layer}")
-        print_sharding(config, make_layout(tp, ep or 1, target or "neuron", experts), layer, as_json)
+        _print_sharding(config, preset, layer, as_json)
         return
-    refuse(context, "goes with --tp", "ep", "target", "experts", "layer")
+    refuse(context, "goes with --preset", "layer")
     config = KimiK2Config.from_pretrained(directory)
     reader = CheckpointReader.for_config(directory, config, vision=True)
     if as_json:
         say(json.dumps(_contents(directory, config, reader, tensors), indent=1))
     else:
         _print_contents(directory, config, reader, tensors)
+
+
+def _print_sharding(config: KimiK2Config, preset: str, layer: int, as_json: bool) -> None:
+    """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
+    from rich.table import Table
+
+    from kimi_k2.plan.deployment import Deployment
+    from kimi_k2.sharding.plan import make_plan
+    from kimi_k2.terminal import new_console
+
+    plan = make_plan(config, Deployment.load(preset).layout(config))
+    plan.check()
+    names = ("name", "dtype", "shape", "cut", "rank_shape")
+    rows = [
+        (t.name, str(t.dtype).removeprefix("torch."), list(t.shape), t.kind, list(t.local_shape)) for t in plan.tensors
+    ]
+    if as_json:
+        say(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
+        return
+    table = Table("tensor", "dtype", "shape", "cut", "on a rank")
+    for tensor, row in zip(plan.tensors, rows, strict=True):
+        if tensor.layer == layer:
+            table.add_row(*(str(cell) for cell in row))
+    new_console(table=True).print(table)
 
 
 def _print_ranks(directory: Path, as_json: bool) -> None:
@@ -169,6 +186,6 @@ COMMAND = Command(
     (
         "kimi-k2 inspect /models/Kimi-K2-Thinking --tensors",
         "kimi-k2 inspect /ranks",
-        "kimi-k2 inspect kimi-k2-instruct-0905 --tp 32 --ep 2 --layer 1",
+        "kimi-k2 inspect kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --layer 1",
     ),
 )

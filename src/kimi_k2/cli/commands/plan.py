@@ -35,9 +35,6 @@ def plan(
         list[Path] | None,
         typer.Option(help="JSON of nccom-test, neuron-profile or rehearse, for what is assumed; repeatable."),
     ] = None,
-    port: Annotated[
-        bool, typer.Option("--port", help="Arrange the weights as the published port (pull request 131) does.")
-    ] = False,
     published: Annotated[
         bool, typer.Option("--published", help="Also check the planner against published memory figures.")
     ] = False,
@@ -64,7 +61,7 @@ def plan(
     from kimi_k2.config import KimiK2Config
     from kimi_k2.plan.memory import read_index
     from kimi_k2.plan.report import make_answer, make_report, plot, print_answer, print_report
-    from kimi_k2.plan.target import PUBLISHED_PORT, check_context, load_target
+    from kimi_k2.plan.target import check_context, load_target
 
     if all_presets:
         refuse(context, "--all-presets takes presets as they are", but=("all_presets", "model", "as_json", "download"))
@@ -98,10 +95,6 @@ def plan(
         from kimi_k2.plan.measured import read_measured
 
         target = replace(target, machine=read_measured(measured).on(target.machine))
-    if port:
-        if not target.is_neuron:
-            raise typer.BadParameter(f"arranges weights for Trainium, not for {preset}", param_hint="--port")
-        target = replace(target, arrangement=PUBLISHED_PORT)
     made = (make_report if verbose or as_json else make_answer)(config, target)
     report = {"model": Path(model).name, "index": read_index(directory), **made}
     if published:

@@ -142,8 +142,8 @@ def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
         return
     launch = f"torchrun --nproc-per-node {preset.tp_degree} --no-python"
     yield Step(
-        "decode step", ["profile", checkpoint, "--preset", name, "--weights", ranks], skip="needs its GPUs",
-        real=f"{launch} kimi-k2 profile {REAL} --preset {name} --weights {RANKS}",
+        "decode step", ["bench", "profile", checkpoint, "--preset", name, "--weights", ranks], skip="needs its GPUs",
+        real=f"{launch} kimi-k2 bench profile {REAL} --preset {name} --weights {RANKS}",
     )  # fmt: skip
     yield Step("serve", [], skip="needs its GPUs", real=f"kimi-k2 serve {REAL}")
 

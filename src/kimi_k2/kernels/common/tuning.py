@@ -3,7 +3,7 @@
 A folder `tuning_files` beside an operation's kernels holds a file a shape and device, named
 `{key}={value},...,device={device}.json` (spaces of the device's name become underscores). It maps sizes, decimal and
 joined by commas, to the fields of a choice. The entry that is nearest at or above the wanted sizes serves, the first
-size before the next; above the largest, the largest. `kimi-k2 tune` writes the files. Where a device has none for a
+size before the next; above the largest, the largest. `kimi-k2 bench tune` writes them. Where a device has none for a
 shape its operation's default serves, never another device's choice, with one warning.
 """
 
@@ -107,5 +107,5 @@ def _table(files: Files[Any], name: str, borrow: Callable[[str], Path | None]) -
         return files.load(path)
     near = borrow(name)
     instead = "defaults are used" if near is None else f"those of {near.name} are used"
-    warnings.warn(f"no tuned choices {name}: {instead}; kimi-k2 tune writes some", stacklevel=4)
+    warnings.warn(f"no tuned choices {name}: {instead}; kimi-k2 bench tune writes some", stacklevel=4)
     return {} if near is None else files.load(near)

@@ -35,7 +35,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     Args:
         decode: form of a decode step. `xla`: PyTorch operations. `layers`: all MoE layers in one NKI kernel with its
             collectives inside (decode_layers.py): the vendor's `nki` where it is importable, and in CPU mode its
-            emulator. The weights are those of `kimi-k2 convert --decode`. With `lora_config` it is always `xla`.
+            emulator. The weights are those of `kimi-k2 convert --preset`. With `lora_config` it is always `xla`.
         decode_layers_per_kernel: with `layers`, so many MoE layers a call, should one kernel of all not compile; None
             for all.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes: more move

@@ -7,7 +7,10 @@ from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.commands.bench.parts import drafts, experts, kernels
+from kimi_k2.cli.commands.bench.profile import profile
 from kimi_k2.cli.commands.bench.sweep import sweep
+from kimi_k2.cli.commands.bench.tools import tools
+from kimi_k2.cli.commands.bench.tune import tune
 
 
 class _SweepByDefault(TyperGroup):
@@ -23,9 +26,9 @@ class _SweepByDefault(TyperGroup):
 bench = typer.Typer(
     name="bench",
     cls=_SweepByDefault,
-    help="Time prefill and decode (`sweep`, the default), or single parts of the package.",
+    help="Time prefill and decode (`sweep`, the default), a GPU's step or single parts; check tool calls.",
 )
-for _part in (sweep, kernels, experts, drafts):
+for _part in (sweep, profile, kernels, experts, tune, drafts, tools):
     bench.command()(_part)
 
 
@@ -36,5 +39,9 @@ COMMAND = Command(
     (
         "kimi-k2 bench /models/Kimi-K2-Thinking --backend cuda --batch-sizes 1,16 --prompt-lengths 1024 --out bench",
         "kimi-k2 bench kernels --only mla,gate",
+        "kimi-k2 bench profile --preset h200-tp8 --stand-in --layers 12 --contexts 16x1024 --routing uniform",
+        "torchrun --nproc-per-node 8 --no-python kimi-k2 bench profile --preset h200-tp8 --weights /ranks",
+        "kimi-k2 bench tune kimi-k2-thinking --shape TP8,EP8 --tokens 1,16,64 --out tuned",
+        "kimi-k2 bench tools http://localhost:8000/v1 requests.jsonl --out tools",
     ),
 )

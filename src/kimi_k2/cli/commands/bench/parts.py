@@ -13,9 +13,7 @@ from kimi_k2.cli.options import (
     Checkpoint,
     Configuration,
     DraftTokens,
-    Dtype,
     Ranks,
-    Seed,
     listed,
     listed_numbers,
     number,
@@ -60,7 +58,6 @@ def experts(
     tokens: Annotated[
         str | None, typer.Option(metavar="1,2", help="Token counts; powers of two to 65536 if not given.")
     ] = None,
-    replays: Annotated[int | None, number(1, "Replays that the median is of; by the tokens if not given.")] = None,
     drawn: Annotated[int, number(0, "So many cases drawn from these instead of all; tokens up to the most.")] = 0,
     seed: Annotated[int, number(0, "Of --drawn.")] = 0,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
@@ -79,7 +76,7 @@ def experts(
     if out is None:
         refuse(context, "goes with --out", "resume")
     names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
-    options = {**names, "tokens": listed_numbers(tokens, "--tokens"), "replays": replays}
+    options = {**names, "tokens": listed_numbers(tokens, "--tokens")}
     chosen = {name: value for name, value in options.items() if value}
     selection = Selection(**chosen, with_peers=peers, drawn=drawn, seed=seed)  # type: ignore[arg-type]
     run(KimiK2Config.load(model), selection, out, say, resume=resume, seconds=seconds)
@@ -89,34 +86,28 @@ def drafts(
     checkpoint: Checkpoint,
     draft: Annotated[str, typer.Option(metavar="HEAD", help="Eagle3 head (directory or name), or ngram.")],
     draft_tokens: DraftTokens = 3,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Message; repeat for a batch.")] = None,
     max_new_tokens: Annotated[int, number(1, "Tokens of a reply at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Seed = 0,
     backend: Annotated[Literal["cpu", "cuda"], typer.Option(help="Who runs the model.")] = "cpu",
-    dtype: Annotated[Dtype | None, typer.Option(help="bfloat16 on a GPU, else float32.", show_default=False)] = None,
     batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
     runs: Annotated[int, number(1, "Timed replies of each kind; the median counts.")] = 3,
 ) -> None:
-    """Speed with --draft beside none in one run: acceptance by position, tokens a step, milliseconds a token."""
+    """Greedy speed with --draft beside none in one run: acceptance by position, tokens a step, milliseconds a token."""
     from kimi_k2.api import KimiK2
     from kimi_k2.bench.drafts import PROMPTS, compare
     from kimi_k2.engine.generate import Generator
 
-    texts = prompt or PROMPTS
     with KimiK2.open(
         checkpoint,
         backend=backend,
-        sampling={"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
-        dtype=dtype,
+        sampling={"max_new_tokens": max_new_tokens, "temperature": 0.0},
         batch_invariant=batch_invariant,
         ranks=ranks,
         draft=draft,
         draft_tokens=draft_tokens,
     ) as session:
         assert isinstance(session.generator, Generator)
-        ids = [session.prompt([{"role": "user", "content": text}]).ids for text in texts]
+        ids = [session.prompt([{"role": "user", "content": text}]).ids for text in PROMPTS]
         for line in compare(session.generator, ids, session.params, runs):
             if session.rank == 0:
                 say(line)

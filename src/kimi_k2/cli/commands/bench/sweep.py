@@ -19,7 +19,6 @@ from kimi_k2.cli.options import (
     KvCacheDtype,
     Preset,
     Ranks,
-    Seed,
     listed_numbers,
     number,
     refuse,
@@ -43,8 +42,6 @@ def sweep(
     prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")] = "128",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
     runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5,
-    warmup: Annotated[int, number(0, "Untimed runs before them.")] = 1,
-    seed: Seed = 0,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Compute dtype (cpu, cuda); bfloat16 on a GPU, else float32.", show_default=False),
@@ -58,7 +55,6 @@ def sweep(
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
     ] = False,
-    published: Annotated[bool, typer.Option("--published", help="Show reported Trainium figures beside.")] = False,
     compare_files: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
     ] = None,
@@ -96,8 +92,6 @@ def sweep(
         prompt_lengths=_numbers("prompt_lengths", prompt_lengths),
         batch_sizes=_numbers("batch_sizes", batch_sizes),
         runs=runs,
-        warmup=warmup,
-        seed=seed,
     )
     name, stored = compute_defaults(backend, dtype, keep_quantized)
     compute = getattr(torch, name)
@@ -122,8 +116,8 @@ def sweep(
             return
         with resumable():
             results = run_sweep(settings, used, out / "sweep.json", say=lambda line: say(line, err=True))
-    written = write_reports(results, out, published)
-    say(markdown(results, published))
+    written = write_reports(results, out)
+    say(markdown(results))
     say(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
     if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
         raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")

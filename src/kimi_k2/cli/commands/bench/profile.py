@@ -1,4 +1,4 @@
-"""`kimi-k2 profile`."""
+"""`kimi-k2 bench profile`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number
 from kimi_k2.terminal import say
 
@@ -23,10 +22,8 @@ def profile(
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
     ] = False,
-    batch_size: Annotated[int | None, number(1, "Sequences, instead of the preset's.")] = None,
-    context: Annotated[int | None, number(1, "Cached tokens, instead of the preset's.")] = None,
     contexts: Annotated[
-        str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; instead of both.")
+        str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; the preset's if not given.")
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     batch_invariant: BatchInvariant = False,
@@ -34,9 +31,9 @@ def profile(
     routing: Annotated[
         str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
     ] = None,
-    kernels: Annotated[str | None, typer.Option(help="op=name,...: pins, as KIMI_K2_KERNELS.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the chosen kernels.")] = False,
-    launches: Annotated[bool, typer.Option("--launches", help="Print what one step launches, by time.")] = False,
+    launches: Annotated[
+        bool, typer.Option("--launches", help="Print the chosen kernels and what one step launches, by time.")
+    ] = False,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
     import torch
@@ -53,14 +50,10 @@ def profile(
         raise DeviceError(
             "profile: there is no CUDA device here; it times a Hopper GPU (`kimi-k2 doctor` says what is here)"
         )
-    if kernels:
-        registry.pin(kernels)
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)
     if deployment.hardware.target != "cuda":
         raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
-    if contexts and (batch_size or context):
-        raise typer.BadParameter("gives the number of sequences and their tokens already", param_hint="--contexts")
-    even = (context or deployment.seq_len,) * (batch_size or deployment.batch_size)
+    even = (deployment.seq_len,) * deployment.batch_size
     job = Job(
         contexts=_lengths(contexts) if contexts else even,
         prompt=prompt_length,
@@ -75,7 +68,7 @@ def profile(
     lines = measure(config, deployment.layout(config), job)
     if lines:
         say("\n".join(lines))
-        if verbose:
+        if launches:
             say(registry.explain(batch_invariant))
 
 
@@ -88,14 +81,3 @@ def _lengths(text: str) -> tuple[int, ...]:
             raise typer.BadParameter(f"{item!r}: expected LENGTH or COUNTxLENGTH", param_hint="--contexts")
         lengths += [int(length)] * int(count or 1)
     return tuple(lengths)
-
-
-COMMAND = Command(
-    "profile",
-    profile,
-    "Measure and prove",
-    (
-        "kimi-k2 profile --preset h200-tp8 --stand-in --layers 12 --batch-size 16 --context 1024 --routing uniform",
-        "torchrun --nproc-per-node 8 --no-python kimi-k2 profile kimi-k2-thinking --preset h200-tp8 --weights /ranks",
-    ),
-)

@@ -1,4 +1,4 @@
-"""`kimi-k2 tune`."""
+"""`kimi-k2 bench tune`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_MODEL, Configuration, listed, listed_numbers
 from kimi_k2.terminal import say
 
@@ -32,8 +31,3 @@ def tune(
 
     counts = listed_numbers(tokens, "--tokens") or None
     tune_operations(listed(only), KimiK2Config.load(model), listed(shape) or None, counts, out, say)
-
-
-COMMAND = Command(
-    "tune", tune, "Deploy", ("kimi-k2 tune kimi-k2-thinking --shape TP8,EP8 --tokens 1,16,64 --out tuned",)
-)

@@ -1,4 +1,4 @@
-"""`kimi-k2 verify-tools`: an OpenAI server's tool calls by the criteria of Moonshot's K2-Vendor-Verifier."""
+"""`kimi-k2 bench tools`: an OpenAI server's tool calls by the criteria of Moonshot's K2-Vendor-Verifier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import number
 from kimi_k2.terminal import say
 
 
-def verify_tools(
+def tools(
     url: Annotated[str, typer.Argument(help="OpenAI server, such as http://localhost:8000/v1.")],
     requests: Annotated[Path, typer.Argument(help="Chat requests with tools, a JSON object a line.", dir_okay=False)],
     out: Annotated[Path, typer.Option(help="Directory for outcomes.jsonl and summary.json.", file_okay=False)] = Path(
@@ -32,11 +31,3 @@ def verify_tools(
     for name, value in summary.items():
         shown = "-" if value is None else f"{value:.2%}" if isinstance(value, float) else str(value)
         say(f"{name:32} {shown}")
-
-
-COMMAND = Command(
-    "verify-tools",
-    verify_tools,
-    "Measure and prove",
-    ("kimi-k2 verify-tools http://localhost:8000/v1 requests.jsonl --out tools",),
-)
