@@ -34,11 +34,11 @@ WITHOUT_EFFECT = frozenset(name for names in _WITHOUT_EFFECT.values() for name i
 
 # At these values a field says what the model does anyway; transformers and vLLM write many of them.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
+    "add_cross_attention": (False, None),
     "attn_output_gate": (False, None),
     "cross_attention_hidden_size": (None,),
     "index_topk": (None,),
-    "is_encoder_decoder": (False,),
+    "is_encoder_decoder": (False, None),
     "layer_types": (None,),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
@@ -47,7 +47,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "sparsity_config": (None, {}),
     "swiglu_limit": (None,),
-    "tie_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False, None),
     "transform_config": (None, {}),
     "use_sliding_window": (False, None),
 }

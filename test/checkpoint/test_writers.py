@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from kimi_k2.cli.app import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.drafts.config import DraftConfig
-from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Warning
+from kimi_k2.drafts.config import DraftConfig, Form
+from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error, KimiK2Warning
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.quantization.modules import names_module
 from kimi_k2.spellings import plain_name, spelled, writer
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
-from kimi_k2.synthetic.draft import draft_fields
+from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
+
+transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(3, 20)[None]
 FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -112,7 +117,6 @@ def test_a_tensor_under_two_names_is_refused(k25: Path, tmp_path: Path) -> None:
 
 def by_transformers(source: Path, target: Path, **options: Any) -> Path:
     """K2.5 loaded and saved by transformers' own class."""
-    transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "Kimi_K25ForConditionalGeneration"):
         pytest.skip("this transformers has no kimi_k25")
     transformers.Kimi_K25ForConditionalGeneration.from_pretrained(source).save_pretrained(target, **options)
@@ -139,7 +143,6 @@ def test_transformers_form_in_memory_is_refused_by_its_name(k25: Path, tmp_path:
 
 
 def test_the_round_trip_of_transformers_k2(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     source = checkpoints["bf16"]
     raw = json.loads((source / "config.json").read_text())
     config = transformers.DeepseekV3Config(**{key: value for key, value in raw.items() if key != "model_type"})
@@ -214,3 +217,177 @@ def test_heads_of_other_kinds_are_refused(field: str, value: Any) -> None:
     target = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     with pytest.raises(ConfigError, match=f"eagle_config.{field}"):
         DraftConfig.from_dict(draft_fields(target, "mla", eagle_config={**MODELOPT, field: value}))
+
+
+# Fields of Model-Optimizer's two templates (export/plugins/hf_spec_configs.py): each is the head's, else the target's,
+# else null; and those of its heads' configurations (speculative/eagle/default_config.py) that no target has.
+BOTH = (
+    "attention_bias attention_dropout bos_token_id eos_token_id hidden_act hidden_size initializer_range"
+    " intermediate_size max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads pad_token_id"
+    " pretraining_tp rms_norm_eps rope_scaling rope_theta torch_dtype transformers_version vocab_size"
+)
+TEMPLATES: dict[Form, str] = {
+    "llama": f"{BOTH} draft_vocab_size head_dim mlp_bias",
+    "mla": f"{BOTH} aux_loss_alpha chunk_size_feed_forward diversity_penalty do_sample early_stopping"
+    " encoder_no_repeat_ngram_size ep_size first_k_dense_replace forced_bos_token_id forced_eos_token_id id2label"
+    " is_decoder is_encoder_decoder kv_lora_rank label2id length_penalty max_length min_length moe_intermediate_size"
+    " moe_layer_freq n_group n_routed_experts n_shared_experts no_repeat_ngram_size norm_topk_prob num_beam_groups"
+    " num_beams num_experts_per_tok num_nextn_predict_layers num_return_sequences output_attentions"
+    " output_hidden_states output_scores pruned_heads q_lora_rank qk_nope_head_dim qk_rope_head_dim"
+    " remove_invalid_values repetition_penalty return_dict return_dict_in_generate routed_scaling_factor scoring_func"
+    " sep_token_id seq_aux temperature tf_legacy_loss tie_encoder_decoder top_k top_p topk_group topk_method"
+    " torchscript typical_p use_bfloat16 v_head_dim",
+}
+OF_HEADS = {
+    "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "initializer_range": 0.02,
+    "mlp_bias": False, "num_nextn_predict_layers": 0, "num_return_sequences": 1, "seq_aux": True,
+}  # fmt: skip
+
+
+def by_model_optimizer(source: Path, target: KimiK2Config, form: Form, out: Path, **eagle: Any) -> None:
+    head = OF_HEADS | json.loads((source / "config.json").read_text())
+    base = transformers.DeepseekV3Config(**target.model_dump(include={"num_hidden_layers", "n_group", "topk_group"}))
+    values = {name: head.get(name, getattr(base, name, None)) for name in TEMPLATES[form].split()}
+    values |= {name: head[name] for name in ("architectures", "model_type")} | {"tie_word_embeddings": False}
+    values |= {"use_cache": True, "eagle_config": {**MODELOPT, **head["eagle_config"], **eagle}}
+    (out / "config.json").write_text(json.dumps(values, indent=4))
+    kept = {name: one for name, one in load_file(source / "model.safetensors").items() if name != "t2d"}
+    save_file({name.replace("midlayer.", "layers.0."): one for name, one in kept.items()}, out / "model.safetensors")
+
+
+def by_specforge(source: Path, target: KimiK2Config, form: Form, out: Path) -> None:
+    """Its configuration is a LlamaConfig of transformers, with RoPE in both forms; d2t and t2d are always there."""
+    head = json.loads((source / "config.json").read_text())
+    transformers.LlamaConfig(**head).save_pretrained(out)
+    saved = json.loads((out / "config.json").read_text()) | {"rope_theta": head["rope_theta"]}
+    (out / "config.json").write_text(json.dumps(saved))
+    rows = head["draft_vocab_size"]
+    always = {"t2d": torch.ones(target.vocab_size, dtype=torch.bool), "d2t": torch.zeros(rows, dtype=torch.int64)}
+    save_file(always | load_file(source / "model.safetensors"), out / "model.safetensors")
+
+
+@pytest.mark.parametrize("vocabulary", [64, None])
+@pytest.mark.parametrize(
+    ("write", "form"), [(by_model_optimizer, "llama"), (by_model_optimizer, "mla"), (by_specforge, "llama")]
+)
+def test_draft_heads_by_the_templates_of_who_trains_them(
+    tmp_path: Path, write: Callable[..., None], form: Form, vocabulary: int | None
+) -> None:
+    config = tiny_config(num_hidden_layers=3, n_routed_experts=4, num_experts_per_tok=2, quantization_config=None)
+    target = KimiK2ForCausalLM(config)
+    changes = {} if vocabulary is None or form == "mla" else {"draft_vocab_size": vocabulary}
+    write_synthetic_head(tmp_path / "source", config, form, seed=7, **changes)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "source", config, form, tmp_path / "other")
+    heads = [Eagle3Head.from_pretrained(tmp_path / name, target) for name in ("source", "other")]
+    tokens, hidden = torch.arange(6)[None], torch.randn(1, 6, len(heads[0].config.layers(config)) * config.hidden_size)
+    results = [head(tokens, head.fuse(hidden), tokens, _cache(head.cache_dim), 6)[0] for head in heads]
+    assert torch.equal(*(head.logits(one) for head, one in zip(heads, results, strict=True)))
+    drafted = torch.arange(heads[0].config.draft_vocab_size)
+    assert torch.equal(*(head.to_target(drafted) for head in heads))
+
+
+def _cache(width: int) -> LatentCache:
+    cache = LatentCache.__new__(LatentCache)
+    cache.max_length, cache.data = 6, torch.zeros(1, 1, 6, width)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("eagle", "says"),
+    [({"use_aux_hidden_state": False}, "use_aux_hidden_state"), ({"use_last_layernorm": False}, "use_last_layernorm"),
+     ({"parallel_draft_step": 4}, "parallel_draft_step"), ({"parallel_draft_step": None}, "")],
+)  # fmt: skip
+def test_heads_of_other_kinds_by_model_optimizer(tmp_path: Path, eagle: dict[str, Any], says: str) -> None:
+    config = tiny_config(num_hidden_layers=3)
+    write_synthetic_head(tmp_path / "source", config, "mla")
+    (tmp_path / "other").mkdir()
+    by_model_optimizer(tmp_path / "source", config, "mla", tmp_path / "other", **eagle)
+    with pytest.raises(ConfigError, match=f"eagle_config.{says}") if says else nullcontext():
+        DraftConfig.from_pretrained(tmp_path / "other")
+
+
+# Schemes that compressed-tensors writes (the library by itself: what a scale is, an observer would say).
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+SCHEMES: dict[str, tuple[dict[str, Any], str]] = {
+    "INT4 in groups of 32": (INT4, ""),
+    "INT4 in groups of 128": ({**INT4, "group_size": 128}, ""),
+    "INT4 a channel": ({"num_bits": 4, "type": "int", "strategy": "channel"}, ""),
+    "FP8 a channel": (FP8, ""),
+    "FP8 with one scale": ({**FP8, "strategy": "tensor"}, ""),
+    "FP8 in blocks": ({**FP8, "strategy": "block", "block_structure": [128, 128]}, ""),
+    "INT4 with zero points": ({**INT4, "symmetric": False}, ""),
+    "INT4, chosen in another order": ({**INT4, "actorder": "static"}, ""),
+    "INT8 a channel": ({**FP8, "type": "int"}, r"group_0\.weights\.num_bits"),
+}
+
+
+def tree(state: dict[str, Tensor]) -> nn.Module:
+    """Modules by the names of a checkpoint, its matrices as torch's linears."""
+    root = nn.Module()
+    for name, tensor in state.items():
+        owner: Any = root
+        *path, leaf = name.split(".")
+        for depth, part in enumerate(path, 1):
+            if not hasattr(owner, part):
+                matrix = depth == len(path) and leaf == "weight" and tensor.dim() == 2 and part != "embed_tokens"
+                owner.add_module(part, nn.Linear(*tensor.shape[::-1], bias=False) if matrix else nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def scaled(weight: Tensor, scheme: dict[str, Any]) -> Tensor:
+    """The largest value of each group, channel, block or all, over what the type holds."""
+    rows, columns = weight.shape
+    down, across = {
+        "tensor": (rows, columns), "channel": (1, columns), "block": (128, 128), "group": (1, scheme.get("group_size")),
+    }[scheme["strategy"]]  # fmt: skip
+    most = weight.float().abs().reshape(rows // down, down, columns // across, across).amax(dim=(1, 3))
+    made = most / (448 if scheme["type"] == "float" else 2 ** (scheme["num_bits"] - 1) - 1)
+    return made.reshape(-1) if scheme["strategy"] == "tensor" else made
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    scheme, refused = SCHEMES[name]
+    source, out, plain = (tmp_path / part for part in ("source", "out", "plain"))
+    config = tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
+    write_synthetic_checkpoint(source, with_format(config, "bf16"), seed=3)
+    stored = tensors(source)
+    model = tree(stored)
+    kept = [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|down)_proj$",
+        r"re:.*mlp\.gate$",
+    ]
+    groups = {"group_0": {"targets": ["Linear"], "weights": scheme}}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=kept))
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale = nn.Parameter(scaled(module.weight, scheme).to(torch.bfloat16), requires_grad=False)
+            if scheme.get("symmetric") is False:
+                module.weight_zero_point.data.random_(-3, 4)
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    for directory in (out, plain):
+        directory.mkdir()
+        (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    compressor.update_config(str(out))
+    save_file(model.state_dict(), out / "model.safetensors")
+    if refused:
+        with pytest.raises(KimiK2Error, match=refused):
+            KimiK2ForCausalLM.from_pretrained(out)
+        return
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):  # so that the library's own values are not rounded to BF16
+            module.weight_scale.data = module.weight_scale.float()
+    compressor.decompress_model(model)
+    save_file({key: one for key, one in model.state_dict().items() if key in stored}, plain / "model.safetensors")
+    assert same_logits(out, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,6 +40,9 @@ def test_the_files_bytes_are_those_of_our_own_plan() -> None:
         61 * sizes.attention + 60 * (sizes.shared + 384 * 7168) + sizes.dense_mlp + sizes.vocabulary * sizes.hidden
     )
     assert counted == pytest.approx(dense, rel=0.01)
+    # What a context of twice the length reads more: the cache, BF16 values of each layer and sequence.
+    longer = replace(run, context=2 * run.context).bytes_read - run.bytes_read
+    assert longer == 61 * run.batch * run.context * config.cache_dim * 2 * run.cache_copies
 
 
 @pytest.mark.parametrize("name", [run.name for run in runs() if run.model in ("Kimi-K2", "DeepSeek-V3")])

@@ -70,7 +70,7 @@ _EAGLE_ONLY: dict[str, tuple[Any, ...]] = {
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
     "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
+    "parallel_draft_step": (1, None),
 }
 _EAGLE_HARMLESS = ("parallel_draft_heads_num_layers",)  # of steps beyond the first
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
