@@ -30,7 +30,6 @@ class Kind:
         refused: the commands that must refuse it, by first letter: inspect, plan, convert, generate, dialogue (chat),
             a capture. The others read nothing that is damaged, or what they read is no damage, and must end as on the
             sound checkpoint. None where either is right: a refusal, or whatever the changed checkpoint says.
-        meanwhile: done while a command runs.
         either: commands that may do either, in spite of `refused`.
     """
 
@@ -39,7 +38,6 @@ class Kind:
     damage: Damage
     says: str
     refused: str | None = "icg"
-    meanwhile: Damage | None = None
     either: str = ""
 
     def refused_by(self, command: str) -> bool | None:
@@ -62,43 +60,39 @@ def own(path: Path) -> Path:
     return path
 
 
-def write(name: str, content: bytes | str) -> Damage:
+def damaging(change: Callable[..., object]) -> Callable[..., Damage]:
+    """A damage by its arguments, of a function that takes the directory before them."""
+    return lambda *values, **named: lambda directory: change(directory, *values, **named)
+
+
+@damaging
+def write(directory: Path, name: str, content: bytes | str) -> None:
     """A file's whole content."""
-
-    def change(directory: Path) -> None:
-        (directory / name).unlink(missing_ok=True)
-        (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return change
+    remove(name)(directory)
+    (directory / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def remove(name: str) -> Damage:
-    return lambda directory: (directory / name).unlink()
+@damaging
+def remove(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
 
 
-def sparse(name: str, size: int) -> Damage:
+@damaging
+def sparse(directory: Path, name: str, size: int) -> None:
     """A file of that size that takes no space."""
-
-    def change(directory: Path) -> None:
-        os.truncate(own(directory / name), size)
-
-    return change
+    os.truncate(own(directory / name), size)
 
 
-def as_directory(name: str) -> Damage:
-    def change(directory: Path) -> None:
-        (directory / name).unlink()
-        (directory / name).mkdir()
-
-    return change
+@damaging
+def as_directory(directory: Path, name: str) -> None:
+    remove(name)(directory)
+    (directory / name).mkdir()
 
 
-def looping_link(name: str) -> Damage:
-    def change(directory: Path) -> None:
-        (directory / name).unlink()
-        (directory / name).symlink_to(name)
-
-    return change
+@damaging
+def looping_link(directory: Path, name: str) -> None:
+    remove(name)(directory)
+    (directory / name).symlink_to(name)
 
 
 def put(raw: Any, place: str, value: object) -> None:
@@ -112,16 +106,18 @@ def put(raw: Any, place: str, value: object) -> None:
         raw[last] = value
 
 
+@damaging
+def rewritten(directory: Path, name: str, edit: Callable[[Any], object]) -> None:
+    """A JSON file, as an object."""
+    path = own(directory / name)
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+
+
 def member(name: str, place: str, value: object) -> Damage:
     """A member of a JSON file; places are parted by slashes."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / name)
-        raw = json.loads(path.read_text())
-        put(raw, place, value)
-        path.write_text(json.dumps(raw))
-
-    return change
+    return rewritten(name, lambda raw: put(raw, place, value))
 
 
 def config(place: str, value: object) -> Damage:
@@ -130,93 +126,61 @@ def config(place: str, value: object) -> Damage:
 
 def index(edit: Callable[[dict[str, Any]], object]) -> Damage:
     """The index, as an object."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / INDEX)
-        raw = json.loads(path.read_text())
-        edit(raw)
-        path.write_text(json.dumps(raw))
-
-    return change
+    return rewritten(INDEX, edit)
 
 
-def header(edit: Callable[[dict[str, Any]], object], shard: str = SHARD) -> Damage:
+@damaging
+def header(directory: Path, edit: Callable[[dict[str, Any]], object], shard: str = SHARD) -> None:
     """The header of a shard, as an object; the data stay."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / shard)
-        data, old = path.read_bytes(), header_bytes(path)
-        entries = json.loads(old[8:])
-        edit(entries)
-        raw_header(json.dumps(entries).encode(), shard, data[len(old) :])(directory)
-
-    return change
+    entries = json.loads(header_bytes(directory / shard)[8:])
+    edit(entries)
+    raw_header(json.dumps(entries).encode(), shard)(directory)
 
 
-def raw_header(text: bytes, shard: str = SHARD, data: bytes | None = None) -> Damage:
+@damaging
+def raw_header(directory: Path, text: bytes, shard: str = SHARD) -> None:
     """The header's text, whatever it is; the data stay."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / shard)
-        body = path.read_bytes()[len(header_bytes(path)) :] if data is None else data
-        path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-
-    return change
+    path = own(directory / shard)
+    data = path.read_bytes()[len(header_bytes(path)) :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def entry(tensor: str, **changes: object) -> Damage:
     """Members of a tensor's entry in the header."""
-
-    def edit(entries: dict[str, Any]) -> None:
-        for key, value in changes.items():
-            put(entries, f"{tensor}/{key}", value)
-
-    return header(edit)
+    return header(lambda entries: [put(entries, f"{tensor}/{key}", value) for key, value in changes.items()])
 
 
-def renamed(tensor: str, name: str, *, indexed: bool) -> Damage:
+@damaging
+def renamed(directory: Path, tensor: str, name: str, *, indexed: bool) -> None:
     """Another name for a tensor, in the index too or not."""
-
-    def change(directory: Path) -> None:
-        header(lambda entries: entries.update({name: entries.pop(tensor)}))(directory)
-        if indexed:
-            index(lambda raw: raw["weight_map"].update({name: raw["weight_map"].pop(tensor)}))(directory)
-
-    return change
+    header(lambda entries: entries.update({name: entries.pop(tensor)}))(directory)
+    if indexed:
+        index(lambda raw: raw["weight_map"].update({name: raw["weight_map"].pop(tensor)}))(directory)
 
 
-def cut(name: str, keep: Callable[[int], int]) -> Damage:
-    """The first bytes of a file, as many as `keep` says of its size; more are zeros."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / name)
-        os.truncate(path, keep(path.stat().st_size))
-
-    return change
+@damaging
+def edited(directory: Path, name: str, edit: Callable[[bytes], bytes]) -> None:
+    """A file's bytes."""
+    path = own(directory / name)
+    path.write_bytes(edit(path.read_bytes()))
 
 
-def value(tensor: str, content: bytes, place: int = 0) -> Damage:
-    """Bytes of a tensor's data, in whatever shard it lies, from byte `place` on."""
-
-    def change(directory: Path) -> None:
-        shard = json.loads((directory / INDEX).read_text())["weight_map"][tensor]
-        path = own(directory / shard)
-        head = header_bytes(path)
-        start, _ = json.loads(head[8:])[tensor]["data_offsets"]
-        with path.open("r+b") as file:
-            file.seek(len(head) + start + place)
-            file.write(content)
-
-    return change
+@damaging
+def value(directory: Path, tensor: str, content: bytes) -> None:
+    """The first bytes of a tensor's data, in whatever shard it lies."""
+    shard = json.loads((directory / INDEX).read_text())["weight_map"][tensor]
+    path = own(directory / shard)
+    head = header_bytes(path)
+    start, _ = json.loads(head[8:])[tensor]["data_offsets"]
+    with path.open("r+b") as file:
+        file.seek(len(head) + start)
+        file.write(content)
 
 
-def line(name: str, number: int, content: bytes | None) -> Damage:
+@damaging
+def line(directory: Path, name: str, number: int, content: bytes | None) -> None:
     """A line of a text file; None removes it."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / name)
-        lines = path.read_bytes().splitlines(keepends=True)
-        lines[number : number + 1] = [] if content is None else [content + b"\n"]
-        path.write_bytes(b"".join(lines))
-
-    return change
+    path = own(directory / name)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number : number + 1] = [] if content is None else [content + b"\n"]
+    path.write_bytes(b"".join(lines))

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 from damage import (
     DELETED,
@@ -15,58 +14,48 @@ from damage import (
     SHARD,
     Damage,
     Kind,
-    as_directory,
-    cut,
+    damaging,
+    edited,
     entry,
     header,
     index,
-    looping_link,
     own,
     raw_header,
-    remove,
     renamed,
     value,
     write,
 )
+from kinds_of_text import of_file
+
+from kimi_k2.checkpoint.index import header_bytes
 
 W = f"{EXPERT}.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def claimed_header(size: int) -> Damage:
+@damaging
+def claimed_header(directory: Path, size: int) -> None:
     """A shard of 21 GiB without blocks on the disk whose header would have that size."""
-
-    def change(directory: Path) -> None:
-        path = own(directory / SHARD)
-        path.write_bytes(size.to_bytes(8, "little"))
-        os.truncate(path, 21 * 2**30)
-
-    return change
+    path = own(directory / SHARD)
+    path.write_bytes(size.to_bytes(8, "little"))
+    os.truncate(path, 21 * 2**30)
 
 
 def named_twice(directory: Path) -> None:
     """The same name twice in one header."""
-    path = own(directory / SHARD)
-    text = path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")].rstrip()
+    text = header_bytes(directory / SHARD)[8:].rstrip()
     again = json.dumps({W: json.loads(text)[W]})[1:-1].encode()
     raw_header(text[:-1] + b"," + again + b"}")(directory)
 
 
-def appended(directory: Path) -> None:
-    with own(directory / SHARD).open("ab") as file:
-        file.write(b"\0" * 16)
-
-
 def in_two_shards(directory: Path) -> None:
     """A tensor of another shard once more in this one."""
-    name, data = "model.norm.weight", bytes(512)
     path = own(directory / SHARD)
-    size = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
-    place = {"dtype": "BF16", "shape": [256], "data_offsets": [size, size + len(data)]}
-    header(lambda entries: entries.update({name: place}))(directory)
-    with path.open("ab") as file:
-        file.write(data)
+    size = path.stat().st_size - len(header_bytes(path))
+    place = {"dtype": "BF16", "shape": [256], "data_offsets": [size, size + 512]}
+    header(lambda entries: entries.update({"model.norm.weight": place}))(directory)
+    edited(SHARD, lambda data: data + bytes(512))(directory)
 
 
 def swapped(directory: Path) -> None:
@@ -79,44 +68,22 @@ def swapped(directory: Path) -> None:
 
 def moved(by: int) -> Damage:
     """A tensor's data elsewhere."""
-
-    def edit(entries: dict[str, Any]) -> None:
-        entries[W]["data_offsets"] = [offset + by for offset in entries[W]["data_offsets"]]
-
-    return header(edit)
-
-
-def reversed_offsets(entries: dict[str, Any]) -> None:
-    entries[W]["data_offsets"].reverse()
-
-
-def hole(entries: dict[str, Any]) -> None:
-    """Bytes of the data that belong to no tensor."""
-    del entries[W]
+    return header(lambda entries: entries[W].update(data_offsets=[one + by for one in entries[W]["data_offsets"]]))
 
 
 def without(name: str) -> Damage:
     """No such tensor, in header and index; its bytes belong to another name that is ignored."""
-
-    def change(directory: Path) -> None:
-        ignored = "model.layers.1.self_attn.rotary_emb.inv_freq"
-        renamed(name, ignored, indexed=True)(directory)
-
-    return change
+    return renamed(name, "model.layers.1.self_attn.rotary_emb.inv_freq", indexed=True)
 
 
 FILES: list[tuple[str, Damage, str]] = [
-    ("missing", remove(SHARD), SHARD),
-    ("a directory", as_directory(SHARD), SHARD),
-    ("a loop of links", looping_link(SHARD), SHARD),
-    ("empty", write(SHARD, b""), SHARD),
+    *((way, damage, SHARD) for way, damage in of_file(SHARD).items()),
     ("four bytes", write(SHARD, b"abcd"), SHARD),
     ("a pickle", write(SHARD, b"\x80\x02}q\x00." + bytes(100)), SHARD),
-    ("text", write(SHARD, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"), SHARD),
-    ("a byte short", cut(SHARD, lambda size: size - 1), SHARD),
-    ("half", cut(SHARD, lambda size: size // 2), SHARD),
-    ("cut within the header", cut(SHARD, lambda size: 1000), SHARD),
-    ("longer", appended, SHARD),
+    ("a byte short", edited(SHARD, lambda data: data[:-1]), SHARD),
+    ("half", edited(SHARD, lambda data: data[: len(data) // 2]), SHARD),
+    ("cut within the header", edited(SHARD, lambda data: data[:1000]), SHARD),
+    ("longer", edited(SHARD, lambda data: data + bytes(16)), SHARD),
     ("a header of 20 GiB", claimed_header(20 * 2**30), SHARD),
     ("a header of 100 MB and a byte", claimed_header(100_000_001), SHARD),
     ("a header of 2^63", claimed_header(2**63), SHARD),
@@ -148,7 +115,7 @@ HEADERS: list[tuple[str, Damage]] = [
     ("shape of zeros", entry(W, shape=[0, 256])),
     ("shape of a thousand dimensions", entry(W, shape=[1] * 1000 + [128, 256])),
     ("offsets missing", entry(W, data_offsets=DELETED)),
-    ("offsets reversed", header(reversed_offsets)),
+    ("offsets reversed", header(lambda entries: entries[W]["data_offsets"].reverse())),
     ("offsets of strings", entry(W, data_offsets=["0", "1"])),
     ("offsets negative", moved(-(2**30))),
     ("offsets beyond the file", moved(2**40)),
@@ -156,7 +123,8 @@ HEADERS: list[tuple[str, Damage]] = [
     ("one offset", entry(W, data_offsets=[0])),
     ("three offsets", entry(W, data_offsets=[0, 1, 2])),
     ("offsets of 2^64", entry(W, data_offsets=[2**64, 2**64 + 32768])),
-    ("a hole in the data", header(hole)),
+    ("an entry twice", named_twice),
+    ("a hole in the data", header(lambda entries: entries.pop(W))),
     ("metadata a list", header(lambda entries: entries.update(__metadata__=[]))),
     ("metadata of numbers", header(lambda entries: entries.update(__metadata__={"format": 3}))),
 ]
@@ -182,11 +150,9 @@ TENSORS: list[tuple[str, Damage, str]] = [
 ]
 
 
-def of_values(number: float, form: str) -> bytes:
-    """One value in FP8, BF16 or a struct's format."""
-    if form == "bf16":
-        return struct.pack("<f", number)[2:]
-    return struct.pack(form, number)
+def of_bf16(number: float) -> bytes:
+    """One value."""
+    return struct.pack("<f", number)[2:]
 
 
 E4M3_NAN = b"\x7f"
@@ -197,22 +163,27 @@ VALUES: list[tuple[str, str, bytes, str]] = [
     ("fp8", "model.layers.1.mlp.shared_experts.down_proj.weight", E4M3_NAN, "NaN in a shared expert"),
     ("fp8", "model.layers.0.mlp.up_proj.weight", E4M3_NAN, "NaN in the dense layer"),
     ("fp8", "model.layers.2.self_attn.o_proj.weight", E4M3_NAN, "NaN in attention"),
-    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(_NAN, "<f"), "NaN in a scale"),
-    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(_INF, "<f"), "Inf in a scale"),
-    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(-1.0, "<f"), "a negative scale"),
-    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(0.0, "<f"), "a scale of zero"),
-    ("fp8", f"{EXPERT}.weight_scale_inv", of_values(3e38, "<f"), "a huge scale"),
-    ("fp8", "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_inv", of_values(-_INF, "<f"), "-Inf in a scale"),
-    ("fp8", BIAS, of_values(_NAN, "<f"), "NaN in a router's bias"),
-    ("fp8", "model.layers.1.mlp.gate.weight", of_values(_NAN, "bf16"), "NaN in a router"),
-    ("fp8", NORM, of_values(_INF, "bf16"), "Inf in a norm"),
-    ("fp8", "model.norm.weight", of_values(_NAN, "bf16"), "NaN in the last norm"),
-    ("fp8", "model.embed_tokens.weight", of_values(_NAN, "bf16"), "NaN in the embedding"),
-    ("fp8", "lm_head.weight", of_values(-_INF, "bf16"), "Inf in the head"),
-    ("bf16", W, of_values(_NAN, "bf16"), "NaN in a BF16 expert"),
-    ("thinking", "model.layers.1.self_attn.q_a_proj.weight", of_values(_INF, "bf16"), "Inf in BF16 attention"),
-    ("thinking", f"{EXPERT}.weight_scale", of_values(_NAN, "bf16"), "NaN in an INT4 scale"),
-    ("thinking", f"{EXPERT}.weight_scale", of_values(-0.5, "bf16"), "a negative INT4 scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", struct.pack("<f", _NAN), "NaN in a scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", struct.pack("<f", _INF), "Inf in a scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", struct.pack("<f", -1.0), "a negative scale"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", struct.pack("<f", 0.0), "a scale of zero"),
+    ("fp8", f"{EXPERT}.weight_scale_inv", struct.pack("<f", 3e38), "a huge scale"),
+    (
+        "fp8",
+        "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_inv",
+        struct.pack("<f", -_INF),
+        "-Inf in a scale",
+    ),
+    ("fp8", BIAS, struct.pack("<f", _NAN), "NaN in a router's bias"),
+    ("fp8", "model.layers.1.mlp.gate.weight", of_bf16(_NAN), "NaN in a router"),
+    ("fp8", NORM, of_bf16(_INF), "Inf in a norm"),
+    ("fp8", "model.norm.weight", of_bf16(_NAN), "NaN in the last norm"),
+    ("fp8", "model.embed_tokens.weight", of_bf16(_NAN), "NaN in the embedding"),
+    ("fp8", "lm_head.weight", of_bf16(-_INF), "Inf in the head"),
+    ("bf16", W, of_bf16(_NAN), "NaN in a BF16 expert"),
+    ("thinking", "model.layers.1.self_attn.q_a_proj.weight", of_bf16(_INF), "Inf in BF16 attention"),
+    ("thinking", f"{EXPERT}.weight_scale", of_bf16(_NAN), "NaN in an INT4 scale"),
+    ("thinking", f"{EXPERT}.weight_scale", of_bf16(-0.5), "a negative INT4 scale"),
     ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", 64, 256), "another weight_shape"),
     ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", -1, -1), "a negative weight_shape"),
     ("thinking", f"{EXPERT}.weight_shape", struct.pack("<ii", 2**31 - 1, 2**31 - 1), "a huge weight_shape"),
@@ -233,7 +204,6 @@ def kinds() -> list[Kind]:
     found.append(Kind("int4: scale missing", "thinking", without(f"{EXPERT}.weight_scale"), f"{EXPERT}.weight_"))
     # The same values in a wider format are a checkpoint too.
     found.append(Kind("a norm said to be F16", "fp8", entry(NORM, dtype="F16"), "", ""))
-    found.append(Kind("header: an entry twice, the same", "fp8", named_twice, "", ""))
     found.append(Kind("an index with other spaces", "fp8", index(lambda raw: raw), INDEX, ""))
     return found
 

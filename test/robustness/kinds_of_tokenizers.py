@@ -11,7 +11,6 @@ from damage import (
     DELETED,
     Damage,
     Kind,
-    as_directory,
     line,
     looping_link,
     member,
@@ -27,12 +26,7 @@ A_TOKEN = base64.b64encode(b"never seen")
 _NAMES = "added_tokens_decoder"
 
 VOCABULARIES: list[tuple[str, Damage]] = [
-    ("missing", remove(VOCABULARY)),
-    ("empty", write(VOCABULARY, b"")),
-    ("a directory", as_directory(VOCABULARY)),
-    ("a loop of links", looping_link(VOCABULARY)),
-    ("65 MB of nothing", sparse(VOCABULARY, 2**26 + 1)),
-    ("binary", write(VOCABULARY, bytes(range(256)) * 9)),
+    *of_file(VOCABULARY).items(),
     ("a line of one word", line(VOCABULARY, 7, b"IQ==")),
     ("a line of three words", line(VOCABULARY, 7, b"IQ== 7 7")),
     ("no base64", line(VOCABULARY, 7, b"%%% 7")),
