@@ -21,7 +21,7 @@ from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import _expert_flops, decode_counts, prefill_counts
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
 from kimi_k2.plan.instructions import prefill_instructions
-from kimi_k2.plan.memory import expert_blocks, live_bytes, memory_plan, read_index, reported_scratch
+from kimi_k2.plan.memory import _experts_prefill, expert_blocks, live_bytes, memory_plan, read_index, reported_scratch
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.roofline import TRN2_BANK, TRN3_BANK
 from kimi_k2.plan.target import GIB, PUBLISHED_PORT, Target, load_target
@@ -299,6 +299,13 @@ def test_blocks_of_the_torch_native_line_take_any_routing() -> None:
         counts = [np.bincount(draw.integers(0, draw.integers(1, experts + 1), pairs)) for _ in range(50)]
         assert blocks >= max(int(np.ceil(count / 128).sum()) for count in counts)
         assert blocks <= pairs / 128 + experts + 1
+
+
+def test_prefill_of_the_torch_native_line_holds_every_choice(config: KimiK2Config) -> None:
+    """Before and after it is float32, whatever else is alive."""
+    target = load_target("trn2-native-tp4-ep16", config)
+    choices = target.prefill_sequences * target.prompt * config.num_experts_per_tok
+    assert _experts_prefill(config, target) >= choices * config.hidden_size * (2 + 4)
 
 
 def test_banks_leave_most_of_themselves_to_programs() -> None:
