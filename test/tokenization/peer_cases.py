@@ -1,5 +1,7 @@
 """What vLLM's and SGLang's own tests of their Kimi-K2 parsers cover, restated: texts, and what we make of them.
 
+And texts of failures that users reported of them and of the model's own repository, by the number of the thread.
+
 Sources: vLLM tests/tool_parsers/test_kimi_k2_tool_parser.py and tests/parser/engine/test_kimi_k2{,_streaming}.py;
 SGLang test/registered/function_call/test_kimik2_detector.py, its unit tests, and those of sglang-jax. Where we differ
 on purpose, `difference` is the row of docs/parsers.md that gives the reason.
@@ -42,6 +44,7 @@ class Case:
 WEATHER = tool("weather", "city", "unit")
 READ = tool("read", "path")
 BOOK = tool("book", "city")
+PATH = '{"path": "a.py"}'
 OSLO, LIMA = '{"city": "Oslo"}', '{"city": "Lima"}'
 
 
@@ -169,4 +172,42 @@ SGLANG = [
          difference="ids that cannot be read"),
     Case("end of a call alone in text", f"text{CALL_END} more", "text more"),
     Case("call without a section", weather(0), "", [weathers(0)]),
+]  # fmt: skip
+
+LONG = json.dumps({"city": "a.py", "text": 'def f():\n    return "<|{}|>"\n' * 300})  # more than 8,192 characters
+REPORTED = [
+    # A greedy pattern ran over a call's end into the next one: two calls came back as a garbled one.
+    Case("vllm#24478", "Both: " + section(weather(0), weather(1, '{"city": "<b>"}'), weather(2)), "Both: ",
+         [weathers(0), weathers(1, '{"city": "<b>"}'), weathers(2)]),
+    # A section was given up after 8,192 characters, and text before its first call leaked out with markers.
+    Case("vllm#37184", "Write: " + section("\n", weather(0, LONG), weather(1)), "Write: ",
+         [weathers(0, LONG), weathers(1)]),
+    # Text before the section lost, an id after a line break dropped.
+    Case("vllm#38579", "Before." + SECTION_BEGIN + call("\nfunctions.weather:0", OSLO) + weather(1, "{}") + SECTION_END
+         + "After.", "Before.After.", [weathers(0), weathers(1, "{}")]),
+    # K2.6 wrote arguments that are no JSON object.
+    *(Case(f"vllm#41739 {text}", section(weather(0, text), weather(1)), "", [weathers(0, text), weathers(1)])
+      for text in ('{"input": "{"key": "value"}"}', '{"input": "{\\"key\\": 1}"', '"{}"')),
+    # The history held ids of the Responses API, so the model wrote one instead of a name; later, `callNNNNN`.
+    *(Case(f"vllm#50768 sglang#25358 {name}", section(call(f" {name} ", OSLO), call("functions.read:3", PATH)), "",
+           [(name, "book", OSLO), ("functions.read:3", "read", PATH)], tools=[READ, BOOK])
+      for name in ("call_0b8c5b0f2b6f4c0e", "chatcmpl-tool-5f1e", "call-7", "fc_68", "call12345", "call_1")),
+    Case("sglang#25358 of no tool", section(call("call00001", '{"x": 1}'), call("functions.read:3", PATH)),
+         'call00001{"x": 1}', [("functions.read:3", "read", PATH)], tools=[READ, BOOK],
+         difference="ids that cannot be read"),
+    # K2.5 calls a tool without closing <think>; the call was taken for reasoning and never made.
+    *(Case(f"sglang#18086 {opening}", f"{opening}I need it.{section(weather(0))}{THINK_END}", "", [weathers(0)],
+           "I need it.", prefilled=not opening) for opening in (THINK, "")),
+    # At the token limit the answer came back empty with finish_reason stop.
+    Case("sglang#23341", f"{THINK}Long thoughts", "", [], "Long thoughts", finish_reason="length"),
+    # From the second turn on, streams with long arguments lost calls or hung; names with a hyphen were not matched.
+    Case("sglang#23363", "Now:" + section(weather(16, LONG), call("functions.list-files:17", "{}")) + "Done.",
+         "Now:Done.", [weathers(16, LONG), ("functions.list-files:17", "list-files", "{}")]),
+    # The list of calls came back empty: the model had left out the section's begin, or had written "null" before it.
+    *(Case(f"Kimi-K2#41 {before!r}", before + weather(0) + SECTION_END, before, [weathers(0)])
+      for before in ("", "null", "\n")),
+    # The agent's screen filled with raw markers after the first call, in the reasoning and in the answer.
+    Case("Kimi-K2#100", f"{THINK}Look around. {SECTION_BEGIN} {CALL_BEGIN} functions.weather:0 {ARGUMENT_BEGIN} {{}} "
+         f"{CALL_END} {SECTION_END}{THINK_END} Then {section(weather(1))}", " Then ",
+         [weathers(0, " {} "), weathers(1)], "Look around. "),
 ]  # fmt: skip

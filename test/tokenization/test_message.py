@@ -240,3 +240,36 @@ def test_work_and_memory_are_linear_in_the_stream() -> None:
     assert peak < 50_000
     whole = parse_message(f"{IN_CALL.removesuffix('{')}{arguments}{CALL_END}{SECTION_END}")
     assert whole.tool_calls[0].arguments == arguments
+
+
+def test_vllm_50768_ids_in_the_prompt() -> None:
+    """vllm#50768, its cause: the template shows an id as it is, and nothing else names the function."""
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "tool_calls": [{"id": "call_0b8c", "function": {"name": "run", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "call_0b8c", "content": "ok"},
+    ]
+    for style in ChatStyle:
+        text = apply_chat_template(history, style=style)
+        assert "call_0b8c" not in text
+        assert text.count("functions.run:0") == 2
+
+
+def test_kimi_k2_128_an_empty_turn_after_reasoning() -> None:
+    """MoonshotAI/Kimi-K2#128: K2.6 ended its turn right after </think> in follow-ups to tool calls. The cause is the
+    prompt: ids of another form, and reasoning of the chain of calls that was not put back. The empty turn itself is a
+    message with reasoning, no content and finish_reason stop, not an error.
+    """
+    call_x = {"id": "toolu_01", "function": {"name": "run", "arguments": {"command": "ls"}}}
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "reasoning_content": "First ls.", "tool_calls": [call_x]},
+        {"role": "tool", "tool_call_id": "toolu_01", "content": "a.py"},
+    ]
+    text = apply_chat_template(history, style="k2.5")
+    assert f"{THINK}First ls.{THINK_END}{SECTION_BEGIN}{CALL_BEGIN}functions.run:0{ARGUMENT_BEGIN}" in text
+    assert "## Return of functions.run:0\na.py<|im_end|>" in text
+    assert opens_reasoning(render_segments(history, style="k2.5"))
+    message = parse_message(f"All done.{THINK_END}", prefilled=True, reason="stop")
+    assert (message.reasoning_content, message.content, message.finish_reason) == ("All done.", "", "stop")
+    assert message.to_openai() == {"role": "assistant", "content": "", "reasoning_content": "All done."}

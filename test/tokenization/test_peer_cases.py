@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own cases, each cut at random places: no character lost, no markup in content.
+"""vLLM's and SGLang's own cases, and reports, each cut at random places: no character lost, no markup in content.
 
 KIMI_K2_DRAWS sets the number of ways to cut each case; 1000 for the full check.
 """
@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 from parser_cases import as_tuples, check_cuts
-from peer_cases import SGLANG, VLLM, Case
+from peer_cases import REPORTED, SGLANG, VLLM, Case
 
 CUTS = int(os.environ.get("KIMI_K2_DRAWS", "100"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parsers.md"
-CASES = [*((f"vllm {case.name}", case) for case in VLLM), *((f"sglang {case.name}", case) for case in SGLANG)]
+CASES = [
+    (f"{engine} {case.name}", case)
+    for engine, cases in (("vllm", VLLM), ("sglang", SGLANG), ("reported", REPORTED))
+    for case in cases
+]
 
 
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name for name, _ in CASES])
