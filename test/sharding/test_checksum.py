@@ -1,10 +1,11 @@
-"""Kinds of checksums: a conversion goes on in the kind that it was begun in, old ones are read."""
+"""What older versions wrote: kinds of checksums, which are read and gone on with, and forms that are no more."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import xxhash
 
 from kimi_k2.checkpoint.index import header_bytes
-from kimi_k2.errors import CheckpointError, CorruptHeaderError
+from kimi_k2.config import KimiK2Config
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError
 from kimi_k2.sharding import presharder
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
+from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, check_made_for, made_layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults, verify
 
@@ -123,3 +125,25 @@ def test_an_unknown_kind_is_named(checkpoints: dict[str, Path], tmp_path: Path, 
     os.truncate(tmp_path / "weights" / RANK_1, 100)
     with pytest.raises(CheckpointError, match="checksum: expected xxh3_128 or sha256"):
         Presharder(checkpoints["fp8"], tmp_path, LAYOUT).run()
+
+
+@pytest.mark.parametrize("before", [
+    {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "attention_tiles": "fp8"},
+])  # fmt: skip
+def test_a_form_of_decode_that_is_no_more_is_named(
+    checkpoints: dict[str, Path], tmp_path: Path, before: dict[str, Any]
+) -> None:
+    config, layout = KimiK2Config.from_pretrained(checkpoints["fp8"]), Layout(2, experts="tiles")
+    Presharder(checkpoints["fp8"], tmp_path, layout).run()
+    content = manifest_of(tmp_path)
+    given = {**content["made_from"]["options"], **before}
+    content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
+    resign(tmp_path, content)
+    uses = (
+        partial(check_made_for, tmp_path, config, layout), Presharder(checkpoints["fp8"], tmp_path, layout).run,
+        partial(made_layout, tmp_path),
+    )  # fmt: skip
+    for use in uses:
+        with pytest.raises(ConfigError, match="convert again with a preset of decode layers") as caught:
+            use()
+        assert caught.value.field == list(before)[-1]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.quantization.stored import formats
 from kimi_k2.sharding.dry_run import dry_run
 from kimi_k2.sharding.layout import Layout, ShardingPlan
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")
 LAYOUTS = [
@@ -80,19 +81,52 @@ def test_a_hole_is_found() -> None:
         broken.check()
 
 
-@pytest.mark.parametrize(
-    ("layout", "field"),
-    [(Layout(3), "num_attention_heads"), (Layout(128), "num_attention_heads"), (Layout(1, 64), None)],
-)
-def test_indivisible_sizes_are_refused(layout: Layout, field: str | None) -> None:
-    if field is None:
-        make_plan(REAL, layout)
-        return
-    with pytest.raises(ConfigError) as caught:
-        make_plan(REAL, layout)
+TILED = tiny_config(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128)
+LAYERS: dict[str, Any] = {"moe_tp": 2, "experts": "tiles", "decode": "layers"}
+TILES: dict[str, Any] = {"moe_tp": 2, "experts": "tiles"}
+
+
+def but(**changed: Any) -> KimiK2Config:
+    return TILED.model_copy(update=changed)
+
+
+REFUSED: list[tuple[KimiK2Config, dict[str, Any], str | None]] = [
+    (REAL, {"moe_tp": 3}, "num_attention_heads"),
+    (REAL, {"moe_tp": 128}, "num_attention_heads"),
+    (REAL, {"moe_tp": 32, "target": "cuda", "experts": "stored"}, None),  # would cut a scale block
+    (TILED, LAYERS | {"target": "cuda", "experts": "stored"}, "experts"),
+    (TILED, LAYERS | {"experts": "blockwise"}, "experts"),
+    (TILED, TILES | {"decode": "kernels"}, "decode"),
+    (TILED, TILES | {"decode": "xla"}, "experts"),
+    (TILED, TILES | {"decode": "fast"}, "decode"),
+    (TILED, TILES | {"query_group": 2}, "query_group"),
+    (TILED, LAYERS | {"query_group": 3}, "query_group"),
+    (TILED, LAYERS | {"query_group": 2}, "num_attention_heads"),  # two heads a rank
+    # Layers of several formats.
+    (
+        but(quantization=formats()["fp8"](ignore=("model.layers.1.self_attn.o_proj",))),
+        LAYERS | {"moe_tp": 4, "query_group": 2},
+        "attention_tiles",
+    ),
+    # The shared expert has a width that is in no tiles; the torch-native line takes it as it is.
+    (but(n_shared_experts=3), LAYERS, "decode"),
+    *((but(**{name: size}), LAYERS, name) for name in ("qk_nope_head_dim", "v_head_dim") for size in (64, 256)),
+    *((TILED, {"moe_tp": 1, "experts": name}, "moe_intermediate_size") for name in ("tiles", "bf16_tiles")),
+    *((but(hidden_size=192), {"moe_tp": 2, "experts": name}, "hidden_size") for name in ("tiles", "bf16_tiles")),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "field"), REFUSED)
+def test_what_is_refused(config: KimiK2Config, options: dict[str, Any], field: str | None) -> None:
+    with pytest.raises(ConfigError, match="cut a scale block" if field is None else str(field)) as caught:
+        make_plan(config, Layout(**options))
     assert caught.value.field == field
 
 
-def test_a_cut_scale_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cut a scale block"):
-        make_plan(REAL, replace(LAYOUTS[4], moe_tp=32))
+def test_what_is_not_refused() -> None:
+    make_plan(REAL, Layout(1, 64))
+    make_plan(but(n_shared_experts=3), Layout(**TILES))
+    layout = Layout(**LAYERS | {"moe_tp": 4, "query_group": 2})
+    plans = [make_plan(config, layout).tensors for config in (TILED, with_format(TILED, "bf16"))]
+    found = [{one.dtype for one in plan if ".tiles." in one.name} for plan in plans]
+    assert found == [{torch.float8_e4m3fn, torch.float32}, {torch.bfloat16}]

@@ -339,6 +339,7 @@ def test_an_end_at_a_drawn_call(
         except CheckpointError as error:
             ended = True
             assert error.file is not None and os.strerror(getattr(errno, end)) in str(error)
+            assert end == "EIO" or name in ("ftruncate", "pread") or "make room" in str(error)
             assert Path(error.file).is_relative_to(output) or Path(error.file).is_relative_to(source)
     monkeypatch.undo()
     assert ended != (output / MANIFEST).exists()
@@ -488,6 +489,7 @@ def test_an_old_manifest_is_refused(source: Path, finished: Path) -> None:
 def test_looking_through_a_finished_conversion_writes_nothing(source: Path, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
     time.sleep(0.01)
+    (finished / JOURNAL).write_text("left by a kill between the two")
     assert Presharder(source, finished, LAYOUT).run() == json.loads((finished / MANIFEST).read_text())
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
 
@@ -514,6 +516,7 @@ def test_killed_at_drawn_times(source: Path, whole: Path, tmp_path: Path) -> Non
         finished += (output / MANIFEST).exists()
         Presharder(source, output, LAYOUT).run()
         assert weights_of(output) == expected
+        assert (output / MANIFEST).read_bytes() == (whole / MANIFEST).read_bytes()
         assert list(faults(output)) == []
         assert {path.name for path in output.iterdir()} == {"weights", MANIFEST}
         shutil.rmtree(output)

@@ -119,7 +119,8 @@ class CompressedFormat(StoredFormat, ABC):
 
     Attributes:
         kinds: the group's `format`; the first is written.
-        arguments: of the weights; fields of arguments' names are beside them.
+        arguments: of the weights; fields of arguments' names are beside them. With a field `activations` a config may
+            ask for them, which stay as they are; else that is refused.
     """
 
     method = "compressed-tensors"
@@ -140,7 +141,9 @@ class CompressedFormat(StoredFormat, ABC):
         if scheme.weights.get("block_structure") is not None and "block_structure" not in own:
             raise ConfigError("expected null", field=f"{scheme.field}.weights.block_structure")
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-        asked = {"activations": scheme.activations} if "activations" in cls.model_fields else {}
+        asked = {} if scheme.activations is None else {"activations": scheme.activations}
+        if asked and "activations" not in cls.model_fields:
+            raise ConfigError(f"expected null, got {scheme.activations}", field=f"{scheme.field}.input_activations")
         with named_errors(f"{scheme.field}.weights"):
             return cls.model_validate({"ignore": scheme.ignore, **asked, **fields})
 
