@@ -185,10 +185,10 @@ BLOCKS = {
     ),
     "engines.md": (
         (VLLM, "parsed: vLLM's own command, published weights"),
-        (VLLM, "test/serving/test_vllm_http.py::test_"),
-        (ENGINE, "test/serving/test_sglang_http.py::test_"),
+        (VLLM, "test/serving/test_http.py::test_"),
+        (ENGINE, "test/serving/test_http.py::test_"),
         (VLLM, "parsed: vLLM's own command, eight and sixteen GPUs"),
-        (ENGINE, "parsed: another program's, beside a server"),
+        (VLLM, "test/serving/test_quality.py::test_every_field_of_both"),
     ),
     "h200.md": (
         (PLAIN, "test/parallel/test_h200_page.py::test_on_two_cpu_ranks"),

@@ -24,9 +24,8 @@ FORMS = {
 }
 # Of the tests, which run commands: they say what is tested, and nothing here reads them.
 OF_TESTS = (
-    "COMPILED", "COMPLETE", "CUDA_ON_CPU", "DRAWS", "EXPECTED", "GOLDEN", "LM_EVAL", "MODEL", "PORT",
-    "PUBLISHED_TEMPLATES", "REAL_TOWER", "SLOW", "SOAK_PAGES", "SOAK_RATE", "SOAK_REPLICAS", "SOAK_SECONDS",
-    "SOAK_WARM", "SOAK_WITHIN", "TEST_PAGES", "TEST_RECORD", "TEST_REFUSED",
+    "COMPILED", "COMPLETE", "CUDA_ON_CPU", "DRAWS", "EXPECTED", "GOLDEN", "MODEL", "PORT",
+    "PUBLISHED_TEMPLATES", "REAL_TOWER", "SLOW", "SOAK_SECONDS", "TEST_PAGES", "TEST_RECORD",
 )  # fmt: skip
 
 

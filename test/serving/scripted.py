@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -57,24 +58,29 @@ def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking") ->
     write_hf_tokenizer(directory)
 
 
-def write_scripted_checkpoint(directory: Path, script: str = SCRIPT, after: tuple[str, ...] = (IM_MIDDLE,)) -> None:
-    """K2-Thinking whose layers add nothing, and whose head names the token after the last one of `script`.
+def write_scripted_checkpoint(
+    directory: Path, scripts: Mapping[str, tuple[str, ...]] | None = None, **sizes: int
+) -> None:
+    """K2-Thinking whose layers add nothing, and whose head names the token after the last one of a script.
 
     Args:
         directory: where it is written.
-        script: what it writes, no token twice.
-        after: tokens, spelled out; a prompt that ends in one of them starts the script.
+        scripts: what it writes, no token twice, and after which tokens, spelled out, that a prompt ends in.
+        sizes: of the configuration.
     """
-    tiny = tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2)
+    tiny = tiny_config("kimi-k2-thinking", hidden_size=768, num_hidden_layers=2, **sizes)
     config = with_format(slice_config("kimi-k2-thinking") if torch.cuda.is_available() else tiny, "bf16")
     write_synthetic_checkpoint(directory, config, seed=1)
     write_hf_tokenizer(directory)
-    tokenizer = KimiTokenizer.from_pretrained(directory)
-    written = tokenizer.encode(script, allow_special=True)
-    starts = [tokenizer.encode(text, allow_special=True)[-1] for text in after]
-    assert len({*starts, *written}) == len(starts) + len(written), "a token occurs twice"
+    tokenizer, follows = KimiTokenizer.from_pretrained(directory), dict[int, int]()
+    for script, after in (scripts or {SCRIPT: (IM_MIDDLE,)}).items():
+        written = tokenizer.encode(script, allow_special=True)
+        starts = [tokenizer.encode(text, allow_special=True)[-1] for text in after]
+        pairs = [*itertools.product(starts, written[:1]), *itertools.pairwise(written)]
+        assert len({before for before, _ in pairs} - follows.keys()) == len(pairs), "a token occurs twice"
+        follows |= dict(pairs)
     head = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
-    for before, following in [*itertools.product(starts, written[:1]), *itertools.pairwise(written)]:
+    for before, following in follows.items():
         head[following, before] = 1.0
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     for file in set(index.values()):

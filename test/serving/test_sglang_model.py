@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import needs
+import engines
 import pytest
 import torch
 from judge import Judge
 from plain_tokens import expected
 from sglang_stand_ins import CALLED, environment_with_stand_ins
 
-needs.engine("sglang")
+engines.need("sglang")
 
 WORKER = Path(__file__).with_name("sglang_requests.py")
 LAYERS, MOE_LAYERS = 3, 2
@@ -90,80 +90,55 @@ def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None
     assert all(entry == "plain" for entries in calls.values() for entry, count in entries.items() if count)
 
 
+PARTS = {"chunked_prefill_size": 32, "enable_mixed_chunk": True}
+SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
 # SGLang takes FP8 and INT4 with 16-bit activations alone: whole prompts then give the plain model's tokens.
-@pytest.mark.parametrize(("name", "dtype"), [("fp8", "bfloat16"), ("thinking", "bfloat16"), ("bf16", "float32")])
-def test_same_tokens_as_the_plain_model(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """And once more behind what the first requests have left in the radix cache."""
-    draw = random.Random(name)
-    first = requests(draw)
-    wanted = expected(checkpoints[name], dtype, first)
-    second = behind(first, wanted, draw)
-    answer, log = serve(checkpoints[name], dtype, [WARM, first, second], tmp_path)
-    assert OURS in log
-    assert answer["tokens"][1] == wanted
-    check_answers(checkpoints[name], dtype, second, answer, 2)
-    for one, cached in zip(first, answer["cached"][2], strict=True):
-        assert cached >= len(one["prompt"])
-    [rank] = answer["ranks"]
-    check_ours(rank["calls"], rank["steps"])
+ROWS: list[Any] = [
+    ("fp8", {}), ("thinking", {}), ("bf16", {}), ("thinking", PARTS), ("bf16", PARTS),
+    ("bf16", {**PARTS, "page_size": 16}),  # as on a GPU
+    ("k2.5", {"enable_multimodal": False}),
+    *(
+        pytest.param(name, {"tp_size": 2, "ep_size": groups}, marks=SLOW)
+        for name in ("wide", "thinking", "bf16")
+        for groups in (1, 2)
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("thinking", "bfloat16"), ("bf16", "float32")])
-def test_prompts_in_parts_among_decodes(name: str, dtype: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Steps of 32 new tokens at most, those of decodes among them."""
-    job = requests(random.Random(name), most=200)
-    parts = {"chunked_prefill_size": 32, "enable_mixed_chunk": True}
-    answer, log = serve(checkpoints[name], dtype, [WARM, job], tmp_path, **parts)
-    assert OURS in log
-    check_answers(checkpoints[name], dtype, job, answer, 1)
-    [rank] = answer["ranks"]
-    assert sum(prompts > 1 for _, prompts in rank["steps"]) > 3  # others' decodes beside a part
-
-
-def test_text_of_k25(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """In SGLang's class for K2.5, whose vision tower has its sizes by SGLang's own names."""
-    directory = tmp_path / "k2.5"
-    shutil.copytree(checkpoints["k2.5"], directory)
-    config = json.loads((directory / "config.json").read_text())
-    vision = config["vision_config"]
-    vision |= {name.removeprefix("vt_"): size for name, size in vision.items()}
-    (directory / "config.json").write_text(json.dumps(config))
-    job = requests(random.Random(25))
-    answer, log = serve(directory, "bfloat16", [WARM, job], tmp_path, enable_multimodal=False)
-    assert OURS in log
-    check_answers(directory, "bfloat16", job, answer, 1)
-
-
-def test_pages_of_several_tokens(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """As on a GPU: prompts in parts over pages of 16, then others behind them from whole pages of the radix cache."""
-    draw = random.Random(16)
-    first = requests(draw)
-    wanted = expected(checkpoints["bf16"], "float32", first)
-    second = behind(first, wanted, draw)
-    parts = {"chunked_prefill_size": 32, "enable_mixed_chunk": True, "page_size": 16}
-    answer, log = serve(checkpoints["bf16"], "float32", [WARM, first, second], tmp_path, **parts)
-    assert OURS in log
-    assert answer["tokens"][1:] == [wanted, expected(checkpoints["bf16"], "float32", second)]
-    assert all(cached % 16 == 0 for cached in answer["cached"][2])
-    assert any(answer["cached"][2])
-
-
-@pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
-@pytest.mark.parametrize("groups", [1, 2], ids=["cut", "shared out"])
-@pytest.mark.parametrize(("name", "dtype"), [("wide", "bfloat16"), ("thinking", "bfloat16"), ("bf16", "float32")])
-def test_two_ranks(
+@pytest.mark.parametrize(("name", "options"), ROWS)
+def test_same_tokens_as_the_plain_model(
     name: str,
-    dtype: str,
-    groups: int,
+    options: dict[str, Any],
     checkpoints: dict[str, Path],
     wide: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tensor parallelism, with routed experts cut or shared out."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    job, directory = requests(random.Random(name)), {**checkpoints, "wide": wide}[name]
-    answer, log = serve(directory, dtype, [WARM, job], tmp_path, tp_size=2, ep_size=groups)
+    """And once more behind what the first requests have left in the radix cache; others' decodes beside parts."""
+    draw, dtype = random.Random(name), "float32" if name == "bf16" else "bfloat16"
+    directory, ranks, page = {**checkpoints, "wide": wide}[name], options.get("tp_size", 1), options.get("page_size", 1)
+    if ranks > 1:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    if name == "k2.5":  # in SGLang's class for it, whose vision tower has its sizes by SGLang's own names
+        directory = tmp_path / "k2.5"
+        shutil.copytree(checkpoints["k2.5"], directory)
+        config = json.loads((directory / "config.json").read_text())
+        config["vision_config"] |= {key.removeprefix("vt_"): size for key, size in config["vision_config"].items()}
+        (directory / "config.json").write_text(json.dumps(config))
+    first = requests(draw, most=200 if options == PARTS else 90)
+    wanted = expected(directory, dtype, first)
+    second = behind(first, wanted, draw)
+    answer, log = serve(directory, dtype, [WARM, first, second], tmp_path, **options)
     assert log.count(OURS) == 1
-    assert len(answer["ranks"]) == 2
-    check_answers(directory, dtype, job, answer, 1)
+    assert len(answer["ranks"]) == ranks
+    whole = "chunked_prefill_size" not in options and ranks == 1 and name != "k2.5"
+    assert answer["tokens"][1] == wanted or not whole
+    for at, job in ((1, first), (2, second)):
+        check_answers(directory, dtype, job, answer, at)
+    for one, cached in zip(first, answer["cached"][2], strict=True):
+        assert cached % page == 0 and cached > len(one["prompt"]) - page
+    for rank in answer["ranks"]:
+        if whole:
+            check_ours(rank["calls"], rank["steps"])
+        elif "chunked_prefill_size" in options:
+            assert sum(prompts > 1 for _, prompts in rank["steps"]) > 3  # others' decodes beside a part

@@ -8,14 +8,15 @@ import subprocess
 import sys
 from typing import Any
 
-import needs
-import peer_cases
+import engines
 import pytest
 from parser_cases import cut
+from peer_cases import REPORTED, SGLANG, VLLM
+from vllm_parsing import ANY
 
 from kimi_k2.serving.paged.support import PARSER
 
-needs.engine("sglang")
+engines.need("sglang")
 
 # What `sglang serve` and `python -m sglang.launch_server` do before their server starts.
 COMMAND_LINE = """
@@ -27,7 +28,7 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 print(parser.parse_args(["--model-path", "model", "--tool-call-parser", "kimi_k2_stream"]).tool_call_parser)
 """
-CASES = {f"{case.name} {number}": case for number, case in enumerate((*peer_cases.VLLM, *peer_cases.SGLANG))}
+CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,9 @@ def parser() -> Any:
     register()
     register()
     assert TOOL_CALL_PARSER_NAMES.count(PARSER) == 1
-    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
-    another = {**other, "function": {**other["function"], "name": "another"}}  # type: ignore[dict-item]
 
     def new(tools: list[dict[str, Any]] | None) -> Any:
-        return FunctionCallParser([Tool(**tool) for tool in tools or [other, another]], PARSER)
+        return FunctionCallParser([Tool(**tool) for tool in tools or ANY], PARSER)
 
     return new
 

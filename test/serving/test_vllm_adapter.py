@@ -19,7 +19,7 @@ SOURCES = {
 }
 LISTED = {name for names in (*adapter.ATTRIBUTES.values(), *adapter.VARYING.values()) for name in names}
 # Variables here that hold objects of vLLM's.
-THEIRS = {"runner", "scheduled", "cached", "common", "common_attn_metadata", "vllm_config", "parallel", "drafter"}
+THEIRS = {"runner", "scheduled", "cached", "common", "common_attn_metadata", "vllm_config", "drafter"}
 # What is asked of such objects by name, and of what they hold: PyTorch's, and Python's.
 PLAIN = {
     name for kind in (torch.Tensor, torch.device, torch.Event, dict, list, tuple, deque, str) for name in dir(kind)
@@ -63,16 +63,19 @@ def test_every_name_is_used_and_in_the_table() -> None:
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == adapter.__name__:
-                assert {one.name for one in node.names} <= adapter.NAMES.keys()
+                assert {one.name for one in node.names} <= {*adapter.NAMES, "Deployment"}
 
 
 def test_every_attribute_is_in_the_table() -> None:
+    """Of the configuration none is read but by a name of ours."""
     unlisted = set()
     for module, tree in SOURCES.items():
         for node in ast.walk(tree):
             names = chain(node) if isinstance(node, ast.Attribute) else []
             if names[:1] == ["self"]:
                 names = names[1:]
+            if names[:1] == ["it"]:
+                unlisted |= {(module, name) for name in names[1:2] if name not in adapter.SETTINGS}
             if names and names[0] in THEIRS:
                 unlisted |= {(module, name) for name in names[1:] if name not in LISTED | PLAIN | OURS}
     assert not unlisted

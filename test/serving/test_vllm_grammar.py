@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import needs
+import engines
 import numpy as np
 import pytest
 from parser_cases import tool
@@ -31,7 +31,7 @@ from kimi_k2.tokenization.special_tokens import (
     THINK_END,
 )
 
-needs.engine("vllm")
+engines.need("vllm")
 jsonschema = pytest.importorskip("jsonschema")
 
 DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
@@ -218,12 +218,13 @@ def steps(grammars: Grammars, request: Any, sampler: Sampler, drafted: bool) -> 
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named", "auto", "json"])
-def test_a_grammar_begins_where_it_does_with_vllms_reasoner(
-    choice: str, drafted: bool, through_vllm: Any, grammars: Grammars
-) -> None:
-    """Bounds, bitmasks, drafts left and tokens taken, step by step, for the tokens of the same stream."""
+def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm: Any, grammars: Grammars) -> None:
+    """Bounds, bitmasks, drafts left and tokens taken, step by step, for the tokens of the same stream.
+
+    What comes of it is valid: calls by their tools' schemas, in one section.
+    """
     engine = pytest.importorskip("vllm.parser.engine.registered_adapters")
-    begun = 0
+    begun, calls, manager = 0, 0, grammars.manager
     for seed in range(DRAWS):
         draw = random.Random(f"{choice}-{drafted}-{seed}")
         prompt = draw.choice(list(PROMPTS))
@@ -237,7 +238,6 @@ def test_a_grammar_begins_where_it_does_with_vllms_reasoner(
         ours = grammars.request(constraint, ids, parser.reasoning_parser)
         stock = grammars.request(constraint, ids, theirs)
         sampler = Sampler(grammars, draw, through_vllm.TOKENIZER.encode, "look")
-        manager = grammars.manager
         for drafts, masks, tokens in steps(grammars, ours, sampler, drafted):
             assert manager.validate_tokens(stock, drafts) == drafts
             assert np.array_equal(grammars.masks(stock, drafts), masks)
@@ -246,35 +246,15 @@ def test_a_grammar_begins_where_it_does_with_vllms_reasoner(
             ended = stock.structured_output_request.reasoning_ended
             assert ours.structured_output_request.reasoning_ended == ended
             begun += not masks.all()
-            taken = grammars.accept(stock, tokens)
-        assert taken == (ours.all_token_ids == stock.all_token_ids and taken)
+            grammars.accept(stock, tokens)
         assert ours.all_token_ids == stock.all_token_ids
-    assert begun > DRAWS
-
-
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("choice", ["required", "named", "auto"])
-def test_calls_are_valid_by_their_tools_schemas(
-    choice: str, drafted: bool, through_vllm: Any, grammars: Grammars
-) -> None:
-    calls = 0
-    for seed in range(DRAWS):
-        draw = random.Random(f"schema-{choice}-{drafted}-{seed}")
-        prompt = draw.choice(list(PROMPTS))
-        request = asked(through_vllm, draw, choice)
-        parser, options = parsers(through_vllm, request, prompt)
-        serving = grammars.request(
-            request.structured_outputs, prompt_ids(through_vllm, prompt), parser.reasoning_parser
-        )
-        sampler = Sampler(grammars, draw, through_vllm.TOKENIZER.encode, "look")
-        for _ in steps(grammars, serving, sampler, drafted):
-            pass
-        *reply, last = serving.all_token_ids[len(serving.prompt_token_ids) :]
+        if choice == "json":
+            continue
+        *reply, last = ours.all_token_ids[len(ids) :]
         assert last == grammars.end, "the grammar has no end, or refused a token that its mask allowed"
         text, tokenizer = through_vllm.TOKENIZER.decode(reply), through_vllm.Tokenizer(prompt == "open")
         message = through_vllm.whole(text, request, tokenizer, **options)
-        pieces = through_vllm.tokens_and_text(reply, draw)
-        streamed, _ = through_vllm.stream(pieces, request, tokenizer, **options)
+        streamed, _ = through_vllm.stream(through_vllm.tokens_and_text(reply, draw), request, tokenizer, **options)
         assert streamed.tool_calls == message.tool_calls
         assert not any(marker in message.content + streamed.content for marker in (SECTION_BEGIN, CALL_BEGIN, CALL_END))
         if choice != "auto":
@@ -285,7 +265,8 @@ def test_calls_are_valid_by_their_tools_schemas(
         for call in message.tool_calls:
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
             calls += 1
-    assert calls >= DRAWS // 2
+    assert begun > DRAWS
+    assert calls >= DRAWS // 2 or choice == "json"
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,36 @@
-"""vLLM's own K2.5 class on a CPU, its vision tower over our text model: the plain model's tokens for images and video.
+"""vLLM's own K2.5 class, its vision tower over our text model: the plain model's tokens for images and video.
 
-Its chat API takes no video: it asks its processor for `split_video_chunks`, which neither 0.24 nor 0.32 has.
+On a GPU answers are float32's but for rounding, at a rank's sizes. vLLM's chat API takes no video: it asks its
+processor for `split_video_chunks`, which neither 0.24 nor 0.32 has. Up to 0.24 vLLM takes the image processor from the
+checkpoint, where media_code.py stands for the published one; later versions have their own.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import itertools
 import json
 import math
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import needs
+import engines
 import pytest
 import torch
+from engines import ON_GPU, OURS, serve
 from heads import write_following_head
-from plain_tokens import answers, parts
-from vllm_engine import OURS, serve
+from judge import ROUNDING, SIZES
+from plain_tokens import answers, media_rows, parts
+from scripted import write_hf_tokenizer
 
-from kimi_k2.api import KimiK2
+from kimi_k2.api import KimiK2, Prompt
+from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.media.patches import Media
@@ -31,105 +38,142 @@ from kimi_k2.media.video import process_frames
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
-needs.engine("vllm")
+engines.need("vllm")
+OLD = importlib.import_module("vllm").__version__.startswith("0.24")
 
 NEW_TOKENS = 24
 # vLLM's trial run has a picture of 3000 x 3000 pixels.
-PROCESSOR = MediaConfig(max_patches=400, max_patches_a_frame=100).to_published_dict()
+LIMITS: dict[str, Any] = {"max_patches": 400, "max_patches_a_frame": 100}
+# Heads of the published tower's size, which its attention's kernels take; few of them, and few layers.
+TOWER = {
+    "vt_hidden_size": 288, "mm_hidden_size": 288, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 2,
+    "vt_intermediate_size": 256, "init_pos_emb_height": 16, "init_pos_emb_width": 16,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "trust_remote_code": OLD, "skip_tokenizer_init": False, "max_model_len": 512, "max_num_seqs": 5,
+    "limit_mm_per_prompt": {"vision_chunk": 3},
+}  # fmt: skip
+GPU_OPTIONS: dict[str, Any] = {
+    "enforce_eager": False, "kv_cache_memory_bytes": 200_000_000, "gpu_memory_utilization": 0.1,
+    "mm_encoder_attn_backend": "TORCH_SDPA",
+}  # fmt: skip
+SHARED_OUT = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
+SIZES_OF_FILES = {"upright": (60, 90), "wide": (200, 30), "large": (400, 420)}  # the last is over the limit of patches
 
 
-def write_checkpoint(directory: Path, fmt: str) -> None:
-    """Tiny K2.5 with fewer patches an image."""
-    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2.5"), fmt), seed=4)
-    (directory / IMAGE_FILE).write_text(json.dumps({"media_proc_cfg": PROCESSOR}))
+def write_checkpoint(directory: Path, fmt: str, on_gpu: bool = False) -> None:
+    """Tiny K2.5, on a GPU with a rank's sizes. For 0.24 the tower's by transformers' names too, and a processor."""
+    sizes: dict[str, Any] = {}
+    if on_gpu:
+        published = KimiK2Config.load("kimi-k2.5")
+        kept = ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = {name: getattr(published, name) for name in (*kept, "num_experts_per_tok")} | SIZES
+    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2.5", vision=TOWER, **sizes), fmt), seed=4)
+    fields: dict[str, Any] = {"media_proc_cfg": MediaConfig(**LIMITS).to_published_dict()}
+    if OLD:
+        path = directory / "config.json"
+        raw = json.loads(path.read_text())
+        tower = raw["vision_config"]
+        for prefix in ("vt_", "init_"):
+            tower |= {name.removeprefix(prefix): size for name, size in tower.items() if name.startswith(prefix)}
+        raw |= {"projection_hidden_size": tower["vt_hidden_size"], "image_token_id": raw["media_placeholder_token_id"]}
+        raw |= {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
+        path.write_text(json.dumps(raw))
+        fields |= {"auto_map": {"AutoImageProcessor": "media_code.MediaCode"}, "media_config": LIMITS}
+        fields["image_processor_type"] = "MediaCode"
+        shutil.copy(Path(__file__).with_name("media_code.py"), directory)
+    (directory / IMAGE_FILE).write_text(json.dumps(fields))
 
 
-def draw_images(directory: Path) -> list[Path]:
-    """Noise of three sizes: upright, wide, and over the limit of patches."""
+def draw(directory: Path, name: str, size: tuple[int, int], frames: int = 1) -> list[Path]:
+    """Files of noise."""
     import numpy as np
     from PIL import Image
 
-    files = []
-    for number, size in enumerate([(60, 90), (200, 30), (400, 420)]):
-        pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
-        files.append(directory / f"{number}.png")
-        Image.fromarray(pixels).save(files[-1])
-    return files
-
-
-def expected(model: KimiK2, content: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Token ids of a prompt of one message, and the plain model's greedy answer to it."""
-    prompt = model.prompt([{"role": "user", "content": content}])
-    [tokens] = answers(model, [prompt], SamplingParams(NEW_TOKENS, ignore_eos=True))
-    return {"prompt": list(prompt.ids), "tokens": tokens}
-
-
-def draw_video(directory: Path) -> list[Path]:
-    """Six frames at two a second: a chunk of four and one of two."""
-    import numpy as np
-    from PIL import Image
-
-    drawn = np.random.default_rng(5).integers(0, 256, (6, 70, 100, 3), dtype=np.uint8)
-    files = [directory / f"frame{number}.png" for number in range(len(drawn))]
+    drawn = np.random.default_rng(sum(size)).integers(0, 256, (frames, *size, 3), dtype=np.uint8)
+    files = [directory / f"{name}{number}.png" for number in range(frames)]
     for path, pixels in zip(files, drawn, strict=True):
         Image.fromarray(pixels).save(path)
     return files
 
 
-def request(model: KimiK2, prompt: list[int], media: list[list[Path]]) -> dict[str, Any]:
+def draw_images(directory: Path) -> list[Path]:
+    return [path for name, size in SIZES_OF_FILES.items() for path in draw(directory, name, size)]
+
+
+def prompt_of(model: KimiK2, images: list[Path], video: bool = False) -> Prompt:
+    content: list[Any] = [{"type": "image", "image": str(path)} for path in images]
+    content += [{"type": "video", "video": "video"}] * video
+    return model.prompt([{"role": "user", "content": [*content, {"type": "text", "text": "What?"}]}])
+
+
+def answer_of(model: KimiK2, prompt: Prompt) -> list[int]:
+    """The plain model's greedy one."""
+    return answers(model, [prompt], SamplingParams(NEW_TOKENS, ignore_eos=True))[0]
+
+
+def request(model: KimiK2, prompt: Prompt, media: list[list[Path]]) -> dict[str, Any]:
     """For vllm_requests.py: vLLM makes as many of each media token as the image has."""
     pad = parts(model)[1].config.image_token_id
-    runs = ((token, len(list(run))) for token, run in itertools.groupby(prompt))
+    runs = ((token, len(list(run))) for token, run in itertools.groupby(prompt.ids))
     short = [token for token, count in runs for _ in range(1 if token == pad else count)]
     assert short.count(pad) == len(media)
     paths = [[str(path) for path in files] for files in media]
     return {"prompt": short, "media": paths, "new_tokens": NEW_TOKENS, "arrival": 0}
 
 
-def check(checkpoint: Path, job: list[dict[str, Any]], wanted: list[Any], out: Path, **options: Any) -> Any:
-    """What vllm_requests.py says of these, whose whole prompts and answers are as wanted."""
-    usual: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 5, "limit_mm_per_prompt": {"vision_chunk": 3}}
-    answer, log = serve(checkpoint, "float32", job, out, skip_tokenizer_init=False, **usual, **options)
-    assert OURS in log
-    assert (answer["prompts"], answer["tokens"]) == tuple(
-        [one[what] for one in wanted] for what in ("prompt", "tokens")
-    )
-    return answer
+def gaps_of(model: KimiK2, prompt: Prompt, tokens: list[int]) -> torch.Tensor:
+    """How far below the plain model's best token each one of an answer is."""
+    whole, length = parts(model)[0], len(prompt.ids)
+    ids, rows = [*prompt.ids, *tokens[:-1]], media_rows(model, [prompt])
+    media = None if rows is None else (rows.padded(len(ids)).to(whole.lm_head.weight.device), rows.features)
+    logits = whole(torch.tensor([ids], device=whole.lm_head.weight.device), media=media)
+    logprobs = logits[0, length - 1 :].float().log_softmax(-1).cpu()
+    return torch.Tensor(logprobs.amax(-1) - logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
 
 
-SHARED_OUT = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
+ROWS: list[Any] = [("bf16", {}, False), ("int4", {}, False), pytest.param("bf16", SHARED_OUT, False, marks=SLOW)]
+ROWS.append(pytest.param("int4", GPU_OPTIONS, True, marks=engines.on_hoppers()))
 
 
-@pytest.mark.parametrize(("fmt", "options"), [("bf16", {}), ("int4", {}), pytest.param("bf16", SHARED_OUT, marks=SLOW)])
+@pytest.mark.parametrize(("fmt", "options", "on_gpu"), ROWS)
 def test_same_tokens_as_the_plain_model(
-    fmt: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fmt: str, options: dict[str, Any], on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text alone, one image, three images, one of them again, a video behind an image; all in one batch."""
+    """Text alone, one image, three images, one of them again, a video behind an image; all in one batch.
+
+    On a GPU but for rounding, of which an answer to another image is not.
+    """
     import numpy as np
     from PIL import Image
 
-    checkpoint = tmp_path / "model"
-    write_checkpoint(checkpoint, fmt)
-    first, second, third = draw_images(tmp_path)
-    frames = draw_video(tmp_path)
+    write_checkpoint(tmp_path / "model", fmt, on_gpu)
+    (first, second, third), frames = draw_images(tmp_path), draw(tmp_path, "frame", (100, 70), 6)
 
     def decoded(path: Path, config: MediaConfig, *, name: str) -> list[Media]:
-        """The frames as they are: vLLM is given chunks, so it decodes no file."""
+        """The frames as they are, two a second: vLLM is given chunks of four and two, so it decodes no file."""
         assert path == Path("video")
         return process_frames([np.asarray(Image.open(frame)) for frame in frames], 2.0, config, name=name)
 
     monkeypatch.setattr("kimi_k2.media.prompt.process_video", decoded)
-    model = KimiK2.from_pretrained(checkpoint)
-    requests: list[dict[str, Any]] = []
-    wanted = []
+    model = KimiK2.from_pretrained(tmp_path / "model", backend="cuda" if on_gpu else "cpu", dtype="float32")
+    prompts, job = list[Prompt](), list[Any]()
     for images, video in (([], []), ([first], []), ([first, second, third], []), ([third], []), ([first], frames)):
-        content = [{"type": "image", "image": str(path)} for path in images]
-        content += [{"type": "video", "video": "video"}] if video else []
-        wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
+        prompts.append(prompt_of(model, images, bool(video)))
         media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
-        requests.append(request(model, wanted[-1]["prompt"], media))
-    check(checkpoint, requests, wanted, tmp_path, **options)
+        job.append(request(model, prompts[-1], media))
+    answer, log = serve(tmp_path / "model", "bfloat16" if on_gpu else "float32", job, tmp_path, **OPTIONS, **options)
+    assert OURS in log
+    assert answer["prompts"] == [list(prompt.ids) for prompt in prompts]
+    if not on_gpu:
+        assert answer["tokens"] == [answer_of(model, prompt) for prompt in prompts]
+        return
+    gaps = [float(gaps_of(model, *one).mean()) for one in zip(prompts, answer["tokens"], strict=True)]
+    print(f"largest mean gap {max(gaps):.4f}")
+    assert max(gaps) < ROUNDING
+    another = prompt_of(model, draw(tmp_path, "another", (90, 60)))
+    assert float(gaps_of(model, another, answer["tokens"][1]).mean()) > 2 * gaps[1] + 0.01
 
 
 class Tower(torch.nn.Module):
@@ -141,11 +185,10 @@ class Tower(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Linear(6, 8)
 
-    def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> Any:
         from vllm.model_executor.models.kimi_k25_vit import tpool_patch_merger
 
-        made: list[torch.Tensor] = tpool_patch_merger(self.embed(pixels), grids)
-        return made
+        return tpool_patch_merger(self.embed(pixels), grids)
 
 
 @pytest.mark.parametrize("grids", [[[4, 2, 4], [1, 4, 4], [2, 2, 2], [1, 2, 2]], [[4, 4, 2]]])
@@ -165,7 +208,7 @@ def test_chunks_that_ranks_share_out(grids: list[list[int]], monkeypatch: pytest
     monkeypatch.setattr(tower, "get_tensor_model_parallel_rank", lambda: here.rank)
     monkeypatch.setattr(tower, "tensor_model_parallel_all_gather", gather)
 
-    def run(rank: int) -> tuple[torch.Tensor, ...]:
+    def run(rank: int) -> Any:
         here.rank = rank
         return tower.shared_out(held, pixels, grids, rope_type="rope_2d")
 
@@ -176,44 +219,43 @@ def test_chunks_that_ranks_share_out(grids: list[list[int]], monkeypatch: pytest
 
 def test_drafts_behind_images(tmp_path: Path) -> None:
     """An Eagle3 head that knows what often follows a token; steps of ours, and drafts in them, behind every prompt."""
-    checkpoint, head = tmp_path / "model", tmp_path / "head"
-    write_checkpoint(checkpoint, "bf16")
-    files = draw_images(tmp_path)
-    model = KimiK2.from_pretrained(checkpoint)
-    wanted, requests = [], []
-    for images in ([], files[:1], files, files[2:]):
-        content = [{"type": "image", "image": str(path)} for path in images]
-        wanted.append(expected(model, [*content, {"type": "text", "text": "What?"}]))
-        requests.append(request(model, wanted[-1]["prompt"], [[path] for path in images]))
-    replies = [one["tokens"] for one in wanted]
-    write_following_head(head, parts(model)[0], replies, dtype=torch.float32, head_dim=64)
-    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    counts = check(checkpoint, requests, wanted, tmp_path, parts=True, speculative_config=drafts, block_size=32)
-    assert counts["verified"] == counts["drafted"] >= NEW_TOKENS / 4
-    assert counts["accepted"] > 0
+    write_checkpoint(tmp_path / "model", "bf16")
+    files, model = draw_images(tmp_path), KimiK2.from_pretrained(tmp_path / "model")
+    asked = [[], files[:1], files, files[2:]]
+    prompts = [prompt_of(model, images) for images in asked]
+    wanted = [answer_of(model, prompt) for prompt in prompts]
+    job = [request(model, prompt, [[path] for path in images]) for prompt, images in zip(prompts, asked, strict=True)]
+    write_following_head(tmp_path / "head", parts(model)[0], wanted, dtype=torch.float32, head_dim=64)
+    drafts = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    options = {"speculative_config": drafts, "block_size": 32, **OPTIONS}
+    answer, log = serve(tmp_path / "model", "float32", job, tmp_path, told={"parts": True}, **options)
+    assert OURS in log
+    assert (answer["prompts"], answer["tokens"]) == ([list(prompt.ids) for prompt in prompts], wanted)
+    assert answer["verified"] == answer["drafted"] >= NEW_TOKENS / 4
+    assert answer["accepted"] > 0
 
 
+@pytest.mark.skipif(ON_GPU, reason="answers in float32")
 def test_images_over_http(tmp_path: Path) -> None:
     """The openai client's `image_url` parts: vLLM's server makes our prompts of them, and the same tokens."""
     import openai
-    from scripted import write_hf_tokenizer
-    from vllm_server import serving
 
-    checkpoint = tmp_path / "model"
-    write_checkpoint(checkpoint, "int4")
-    write_hf_tokenizer(checkpoint)
-    files = draw_images(tmp_path)
-    model = KimiK2.from_pretrained(checkpoint)
-    with serving(checkpoint, tmp_path / "log") as url:
+    write_checkpoint(tmp_path / "model", "int4")
+    write_hf_tokenizer(tmp_path / "model")
+    files, model = draw_images(tmp_path), KimiK2.from_pretrained(tmp_path / "model")
+    with engines.serving(tmp_path / "model", tmp_path / "log") as url:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         for images in ([], files[:1], files):
             sources = [f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for path in images]
             content: list[Any] = [*({"type": "image_url", "image_url": {"url": source}} for source in sources)]
             content.append({"type": "text", "text": "What?"})
-            wanted = expected(model, content)
             answer: Any = client.chat.completions.create(
                 model="kimi", messages=[{"role": "user", "content": content}], max_tokens=NEW_TOKENS, temperature=0,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
-            assert {"prompt": answer.prompt_token_ids, "tokens": answer.choices[0].token_ids} == wanted
+            prompt = prompt_of(model, images)
+            assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (
+                list(prompt.ids),
+                answer_of(model, prompt),
+            )
         assert OURS in (tmp_path / "log").read_text()

@@ -5,26 +5,25 @@ KIMI_K2_DRAWS sets how often each text is cut.
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import random
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
-import needs
-import peer_cases
+import engines
 import pytest
-import test_reported_failures as reported
 from parser_cases import as_tuples, call, section, tool
+from peer_cases import REPORTED, SGLANG, VLLM
 
 from kimi_k2.tokenization.deltas import Content
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
 
-needs.engine("vllm")
+engines.need("vllm")
+vllm = importlib.import_module("vllm")
 
-THREADS = [name for name in vars(reported) if name.startswith("test_") and "prompt" not in name]
-CASES = {**{f"vllm {c.name}": c for c in peer_cases.VLLM}, **{f"sglang {c.name}": c for c in peer_cases.SGLANG}}
+CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
 RUN = tool("run", "command", "timeout")
+BEHIND = ("why", "so <b> it is <", 0)
+TEXT = f"{THINK}why{THINK_END}{BEHIND[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +38,6 @@ def through_vllm() -> Any:
     return vllm_parsing
 
 
-def cases_of(function: FunctionType) -> list[dict[str, Any]]:
-    """Arguments of a test: those it is parametrized over, or none."""
-    for mark in getattr(function, "pytestmark", []):
-        if mark.name == "parametrize":
-            names = mark.args[0] if isinstance(mark.args[0], (list, tuple)) else [mark.args[0]]
-            return [dict(zip(names, [value], strict=True)) for value in mark.args[1]]
-    return [{}]
-
-
-@pytest.mark.parametrize("name", THREADS)
-def test_thread(name: str, through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of that thread, with its parser exchanged for vLLM's composition of ours."""
-    for replaced in ("check_cuts", "streamed", "parse_message"):
-        monkeypatch.setattr(reported, replaced, getattr(through_vllm, replaced))
-    function: Callable[..., None] = getattr(reported, name)
-    for arguments in cases_of(function):  # type: ignore[arg-type]
-        function(**arguments)
-
-
 def test_vllms_name_is_ours(through_vllm: Any) -> None:
     from vllm.parser import ParserManager
 
@@ -65,14 +45,6 @@ def test_vllms_name_is_ours(through_vllm: Any) -> None:
         composed = ParserManager.get_parser(name, name, True)
         assert composed.tool_parser_cls.__name__ == "KimiK2StreamToolParser"
         assert composed.reasoning_parser_cls.__name__ == "KimiK2StreamReasoningParser"
-
-
-def test_every_thread_of_the_list_is_there() -> None:
-    source = inspect.getsource(reported)
-    for thread in ("vllm#38579", "vllm#41739", "vllm#50768", "vllm#24478", "vllm#37184", "sglang#23363"):
-        assert thread in source
-    for thread in ("sglang#23341", "sglang#25358", "sglang#18086", "Kimi-K2#41", "Kimi-K2#100", "Kimi-K2#128"):
-        assert thread in source
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,38 +100,42 @@ def test_arguments_come_as_they_are_written(through_vllm: Any) -> None:
     assert [d.tool_calls[0].function.arguments for d in deltas if d.tool_calls] == ["", *'{"a": 12}']
 
 
-@pytest.mark.parametrize("prefilled", [False, True])
-def test_thinking_switched_off(prefilled: bool, through_vllm: Any) -> None:
-    tokenizer, asked = through_vllm.Tokenizer(prefilled), through_vllm.request()
-    text = "Answer " + section(call())
-    for message in (
-        through_vllm.whole(text, asked, tokenizer, thinking=False),
-        through_vllm.stream([(text, []), ("", [])], asked, tokenizer, thinking=False)[0],
-    ):
-        assert (message.reasoning_content, message.content, len(message.tool_calls)) == ("", "Answer ", 1)
+JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}}
+OFF: dict[str, Any] = {"thinking": False}
+ALONE: dict[str, Any] = {"reasoning": None}
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "Surely: {"])
-def test_a_reply_without_reasoning_to_who_asks_for_json(text: str, through_vllm: Any) -> None:
-    """K2-Thinking's. vLLM enforces JSON behind reasoning alone, so it may be none; it is content all the same."""
-    answers = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    tokenizer, asked = through_vllm.Tokenizer(), through_vllm.request(response_format=answers)
-    for message in (
-        through_vllm.whole(text, asked, tokenizer),
-        through_vllm.stream([(text, []), ("", [])], asked, tokenizer)[0],
-    ):
-        assert (message.reasoning_content, message.content) == ("", text)
-
-
-@pytest.mark.parametrize("end", [" s", " <", " <|tool_call"])
-def test_cut_off_in_reasoning_that_the_prompt_opened(end: str, through_vllm: Any) -> None:
-    """Also where the last characters may have become a marker."""
-    tokenizer, asked = through_vllm.Tokenizer(True), through_vllm.request()
-    for message in (
-        through_vllm.whole(f"Let me{end}", asked, tokenizer),
-        through_vllm.stream([("Let me", []), (end, [])], asked, tokenizer)[0],
-    ):
-        assert (message.reasoning_content, message.content) == (f"Let me{end}", "")
+@pytest.mark.parametrize(
+    ("pieces", "prefilled", "fields", "options", "wanted"),
+    [
+        (["Answer " + section(call())], False, {}, OFF, ("", "Answer ", 1)),
+        (["Answer " + section(call())], True, {}, OFF, ("", "Answer ", 1)),
+        # K2-Thinking's. vLLM enforces JSON behind reasoning alone, so it may be none; it is content all the same.
+        (['{"a": 1}'], False, JSON, {}, ("", '{"a": 1}', 0)),
+        (["Surely: {"], False, JSON, {}, ("", "Surely: {", 0)),
+        # Cut off in reasoning that the prompt opened, also where the last characters may have become a marker.
+        (["Let me", " s"], True, {}, {}, ("Let me s", "", 0)),
+        (["Let me", " <"], True, {}, {}, ("Let me <", "", 0)),
+        (["Let me", " <|tool_call"], True, {}, {}, ("Let me <|tool_call", "", 0)),
+        # One parser alone; newer versions ask that <think> tags stay content then, 0.24 cannot.
+        ([f"{THINK}why{THINK_END}so" + section(call())], False, {}, ALONE, ("", f"{THINK}why{THINK_END}so", 1)),
+        *((cut, False, {}, {"tools": None}, BEHIND) for cut in ([TEXT], list(TEXT), [TEXT[:20], TEXT[20:]])),
+        (["A" + section(call("functions.f:0", "{}")) + "B"], False, {"tool_choice": "none"}, ALONE,
+         ("", "Afunctions.f:0{}B", 0)),
+    ],
+)  # fmt: skip
+def test_reply(
+    pieces: list[str], prefilled: bool, fields: dict[str, Any], options: dict[str, Any], wanted: Any, through_vllm: Any
+) -> None:
+    """Streamed, and whole where both parsers serve."""
+    tokenizer, asked = through_vllm.Tokenizer(prefilled), through_vllm.request(**fields)
+    found = [through_vllm.stream([*((piece, []) for piece in pieces), ("", [])], asked, tokenizer, **options)[0]]
+    if not options.keys() & {"reasoning", "tools"}:
+        found.append(through_vllm.whole("".join(pieces), asked, tokenizer, **options))
+    elif vllm.__version__.startswith("0.24"):
+        wanted = (wanted[0], wanted[1].replace(THINK, "").replace(THINK_END, ""), wanted[2])
+    for message in found:
+        assert (message.reasoning_content, message.content, len(message.tool_calls)) == wanted
 
 
 def test_a_prompt_that_opened_no_reasoning_is_believed(through_vllm: Any) -> None:
@@ -180,34 +156,6 @@ def test_a_vocabulary_without_reasoning(through_vllm: Any, monkeypatch: pytest.M
     parser = through_vllm.new_parser(tokenizer, asked).reasoning_parser
     assert parser.is_reasoning_end(tokenizer.prompt())
     assert parser.extract_reasoning(f"so{THINK_END}", asked) == (None, f"so{THINK_END}")
-
-
-def test_tool_parser_without_reasoning_parser(through_vllm: Any) -> None:
-    """Newer versions ask that <think> tags stay content then; 0.24 cannot."""
-    import vllm
-
-    text = f"{THINK}why{THINK_END}so" + section(call())
-    message, _ = through_vllm.stream(
-        [(text, []), ("", [])], through_vllm.request(), through_vllm.Tokenizer(), reasoning=None
-    )
-    kept = "whyso" if vllm.__version__.startswith("0.24") else f"{THINK}why{THINK_END}so"
-    assert (message.content, len(message.tool_calls)) == (kept, 1)
-
-
-def test_reasoning_parser_without_tool_parser(through_vllm: Any) -> None:
-    text = f"{THINK}why{THINK_END}so <b> it is <"
-    for pieces in ([text], list(text), [text[:20], text[20:]]):
-        message, _ = through_vllm.stream(
-            [*((piece, []) for piece in pieces), ("", [])], through_vllm.request(), through_vllm.Tokenizer(), tools=None
-        )
-        assert (message.reasoning_content, message.content) == ("why", "so <b> it is <")
-
-
-def test_no_calls_wanted(through_vllm: Any) -> None:
-    asked = through_vllm.request(tool_choice="none")
-    text = "A" + section(call("functions.f:0", "{}")) + "B"
-    message, _ = through_vllm.stream([(text, []), ("", [])], asked, through_vllm.Tokenizer(), reasoning=None)
-    assert (message.content, message.tool_calls) == ("Afunctions.f:0{}B", [])
 
 
 def test_the_requests_tools_name_a_nameless_call(through_vllm: Any) -> None:

@@ -1,66 +1,112 @@
-"""Flags of published recipes together, named and drawn: the tokens of the plain model, which are those of vLLM's own.
+"""vLLM on a CPU with our model in it: flags of published recipes alone, together and drawn; the plain model's tokens.
 
-`KIMI_K2_DRAWS=40 KIMI_K2_SLOW=1` adds forty drawn combinations, and those of up to four ranks: hours on two cores.
+A row is a model and flags; each flag says what it asks of vLLM, what tokens are then right, and what shows that it was
+obeyed. `KIMI_K2_DRAWS=40 KIMI_K2_SLOW=1` adds forty drawn combinations, as many prompts to each flag alone, and what
+takes up to four ranks: hours on two cores.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import needs
+import engines
 import pytest
 import torch
 from adapters import merge, write_adapter
+from engines import OURS, PROCESSORS, SAMPLING, STOCK, WIDE, Served, forced, requests, serve, serve_replicas
 from heads import write_following_head
+from judge import Judge
 from plain_tokens import expected
-from vllm_engine import OURS, WIDE, requests, serve
+from scripted import write_random_checkpoint
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import Form
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
+from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-needs.engine("vllm")
+engines.need("vllm")
 
 SEED = 50
 DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "2"))
 LEFT_TO_STOCK = "all operations are vLLM's: "
+LAYERS, MOE_LAYERS, DRAFTS = 3, 2, 3
+REGEX = "([a-z]{1,3} )*"
 
 
 @dataclass
 class Deployment:
-    """What a combination of flags is served with.
+    """What a row is served with.
 
     Attributes:
+        name: of its model.
         model: its directory.
-        job: requests.
+        plain: of what the plain model reads.
+        jobs: requests of each replica.
         out: for what flags write.
         draw: values of flags.
-        options: of the engine, and of `serve`.
+        alone: one flag at most is asked for, but for when steps are scheduled and where experts are.
+        options: of the engine.
+        told: what vllm_requests.py is told.
         wanted: tokens of each request, of a model; None for the plain model's.
-        other: a model whose weights come later.
-        proofs: what shows that a flag was obeyed, of the answer and the log.
+        swapped: models whose weights come later.
+        ranks: of the deployment.
+        usual: steps are vLLM's usual ones, of one rank without adapters or drafts.
+        proofs: of the answer and the log: what shows that a flag was obeyed.
     """
 
+    name: str
     model: Path
-    job: list[dict[str, Any]]
+    plain: Path
+    jobs: list[list[dict[str, Any]]]
     out: Path
     draw: random.Random
+    alone: bool
+    dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     wanted: Callable[[Path], list[list[int]]] | None = None
-    other: Path | None = None
-    proofs: list[Callable[[dict[str, Any], str], bool]] = field(default_factory=list)
+    swapped: list[Path] = field(default_factory=list)
+    ranks: int = 1
+    usual: bool = True
+    proofs: list[Callable[[dict[str, Any], str], None]] = field(default_factory=list)
+
+    @property
+    def job(self) -> list[dict[str, Any]]:
+        return self.jobs[0]
 
     def tokens(self, model: Path) -> list[list[int]]:
-        return self.wanted(model) if self.wanted else expected(model, "float32", self.job)
+        return self.wanted(model) if self.wanted else expected(model, self.dtype, self.job)
+
+    def serve(self, **environment: str) -> list[Served]:
+        folder = self.out / f"served{len(list(self.out.iterdir()))}"
+        return serve_replicas(
+            self.model, self.dtype, self.jobs, folder, self.environment | environment, told=self.told, **self.options
+        )
+
+    def says(self, text: str, said: bool = True) -> None:
+        """The log has to have this, or must not."""
+
+        def check(_: Any, log: str) -> None:
+            assert (text in log) == said, text
+
+        self.proofs.append(check)
+
+
+Flag = Callable[[Deployment], None]
 
 
 def plain(directory: Path) -> KimiK2ForCausalLM:
@@ -81,31 +127,63 @@ def expected_of_adapters(directory: Path, job: list[dict[str, Any]]) -> list[lis
     return [wanted[number] for number in range(len(job))]
 
 
+def sums(answer: dict[str, Any]) -> dict[str, int]:
+    """Calls of each operation; ranks count for themselves."""
+    return {name: sum(entries.values()) for name, entries in answer["calls"].items()}
+
+
 def tensor(it: Deployment) -> None:
+    it.ranks *= 2 // it.options.get("tensor_parallel_size", 1)
     it.options["tensor_parallel_size"] = 2
 
 
 def pipeline(it: Deployment) -> None:
     """Without eager execution, as vLLM's worker on a CPU makes what stages hand on when it warms a model up."""
+    it.ranks *= 2
     it.options |= {"pipeline_parallel_size": 2, "enforce_eager": False}
 
 
 def context(it: Deployment) -> None:
     tensor(it)
-    it.options |= {"decode_context_parallel_size": 2, "worker_extension_cls": "spread_slots.SpreadSlots"}
+    it.options |= {"decode_context_parallel_size": 2, "worker_extension_cls": "in_workers.Spread"}
     it.options["dcp_kv_cache_interleave_size"] = it.draw.choice([1, 4])
     it.options.setdefault("block_size", 16)
-    it.options["parts"] = True
-    it.proofs.append(lambda _, log: "prepared by vLLM: decode context parallelism" in log)
+    it.told["parts"] = True
+    it.says("prepared by vLLM: decode context parallelism")
 
 
 def experts(it: Deployment) -> None:
     tensor(it)
-    it.options |= {"enable_expert_parallel": True, "enable_ep_weight_filter": it.draw.random() < 0.5}
+    shared_out(it)
+    it.options["enable_ep_weight_filter"] = filtered = it.draw.random() < 0.5
+    it.says("EP weight filter", filtered)
+
+
+def shared_out(it: Deployment) -> None:
+    it.options["enable_expert_parallel"] = True
+
+
+def replicas(it: Deployment) -> None:
+    """The second rank's requests come when the first has few left: in between each runs steps for the other's."""
+    it.jobs = [requests(31 + rank, 4, new_tokens=32) for rank in range(2)]
+    for one in it.jobs[1]:
+        one["arrival"] += 45
+    it.told["steps"] = 200
+    it.options["distributed_executor_backend"] = "uni"
+    it.usual = False
+
+    def calls(answer: dict[str, Any], _: str) -> None:
+        made = sums(answer)
+        forwards = made["add_project"] // LAYERS
+        assert made["routed_experts"] == MOE_LAYERS * forwards > 64 * MOE_LAYERS
+        assert made["routed_experts_with_shared"] == made["next_step"] == 0
+
+    it.proofs.append(calls)
 
 
 def parts(it: Deployment) -> None:
-    it.options |= {"parts": True, "max_num_batched_tokens": it.draw.choice([16, 32, 48])}
+    it.told["parts"] = True
+    it.options["max_num_batched_tokens"] = it.draw.choice([16, 32, 48])
     it.options.setdefault("block_size", 32)
 
 
@@ -116,17 +194,19 @@ def prefixes(it: Deployment) -> None:
 
 
 def pages(it: Deployment) -> None:
-    it.options |= {"parts": True, "block_size": it.draw.choice([16, 32, 64, 128])}
+    it.told["parts"] = True
+    it.options["block_size"] = it.draw.choice([16, 32, 64, 128])
 
 
 def few_pages(it: Deployment) -> None:
-    it.options |= {"parts": True, "block_size": 16, "num_gpu_blocks_override": 26, "enable_prefix_caching": False}
+    it.told["parts"] = True
+    it.options |= {"block_size": 16, "num_gpu_blocks_override": 26, "enable_prefix_caching": False}
 
 
 def adapters(it: Deployment) -> None:
     """Every third request has none; the others' touch all that may be, or attention and shared experts alone."""
     it.options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    model = plain(it.model)
+    it.usual, model = False, plain(it.plain)
     both = [write_adapter(model, it.out / "all", 8, 1), write_adapter(model, it.out / "some", 4, 2, experts=False)]
     for number, one in enumerate(it.job):
         if number % 3:
@@ -134,38 +214,107 @@ def adapters(it: Deployment) -> None:
     it.job[-1]["arrival"] += 200  # the last, which has none, by itself
     it.wanted = lambda model: expected_of_adapters(model, it.job)
 
-    def calls(answer: dict[str, Any], _: str) -> bool:
-        made = {name: sum(entries.values()) for name, entries in answer["calls"].items()}
-        # The fused one where no token has an adapter; ranks count for themselves.
-        return made["absorb_and_store"] > made["query_and_entry"] > 0 or not any(made.values())
-
-    def differ(answer: dict[str, Any], _: str) -> bool:
-        base = expected(it.model, "float32", it.job)
+    def obeyed(answer: dict[str, Any], _: str) -> None:
+        made = sums(answer)
+        # The fused one where no token has an adapter.
+        assert made["absorb_and_store"] > made["query_and_entry"] > 0 or not any(made.values())
+        base = expected(it.plain, "float32", it.job)
         same = [one == other for one, other in zip(answer["tokens"], base, strict=True)]
-        return same == [not number % 3 for number in range(len(same))]
+        assert same == [not number % 3 for number in range(len(same))]
 
-    it.proofs += [calls, differ]
+    it.proofs.append(obeyed)
+
+
+def drafted(it: Deployment, method: str, **about: Any) -> None:
+    """Several new tokens of a request are in a decode."""
+    it.usual = False
+    it.options["speculative_config"] = {"method": method, "num_speculative_tokens": DRAFTS, **about}
+
+    def calls(answer: dict[str, Any], _: str) -> None:
+        made = sums(answer)
+        assert 0 < answer["accepted"] < answer["draft"]
+        assert not any(made.values()) or made["mla_decode"] > (3 if it.alone else 1) * answer["steps"] / 2
+        assert made["next_step"] == 0
+
+    it.proofs.append(calls)
 
 
 def ngram(it: Deployment) -> None:
+    """Prompts that repeat themselves; alone they come in parts, and behind cached prefixes."""
     for one in it.job:
         one["prompt"] = (one["prompt"][:20] * 4)[:60]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    it.options["speculative_config"] = drafts
-    it.proofs.append(lambda answer, _: 0 < answer["accepted"] < answer["draft"])
+    drafted(it, "ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+    if it.alone:
+        prefixes(it)
+        it.job[-1]["prompt"] = it.job[0]["prompt"]
+
+    def stock(answer: dict[str, Any], _: str) -> None:
+        assert answer["verified"] == answer["drafted"] == 0
+
+    it.says("decode steps are prepared by vLLM: ")
+    it.proofs.append(stock)
 
 
-def eagle3(it: Deployment) -> None:
-    target = plain(it.model)
-    write_following_head(
-        it.out / "head", target, expected(it.model, "float32", it.job), dtype=target.lm_head.weight.dtype
-    )
-    it.options["speculative_config"] = {
-        "method": "eagle3", "model": str(it.out / "head"), "num_speculative_tokens": 3,
-    }  # fmt: skip
-    parts(it)
-    it.options["block_size"] = 64
-    it.proofs.append(lambda answer, _: answer["accepted"] > 0)
+def eagle3(it: Deployment, form: Form = "llama") -> None:
+    """A head that knows what often follows a token: what the target's last layer makes tells it which.
+
+    With a Llama head prompts come in parts; vLLM's MLA on a CPU takes them whole.
+    """
+    longer = [{**one, "new_tokens": one["new_tokens"] + DRAFTS} for one in it.job]
+    wanted, target = expected(it.plain, "float32", longer), plain(it.plain)
+    follows = write_following_head(it.out / "head", target, wanted, form, dtype=torch.float32)
+    drafted(it, "eagle3", model=str(it.out / "head"))
+    if form == "llama":
+        parts(it)
+        it.options |= {"block_size": 64} | ({"max_num_batched_tokens": 32} if it.alone else {})
+        it.options.setdefault("worker_extension_cls", "in_workers.Amx")  # the head's attention takes pages of 32
+
+    def taken(tokens: list[int], needed: int) -> int:
+        """Drafts that an answer takes, each of them what follows its newest token, `DRAFTS` times."""
+        have, found = 1, 0
+        while have < needed:
+            draft = follows[tokens[have - 1]]
+            same = next((n for n in range(DRAFTS) if tokens[have + n] != draft), DRAFTS)
+            have, found = have + same + 1, found + same
+        return found
+
+    def accepted(answer: dict[str, Any], _: str) -> None:
+        assert answer["verified"] == answer["drafted"]
+        if it.alone:  # other steps have prompts
+            assert answer["verified"] > answer["steps"] / 2
+            assert answer["accepted"] > answer["draft"] / 20
+            every = zip(wanted, it.job, strict=True)
+            assert answer["accepted"] == sum(taken(tokens, one["new_tokens"]) for tokens, one in every)
+
+    it.proofs.append(accepted)
+
+
+def mla_head(it: Deployment) -> None:
+    eagle3(it, "mla")
+
+
+def structured(it: Deployment) -> None:
+    """Of every second request, with drafts that its grammar refuses: the tokens without drafts, all of them allowed.
+
+    Requests are preempted meanwhile.
+    """
+    for one in it.job[::2]:
+        one["sampling"] = {"structured_outputs": {"regex": REGEX}}
+    it.told["parts"] = True
+    it.options |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 64, "block_size": 32}
+    it.options["num_gpu_blocks_override"] = 14  # so few that some are taken back
+    ((without, _),) = it.serve()
+    write_following_head(it.out / "head", plain(it.plain), without["tokens"], dtype=torch.float32, head_dim=64)
+    drafted(it, "eagle3", model=str(it.out / "head"))
+    it.wanted = lambda _: without["tokens"]
+
+    def obeyed(answer: dict[str, Any], _: str) -> None:
+        assert answer["verified"] > 0 < answer["preempted"]
+        tokenizer = KimiTokenizer.from_pretrained(it.plain)
+        for tokens in answer["tokens"][::2]:
+            assert re.fullmatch(f"{REGEX}[a-z]{{0,3}}", tokenizer.decode(tokens))
+
+    it.proofs.append(obeyed)
 
 
 def fp8_cache(it: Deployment) -> None:
@@ -174,48 +323,180 @@ def fp8_cache(it: Deployment) -> None:
 
 
 def invariant(it: Deployment) -> None:
-    it.options["environment"] = {"VLLM_BATCH_INVARIANT": "1"}
+    """Alone: a request's bits are the same by itself and among others.
+
+    Prompts in parts of what 24 tokens a step leave, down to one, decodes beside them; or whole, and nobody else.
+    """
+    it.environment["VLLM_BATCH_INVARIANT"] = "1"
+    if not it.alone:
+        return
+    it.usual = False
+    it.job[0]["prompt"] = (it.job[0]["prompt"] * 25)[:25]  # 24, then one
+    it.job[1]["prompt"] = it.job[1]["prompt"][:1]
+    apart = [{**one, "arrival": 70 * number} for number, one in enumerate(it.job)]
+    by_itself, _ = serve(it.model, it.dtype, apart, it.out, environment=it.environment)
+    it.told["parts"] = True
+    it.options |= {"max_num_batched_tokens": 24, "enable_prefix_caching": True}
+    it.says("no prefix caching, since VLLM_BATCH_INVARIANT is set")
+
+    def same(among: dict[str, Any], _: str) -> None:
+        assert (among["tokens"], among["logprobs"]) == (by_itself["tokens"], by_itself["logprobs"])
+        assert among["calls"]["next_step"]["plain"] > among["steps"] / 4  # decode steps are ours there too
+
+    it.proofs.append(same)
 
 
 def ahead(it: Deployment) -> None:
-    it.options["ahead"] = True
+    it.told["ahead"] = True
 
 
 def reload_weights(it: Deployment) -> None:
-    it.other = it.out / "other"
-    write_synthetic_checkpoint(it.other, KimiK2Config.from_pretrained(it.model), seed=77)
-    it.options["swaps"] = [(it.draw.choice(["reload", "parts"]), str(it.other))]
+    """Another checkpoint's, in parts as trainers send them or by vLLM; then the first's. FP8's over random ones."""
+    it.swapped = [it.out / "other", it.plain]
+    write_synthetic_checkpoint(it.swapped[0], KimiK2Config.from_pretrained(it.plain), seed=77)
+    # vLLM's own reload makes random weights again; several ranks' models are out of reach but for it.
+    by_method = ["parts", "whole"] if it.dtype != "float32" else ["reload" if it.ranks > 1 else "parts", "reload"]
+    ways = it.draw.sample(by_method, 2)
+    it.told["swaps"] = list(zip(ways, map(str, it.swapped), strict=True))
+    if it.dtype != "float32":  # rounding as in a fresh engine
+        it.options["load_format"] = "dummy"
+        it.wanted = cache(lambda model: serve(model, it.dtype, it.job, it.out)[0]["tokens"])
 
 
 def connector(it: Deployment) -> None:
-    extra = {"shared_storage_path": str(it.out / "stored")}
+    """Alone: one engine saves the caches of its prompts by layer, the next loads them."""
+    stored = it.out / "stored"
+    it.told["stored"] = str(stored)  # which other weights make stale, as in vLLM's own
     it.options["kv_transfer_config"] = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(stored)},
     }  # fmt: skip
+    if it.alone:
+        ((_, log),) = it.serve()
+        assert "External Cache Hit" not in log
+        files = [path.stem for path in stored.rglob("*.safetensors")]
+        assert set(files) == {f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)}
+        assert len(files) == LAYERS * len(it.job)
+        it.says("External Cache Hit")
 
 
-Flags = tuple[Callable[[Deployment], None], ...]
-FLAGS = [
+def pieces(it: Deployment) -> None:
+    """The pieces that are CUDA graphs on a GPU, padded; steps of decodes alone run as they do.
+
+    All requests come at once, so that a step has several prompts.
+    """
+    it.told["pieces"], it.usual = 256, False
+    for one in it.job:
+        one["arrival"] = 0
+
+    def replayed(answer: dict[str, Any], _: str) -> None:
+        assert 2 <= answer["replays"] < answer["steps"]
+
+    it.proofs.append(replayed)
+
+
+def sampled(it: Deployment) -> None:
+    """Steps that carry on with a batch give what vLLM's own preparing gives, preempted requests too.
+
+    The cache holds about half of what the requests need at once.
+    """
+    few_pages(it)
+    del it.told["parts"]
+    for at, one in enumerate(it.job):
+        one["sampling"] = SAMPLING[at % len(SAMPLING)]
+    ((theirs, said),) = it.serve(KIMI_K2_VLLM_DECODE_GRAPHS="0")
+    assert "decode steps are prepared by vLLM" in said and theirs["calls"]["next_step"]["plain"] == 0
+    it.says("decode steps are prepared by vLLM", said=False)
+    it.wanted, it.usual = lambda _: theirs["tokens"], False
+
+    def same(ours: dict[str, Any], _: str) -> None:
+        assert ours["calls"]["next_step"]["plain"] > ours["steps"] / 3
+        assert ours["logprobs"] == theirs["logprobs"]
+        assert ours["preempted"] == theirs["preempted"] > 0
+        assert any(len(tokens) < 64 for tokens in ours["tokens"])  # a stop token
+
+    it.proofs.append(same)
+
+
+def processors(it: Deployment) -> None:
+    """Tokens that a user's logits processor forces, with the plain model's log-probabilities."""
+    wanted = [[it.draw.randrange(512) for _ in range(one["new_tokens"])] for one in it.job]
+    for one, tokens in zip(it.job, wanted, strict=True):
+        one["sampling"] = forced(tokens)
+    it.options["logits_processors"] = PROCESSORS
+    it.wanted = lambda _: wanted
+
+    def near(answer: dict[str, Any], _: str) -> None:
+        judge = Judge(it.plain)
+        for one, tokens, said in zip(it.job, wanted, answer["logprobs"], strict=True):
+            assert float(judge.errors(one["prompt"], tokens, said).max()) < 1e-4
+
+    it.proofs.append(near)
+
+
+def stock(it: Deployment) -> None:
+    """vLLM's own model gives the same tokens, by none of our operations."""
+
+    def same(answer: dict[str, Any], _: str) -> None:
+        ((theirs, log),) = it.serve(**STOCK)
+        assert "kimi-k2" not in log and not any(sums(theirs).values())
+        assert theirs["tokens"] == answer["tokens"]
+
+    it.proofs.append(same)
+
+
+def refused(run: int) -> Flag:
+    """The second of two ranks cannot run a step while graphs are recorded, 1 in the trial before; 0 none."""
+
+    def flag(it: Deployment) -> None:
+        tensor(it)
+        it.options["worker_extension_cls"] = f"in_workers.Refused{run}"
+
+        def said(_: Any, log: str) -> None:
+            reasons = [line.partition("prepared by vLLM: no graph of them: ")[2] for line in log.splitlines()]
+            wanted = ["another rank cannot", "refused by the second rank"] if run else []
+            assert sorted(filter(None, reasons)) == wanted
+            follow = "decode steps of up to 4 requests follow each other on the GPU: 3 sizes"
+            for line in (follow, "a decode step is replayed"):
+                assert log.count(line) == (0 if run else 2)
+
+        it.proofs.append(said)
+
+    flag.__name__ = f"refused{run}"
+    return flag
+
+
+Row = tuple[str, tuple[Flag, ...]]
+FLAGS: list[Flag] = [
     tensor, pipeline, context, experts, parts, prefixes, pages, few_pages, adapters, ngram, eagle3, fp8_cache,
     invariant, ahead, reload_weights, connector,
 ]  # fmt: skip
-SEVERAL = (tensor, pipeline, context, experts)
+REFUSED = [refused(run) for run in (0, 1, 3)]
+SEVERAL = (tensor, pipeline, context, experts, *REFUSED)
 # Of vLLM's own: either says the same of an argument, or of the tokens that answers have.
-CLASH = [
+CLASH: list[set[Flag]] = [
     {context, few_pages}, {ngram, eagle3}, {adapters, fp8_cache}, {ngram, prefixes}, {eagle3, pages},
     {eagle3, few_pages}, {few_pages, pages}, {prefixes, few_pages}, {parts, prefixes},
 ]  # fmt: skip
-# Of published recipes; then single ones in INT4, which vLLM's own model does not serve on a CPU.
-NAMED: list[tuple[str, Flags]] = [
+# vLLM takes FP8 weights with 16-bit activations alone, and its own model serves no INT4 on a CPU.
+NAMED: list[Row] = [
+    *((name, ()) for name in ("fp8", "thinking", "scheme", "text", "mtp")),
+    *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16")),
+    *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
+    *(("thinking", (flag,)) for flag in (sampled, processors, connector, replicas, adapters, *REFUSED)),
+    *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, adapters)),
+    *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
+    ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
+    ("thinking", (replicas, shared_out)), ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
+    # Of published recipes.
     ("bf16", (pipeline, context)), ("bf16", (experts, fp8_cache, eagle3)), ("bf16", (adapters, eagle3)),
-    ("bf16", (experts, adapters, reload_weights)), ("bf16", (adapters,)), ("thinking", (adapters,)),
-    ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
+    ("bf16", (experts, adapters, reload_weights)),
 ]  # fmt: skip
 
 
-def combinations(count: int) -> list[tuple[str, Flags]]:
+def combinations(count: int) -> list[Row]:
     """Those named and so many drawn; two thirds of those of several ranks are left out, as each takes minutes."""
-    draw, found = random.Random(SEED), list[Flags]()
+    draw, found = random.Random(SEED), list[tuple[Flag, ...]]()
     while len(found) < count:
         drawn = tuple(sorted(draw.sample(FLAGS, draw.choice([2, 2, 3])), key=FLAGS.index))
         left_out = any(flag in SEVERAL for flag in drawn) and draw.random() < 0.66
@@ -224,42 +505,130 @@ def combinations(count: int) -> list[tuple[str, Flags]]:
     return NAMED + [("bf16", flags) for flags in found]
 
 
-def name_of(row: tuple[str, Flags]) -> str:
+def name_of(row: Row) -> str:
     return "+".join([row[0], *(flag.__name__ for flag in row[1])])
 
 
+Models = Callable[[str], tuple[Path, Path]]
+
+
 @pytest.fixture(scope="module")
-def models(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """BF16 weights of sizes that vLLM's own model serves on a CPU, and INT4."""
-    directory = tmp_path_factory.mktemp("recipes") / "model"
-    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16"), seed=3)
-    return {"bf16": directory, "thinking": checkpoints["thinking"]}
+def models(checkpoints: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A model's directory, and that of what the plain model reads.
+
+    `bf16` has sizes that vLLM's own model serves on a CPU, `scheme` the checkpoint's own FP8 cache, `text` that of
+    K2.5, whose tensors have another prefix and for which vLLM's K2.5 asks under this architecture, `mtp` a layer that
+    ours refuses.
+    """
+    root = tmp_path_factory.mktemp("recipes")
+
+    def changed(name: str, of: Path, raw: dict[str, Any]) -> Path:
+        shutil.copytree(of, root / name)
+        (root / name / "config.json").write_text(json.dumps(raw))
+        return root / name
+
+    @cache
+    def found(name: str) -> tuple[Path, Path]:
+        directory = root / name
+        if name == "tokenizer":
+            write_random_checkpoint(directory)
+        elif name == "bf16":
+            write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16"), seed=3)
+        elif name in ("scheme", "text", "mtp"):
+            of = found({"scheme": "thinking", "text": "k2.5", "mtp": "bf16"}[name])[0]
+            raw = json.loads((of / "config.json").read_text())
+            if name == "text":
+                raw = {**raw["text_config"], "architectures": ["DeepseekV2ForCausalLM"]}
+            elif name == "mtp":
+                raw["num_nextn_predict_layers"] = 1
+            else:
+                scheme = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+                raw["quantization_config"]["kv_cache_scheme"] = scheme
+            made = changed(name, of, raw)
+            return made, made if name == "scheme" else of
+        else:
+            directory = {**checkpoints, "wide": wide}[name]
+        return directory, directory
+
+    return found
 
 
-@pytest.mark.parametrize("row", combinations(DRAWS), ids=name_of)
-def test_together(row: tuple[str, Flags], models: dict[str, Path], tmp_path: Path) -> None:
+def check_calls(it: Deployment, answer: dict[str, Any]) -> None:
+    """Our operations ran, all plain: each layer's as often as there were forward passes."""
+    made = sums(answer)
+    if it.ranks > 1:
+        return
+    assert all(entry == "plain" for entries in answer["calls"].values() for entry, count in entries.items() if count)
+    assert made["mla_decode"] == made["value_rows"] > 0 < made["float32_linear"]
+    assert made["mla_naive_attention"] + made["mla_absorbed_attention"] > 0  # prompts
+    if it.usual:
+        forwards, rest = divmod(made["add_project"], LAYERS)
+        assert rest == 0 and forwards >= it.job[0]["new_tokens"]
+        assert made["add_norm_route"] == made["routed_experts_with_shared"] == MOE_LAYERS * forwards
+        # Most steps only carry on with the batch of the step before.
+        assert not it.alone or forwards / 2 < made["next_step"] < forwards
+
+
+def check_logprobs(it: Deployment, answer: dict[str, Any]) -> None:
+    """In 16 bits log-probabilities are as near to float32's as the plain model's in 16 bits.
+
+    There the tiny model's logits often tie, and an expert that rounding has changed moves them by 0.3.
+    """
+    judge, rounded = Judge(it.plain), Judge(it.plain, getattr(torch, it.dtype))
+    served, own = [], []
+    for one, tokens, said in zip(it.job, answer["tokens"], answer["logprobs"], strict=True):
+        in_16_bits = rounded.logprobs(one["prompt"], tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        served.append(judge.errors(one["prompt"], tokens, said))
+        own.append(judge.errors(one["prompt"], tokens, in_16_bits.tolist()))
+    assert float(torch.cat(served).mean()) < 1.5 * float(torch.cat(own).mean()) < 0.1
+
+
+@pytest.mark.parametrize("row", combinations(min(DRAWS, 40)), ids=name_of)
+def test_row(row: Row, models: Models, tmp_path: Path) -> None:
     """The tokens, where ours serves and where it leaves the deployment to vLLM's model by a reason in the log.
 
-    An engine that does not start has to be one that does not start without our model either.
+    An engine that does not start has to be one that does not start without our model either, for the same reason.
     """
     name, flags = row
     if any(flag in SEVERAL for flag in flags) and not os.environ.get("KIMI_K2_SLOW"):
         pytest.skip("KIMI_K2_SLOW=1 starts up to four ranks for each")
-    it = Deployment(models[name], requests(seed=SEED, count=4), tmp_path, random.Random(name_of(row)))
-    for one in it.job:
-        one["new_tokens"] = 16
+    alone, (model, judged) = len({*flags} - {ahead, shared_out}) < 2, models(name)
+    job = requests(SEED, max(8, DRAWS)) if alone else requests(SEED, 4, new_tokens=16)
+    it = Deployment(name, model, judged, [job], tmp_path, random.Random(name_of(row)), alone)
+    it.dtype = "bfloat16" if name in ("fp8", "wide") else "float32"
     for flag in flags:
         flag(it)
     try:
-        answer, log = serve(it.model, "float32", it.job, tmp_path, **it.options)
+        served = it.serve()
     except AssertionError as error:
-        with pytest.raises(AssertionError) as stock:
-            serve(it.model, "float32", it.job, tmp_path, plugins="kimi_k2_parsers", **it.options)
-        last = [str(one).strip().splitlines()[-1] for one in (error, stock.value)]
-        pytest.skip(f"vLLM does not start: {last}")
-    reasons = set(re.findall(f"{LEFT_TO_STOCK}(.*)", log))
+        with pytest.raises(AssertionError) as without:
+            it.serve(**STOCK)
+        ours, theirs = ({*re.findall(r"\w+Error: .*", str(one))} for one in (error, without.value))
+        same = {line for line in ours & theirs if "root cause above" not in line}
+        assert same, error
+        pytest.skip(f"vLLM does not start: {same}")
+    reasons = {reason for _, log in served for reason in re.findall(f"{LEFT_TO_STOCK}(.*)", log)}
     print(f"\n{name_of(row)}: {reasons or 'ours'}", flush=True)
-    assert answer["tokens"] == it.tokens(it.model)
-    assert reasons or (OURS in log and all(proof(answer, log) for proof in it.proofs))
-    if it.other is not None and not reasons:
-        assert answer["again"] == [it.tokens(it.other)]
+    assert (name == "mtp") == any("num_nextn_predict_layers" in reason for reason in reasons)
+    for one, (answer, log) in zip(it.jobs, served, strict=True):
+        it.jobs = [one]
+        check(it, answer, log, ours=not reasons)
+    assert len({tuple(answer["calls"]["routed_experts"].items()) for answer, _ in served}) == 1  # in step
+
+
+def check(it: Deployment, answer: dict[str, Any], log: str, ours: bool) -> None:
+    """Of one replica."""
+    if it.options.get("load_format") == "dummy":
+        assert answer["tokens"] != it.tokens(it.plain)
+    elif it.dtype == "float32":
+        assert answer["tokens"] == it.tokens(it.plain)
+    else:
+        check_logprobs(it, answer)
+    if not ours:
+        return
+    assert log.count(OURS) == it.ranks
+    check_calls(it, answer)
+    for proof in it.proofs:
+        proof(answer, log)
+    assert answer["again"] == [it.tokens(model) for model in it.swapped]
+    assert it.name != "scheme" or answer["tokens"] != expected(it.plain, "float32", it.job, torch.float32)

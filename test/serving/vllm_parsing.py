@@ -187,10 +187,3 @@ def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, l
     """`parser_cases.streamed` through vLLM; its deltas are vLLM's."""
     tokenizer = Tokenizer(bool(options.get("prefilled")))
     return stream([*((piece, []) for piece in pieces), ("", [])], request(options.get("tools")), tokenizer)
-
-
-def parse_message(text: str, *, prefilled: bool = False, reason: str | None = None) -> AssistantMessage:
-    """`message.parse_message` through vLLM, whose server keeps the reason `length` of a reply that was cut off."""
-    message = whole(text, request(), Tokenizer(prefilled))
-    message.finish_reason = reason if reason == "length" else message.finish_reason
-    return message

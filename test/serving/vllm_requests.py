@@ -3,12 +3,12 @@
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
 arguments of vLLM's SamplingParams, `adapter`, its number and directory, and `media`, lists of files, an image or the
 frames of a chunk of a video, of which the prompt has a token each) and `options`, which are EngineArgs'. With several
-ranks the calls counted are none: the workers make them. With `pieces`, steps of so many new tokens at
-most run in the pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages
-were taken back. With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each;
-`again` has these tokens. With `steps` the engine is asked so many times. With `parts` prompts may come in parts.
-`draft` and `accepted` count drafts' tokens, `verified` and `drafted` steps and drafts of ours. With `ahead` the
-scheduler does not wait for a step's end.
+ranks the calls counted are none: the workers make them. With `pieces`, steps of so many new tokens at most run in the
+pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back.
+With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each; `again` has
+these tokens; what a connector has `stored` is of no use then. With `steps` the engine is asked so many times. With
+`parts` prompts may come in parts. `draft` and `accepted` count drafts' tokens, `verified` and `drafted` steps and
+drafts of ours. With `ahead` the scheduler does not wait for a step's end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -23,16 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from in_workers import Again, amx
 from safetensors.torch import load_file
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def run_in_pieces(widest: int) -> list[int]:
     """Have the model do so; the list counts steps."""
-    from again import Again
-
     from kimi_k2.serving.vllm import model
     from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
 
@@ -142,8 +141,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine
 
     job = json.loads(Path(job_file).read_text())
-    if job.get("parts"):  # vLLM then takes pages of any size, prompts in parts and cached prefixes for MLA
-        torch.cpu._is_amx_tile_supported = lambda: True
+    if job.get("parts"):
+        amx()
     if any("media" in one for one in job["requests"]):
         # vLLM, in one process, wants a dict of it when it looks for kernels.
         importlib.import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
@@ -166,6 +165,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
         "again": [],
     }
     for way, directory in job.get("swaps", ()):
+        shutil.rmtree(job.get("stored", ""), ignore_errors=True)
         swap(engine, way, directory)
         served = serve(engine, job["requests"])
         result["again"].append(served["tokens"])

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,26 +199,81 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "has_connector_metadata", "save_kv_layer", "wait_for_layer_load",
     ),
     "vllm.distributed.eplb.eplb_state": ("logical_to_physical_map",),
-    "vllm.config.vllm": (
-        "additional_config", "cache_config", "compilation_config", "device_config", "kv_transfer_config",
-        "load_config", "lora_config", "model_config", "parallel_config", "quant_config", "scheduler_config",
-        "speculative_config",
-    ),
-    "vllm.config.parallel": (
-        "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_rank", "data_parallel_size",
-        "decode_context_parallel_size", "enable_eplb", "enable_expert_parallel", "eplb_config",
-        "num_redundant_experts", "pipeline_parallel_size", "tensor_parallel_size", "worker_cls",
-    ),
-    "vllm.config.cache": ("block_size", "cache_dtype", "enable_prefix_caching"),
-    "vllm.config.compilation": ("cudagraph_capture_sizes", "cudagraph_mode", "static_forward_context"),
-    "vllm.config.model": ("dtype", "enforce_eager", "hf_text_config", "max_model_len"),
-    "vllm.config.scheduler": ("max_num_batched_tokens", "max_num_seqs"),
-    "vllm.config.speculative": ("disable_padded_drafter_batch", "draft_parallel_config", "method"),
-    "vllm.config.load": ("load_format",),
     "vllm.config.lora": ("lora_dtype", "max_lora_rank", "max_loras", "target_modules"),
-    "vllm.config.device": ("device_type",),
+    "vllm.config.parallel": ("eplb_config",),
+    "vllm.config.speculative": ("disable_padded_drafter_batch", "draft_parallel_config"),
     "vllm.platforms.interface": ("is_cpu", "is_cuda", "is_device_capability"),
 }  # fmt: skip
+
+# What a deployment's configuration says, by our names; by the module whose class gives it, and where in `VllmConfig`.
+_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
+    ("vllm.config.parallel", "parallel_config"): {
+        "ranks": "tensor_parallel_size", "stages": "pipeline_parallel_size", "replicas": "data_parallel_size",
+        "replica": "data_parallel_rank", "spread": "decode_context_parallel_size",
+        "spread_by": "cp_kv_cache_interleave_size", "spread_joined_by": "dcp_comm_backend",
+        "spread_queries": "dcp_q_replicate", "spread_prompts": "prefill_context_parallel_size",
+        "microbatches": "use_ubatching", "shared_out": "enable_expert_parallel", "balanced": "enable_eplb",
+        "placement": "expert_placement_strategy", "filtered": "enable_ep_weight_filter",
+        "exchange": "all2all_backend", "worker": "worker_cls",
+    },
+    ("vllm.config.parallel", "parallel_config.eplb_config"): {"redundant": "num_redundant_experts"},
+    ("vllm.config.vllm", ""): {
+        "additional": "additional_config", "lora": "lora_config", "quantization": "quant_config",
+        "transfer": "kv_transfer_config", "encoders_transfer": "ec_transfer_config",
+        "second_runner": "use_v2_model_runner",
+        "against_first_runner": "_get_v1_model_runner_unsupported_features",
+    },
+    ("vllm.config.cache", "cache_config"): {
+        "page": "block_size", "page_is_asked": "user_specified_block_size", "cache": "cache_dtype",
+        "prefixes": "enable_prefix_caching",
+    },
+    ("vllm.config.compilation", "compilation_config"): {
+        "captured": "cudagraph_capture_sizes", "layers": "static_forward_context",
+    },
+    ("vllm.config.compilation", "compilation_config.cudagraph_mode"): {"graphs": "name"},
+    ("vllm.config.model", "model_config"): {
+        "dtype": "dtype", "eager": "enforce_eager", "hf": "hf_text_config", "longest": "max_model_len",
+    },
+    ("vllm.config.scheduler", "scheduler_config"): {"most_tokens": "max_num_batched_tokens", "most": "max_num_seqs"},
+    ("vllm.config.speculative", "speculative_config"): {"drafts": "method"},
+    ("vllm.config.load", "load_config"): {"load_format": "load_format"},
+    ("vllm.config.device", "device_config"): {"device": "device_type"},
+}  # fmt: skip
+# Of those that not every version has, or not every deployment.
+_WITHOUT: dict[str, Any] = {
+    "spread_joined_by": None, "spread_queries": False, "spread_prompts": 1, "microbatches": False,
+    "placement": "linear", "filtered": False, "encoders_transfer": None, "second_runner": False,
+    "against_first_runner": list, "page_is_asked": True, "graphs": "NONE", "drafts": None, "additional": None,
+}  # fmt: skip
+SETTINGS = {name: (place, theirs) for (_, place), names in _SETTINGS.items() for name, theirs in names.items()}
+for (_module, _place), _names in _SETTINGS.items():
+    ATTRIBUTES[_module] = (*ATTRIBUTES.get(_module, ()), *(_names[one] for one in _names if one not in _WITHOUT))
+    ATTRIBUTES["vllm.config.vllm"] = (*ATTRIBUTES.get("vllm.config.vllm", ()), *_place.split(".")[: 1 if _place else 0])
+
+
+class Deployment:
+    """What is asked of vLLM, by the names of `SETTINGS`; a value that is set is set in vLLM's configuration.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        vars(self)["of"] = vllm_config
+
+    def _held(self, name: str) -> tuple[Any, str]:
+        if name not in SETTINGS:
+            raise AttributeError(name)
+        place, theirs = SETTINGS[name]
+        return (attrgetter(place)(self.of) if place else self.of), theirs
+
+    def __getattr__(self, name: str) -> Any:
+        held, theirs = self._held(name)
+        return getattr(held, theirs, _WITHOUT[name]) if name in _WITHOUT else getattr(held, theirs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(*self._held(name), value)
+
 
 # Those that not all versions from `OLDEST` to `NEWEST` have, with the first and the last that does; read only if there.
 VARYING: dict[str, dict[str, tuple[tuple[int, int], tuple[int, int]]]] = {

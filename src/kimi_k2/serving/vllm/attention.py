@@ -20,6 +20,7 @@ from kimi_k2.serving.vllm.adapter import (
     AttentionCGSupport,
     AttentionLayerBase,
     AttentionMetadataBuilder,
+    Deployment,
     MLAAttentionSpec,
     MLACommonMetadata,
     current_platform,
@@ -52,9 +53,10 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or [0])
+        it = Deployment(vllm_config)
+        self._captured = max(it.captured or [0])
         self._held: tuple[Tensor, Tensor] | None = None
-        self._spread, self._invariant = context_ranks(vllm_config.parallel_config), invariant()
+        self._spread, self._invariant = context_ranks(it), invariant()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -62,7 +64,7 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
 
         And none where adapters may touch routed experts.
         """
-        never = invariant() or may_touch_experts(vllm_config.lora_config)
+        never = invariant() or may_touch_experts(Deployment(vllm_config).lora)
         return AttentionCGSupport.NEVER if never else cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
@@ -173,7 +175,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         super().__init__()
         self.name, self.cache_dim, self.dtype = name, cache_dim, dtype
         self.kv_cache: Any = torch.tensor([])
-        entered = vllm_config.compilation_config.static_forward_context
+        entered = Deployment(vllm_config).layers
         if name in entered:
             raise ValueError(f"two layers are called {name}")
         entered[name] = self
@@ -190,7 +192,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """The cache that this layer needs."""
         return MLAAttentionSpec(
-            block_size=vllm_config.cache_config.block_size, num_kv_heads=1, head_size=self.cache_dim, dtype=self.dtype
+            block_size=Deployment(vllm_config).page, num_kv_heads=1, head_size=self.cache_dim, dtype=self.dtype
         )
 
     @property

@@ -21,7 +21,13 @@ from torch import Tensor
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import GraphRecorder, Recorded, Recorder, on_all_ranks
 from kimi_k2.ops.mla import next_step
-from kimi_k2.serving.vllm.adapter import ExecuteModelState, SchedulerOutput, set_forward_context, weak_ref_tensor
+from kimi_k2.serving.vllm.adapter import (
+    Deployment,
+    ExecuteModelState,
+    SchedulerOutput,
+    set_forward_context,
+    weak_ref_tensor,
+)
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.serving.vllm.support import against_decode_steps
 
@@ -201,8 +207,7 @@ def replaying(replay: Callable[[], Any], made: tuple[Tensor, ...]) -> Forward:
 
 def reason_against(runner: Any, second: bool, mode: str) -> str | None:
     """Why vLLM is to prepare all steps; None if decode steps can be ours."""
-    config = runner.vllm_config
-    refused = against_decode_steps(config)
+    refused = against_decode_steps(Deployment(runner.vllm_config))
     if refused is not None:
         return refused
     lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(runner, name)]

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from kimi_k2.serving.vllm.adapter import Deployment
+
 NOTED = "kimi_k2"  # the key in `additional_config`
 
 
@@ -182,8 +184,7 @@ def judged(arguments: Any) -> dict[str, list[str]]:
     return {"vllm": vllms, "unused": unused, "quantization": quantization}
 
 
-def noted(vllm_config: Any, which: str) -> list[str]:
+def noted(it: Deployment, which: str) -> list[str]:
     """What `judged` has said of the arguments that a configuration was made of."""
-    additional = getattr(vllm_config, "additional_config", None)
-    notes: list[str] = additional.get(NOTED, {}).get(which, []) if isinstance(additional, dict) else []
+    notes: list[str] = it.additional.get(NOTED, {}).get(which, []) if isinstance(it.additional, dict) else []
     return notes

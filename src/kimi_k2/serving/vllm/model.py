@@ -19,6 +19,7 @@ from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.adapter import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
+    Deployment,
     IntermediateTensors,
     get_pp_group,
     get_pp_indices,
@@ -49,9 +50,8 @@ class _KimiK2:
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
         """Our model, or vLLM's own where ours cannot serve the deployment."""
-        hf_config = vllm_config.model_config.hf_text_config
         try:
-            reason = refusal(vllm_config, hf_config)
+            reason = refusal(Deployment(vllm_config))
         except AttributeError as error:
             reason = f"its configuration has changed: {error}"
         if reason is None:
@@ -62,12 +62,12 @@ class _KimiK2:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]
-        model_config = vllm_config.model_config
-        self.config, self.quant_config = model_config.hf_text_config, vllm_config.quant_config
+        self.it = it = Deployment(vllm_config)
+        self.config, self.quant_config = it.hf, it.quantization
         # As asked: vLLM sets it to NONE where it may capture no attention of ours.
-        self.graph_mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-        config, tp, layout = config_of(self.config), get_tp_group(), layout_of(vllm_config)
-        replica = vllm_config.parallel_config.data_parallel_rank if layout.replicas > 1 else 0
+        self.graph_mode = it.graphs
+        config, tp, layout = config_of(self.config), get_tp_group(), layout_of(it)
+        replica = it.replica if layout.replicas > 1 else 0
         self._pp = get_pp_group()
         stage = range(*get_pp_indices(config.num_hidden_layers, self._pp.rank_in_group, self._pp.world_size))
         self.held = nn.ModuleList(
@@ -76,30 +76,29 @@ class _KimiK2:
                 # As vLLM's own model calls it: connectors and caches on disk go by this name.
                 f"{prefix}.model.layers.{number}.self_attn.attn".lstrip("."),
                 config.cache_dim,
-                cast(torch.dtype, cache_dtype(vllm_config, config)),
+                cast(torch.dtype, cache_dtype(it, config)),
             )
             for number in stage
         )
         self.paged = PagedModel(
             config, layout, replica * layout.dense + tp.rank_in_group, tp.device_group, cast(Sequence[Held], self.held),
             # Positions that vLLM can ask for, its own trial runs included.
-            max(model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens),
-            model_config.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
-            stage if self._pp.world_size > 1 else None, redundant_experts(vllm_config),
+            max(it.longest, it.most_tokens),
+            it.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
+            stage if self._pp.world_size > 1 else None, redundant_experts(it),
         )  # fmt: skip
         self.plain.batch_invariant = invariant()
-        if vllm_config.parallel_config.enable_eplb:
+        if it.balanced:
             self._let_experts_be_moved()
-        lora = vllm_config.lora_config
-        self.loras = None if lora is None else Loras(self.paged, self, lora, lora.lora_dtype)
-        if vllm_config.load_config.load_format == "dummy":
+        self.loras = None if it.lora is None else Loras(self.paged, self, it.lora, it.lora.lora_dtype)
+        if it.load_format == "dummy":
             self.paged.randomize()
-        self._vllm_config, self._recorded = vllm_config, False
+        self._recorded = False
         self._graphs: PromptGraphs | None = None
         self._seen: tuple[int, ...] = ()
         self._shared: Shared | None = None
         logger.info("%s", started(self.plain, "vLLM", VLLM_DOES))
-        if unused := noted(vllm_config, "unused"):
+        if unused := noted(it, "unused"):
             logger.info("kimi-k2: of no effect, as our model is not compiled: %s", ", ".join(unused))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -158,7 +157,7 @@ class _KimiK2:
     @property
     def model(self) -> Shared:
         """What a draft's head may share; see `Shared`."""
-        if self._vllm_config.speculative_config is None:
+        if self.it.drafts is None:
             raise AttributeError("model")
         if self._shared is None:
             self._shared = Shared(self.plain, self.config)
@@ -241,7 +240,7 @@ class _KimiK2:
         if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1 or self.loras is not None:
             return None
         self._recorded = True
-        self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self._vllm_config)
+        self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self.it)
         return torch.empty(graph_bytes, dtype=torch.uint8, device=x.device) if graph_bytes else None
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:

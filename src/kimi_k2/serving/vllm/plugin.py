@@ -101,35 +101,34 @@ def _offer_worker(kind: str) -> None:
 
 def _choose_worker(vllm_config: Any) -> None:
     """Name our worker for a model of the family; others of its architectures keep vLLM's."""
+    it = adapter.Deployment(vllm_config)
     try:
-        config_of(vllm_config.model_config.hf_text_config)
-        choose_runner(vllm_config)
-        _leave_prefixes(vllm_config)
-        if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = WORKER
+        config_of(it.hf)
+        choose_runner(it)
+        _leave_prefixes(it)
+        if it.worker == "auto":
+            it.worker = WORKER
     except KimiK2Error:
         return
     except AttributeError as error:
         logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
 
 
-def choose_runner(vllm_config: Any) -> None:
+def choose_runner(it: adapter.Deployment) -> None:
     """Have vLLM take its first runner on a GPU, where it would take the second and the user has not said which.
 
     The choice is made in the environment, which all processes of this deployment read, and so does any other engine
     that this process makes later.
     """
-    if RUNNER in os.environ or str(vllm_config.device_config.device_type) != "cuda":
+    if RUNNER in os.environ or str(it.device) != "cuda":
         return
-    if not getattr(vllm_config, "use_v2_model_runner", False) or against_decode_steps(vllm_config):
+    if not it.second_runner or against_decode_steps(it):
         return
-    features: Any = getattr(vllm_config, "_get_v1_model_runner_unsupported_features", list)()
-    if features:
+    if it.against_first_runner():
         return
     os.environ[RUNNER] = "0"
     try:
-        refused = bool(vllm_config.use_v2_model_runner)
-        refused = refused or refusal(vllm_config, vllm_config.model_config.hf_text_config) is not None
+        refused = it.second_runner or refusal(it) is not None
     except ValueError:  # a feature of the second runner alone
         refused = True
     if refused:
@@ -138,15 +137,10 @@ def choose_runner(vllm_config: Any) -> None:
     logger.info("kimi-k2: vLLM's first model runner, for decode steps of ours; %s=1 keeps the second", RUNNER)
 
 
-def _leave_prefixes(vllm_config: Any) -> None:
+def _leave_prefixes(it: adapter.Deployment) -> None:
     """Have no request take another's entries in batch-invariant mode, as a reply's are not a prompt's to the bit."""
-    cache = vllm_config.cache_config
-    if (
-        invariant()
-        and cache.enable_prefix_caching
-        and not refusal(vllm_config, vllm_config.model_config.hf_text_config)
-    ):
-        cache.enable_prefix_caching = False
+    if invariant() and it.prefixes and not refusal(it):
+        it.prefixes = False
         logger.info("kimi-k2: no prefix caching, since %s is set", BATCH_INVARIANT)
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from kimi_k2.model.linear import RMSNorm
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.linear import add_norm
 from kimi_k2.parallel.apply import AllReduce
-from kimi_k2.serving.vllm.adapter import weak_ref_tensor
+from kimi_k2.serving.vllm.adapter import Deployment, weak_ref_tensor
 from kimi_k2.serving.vllm.ranks import connect, least_of_ranks
 from kimi_k2.variables import whole
 
@@ -156,14 +155,13 @@ class PromptGraphs:
         return normed
 
 
-def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, vllm_config: Any) -> tuple[PromptGraphs | None, int]:
+def prompt_graphs(steps: Sequence[LayerStep], norm: RMSNorm, it: Deployment) -> tuple[PromptGraphs | None, int]:
     """Graphs as a deployment wants them, and the bytes they hold; None without CUDA graphs or where they fail.
 
     Every rank must call this.
     """
-    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE")
-    widest = min(whole(ENVIRONMENT, WIDEST), vllm_config.scheduler_config.max_num_batched_tokens)
-    if not norm.weight.is_cuda or vllm_config.model_config.enforce_eager or mode == "NONE":
+    widest = min(whole(ENVIRONMENT, WIDEST), it.most_tokens)
+    if not norm.weight.is_cuda or it.eager or it.graphs == "NONE":
         widest = 0
     widest = least_of_ranks(widest)  # a rank on another host has an environment of its own
     if widest < NARROWEST:

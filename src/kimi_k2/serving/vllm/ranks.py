@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kimi_k2.engine.spread import Spread
 from kimi_k2.serving.vllm.adapter import (
+    Deployment,
     cp_lse_ag_out_rs,
     get_dcp_group,
     get_dp_group,
@@ -66,11 +67,11 @@ class ContextRanks(Spread):
         return joined
 
 
-def context_ranks(parallel: Any) -> ContextRanks | None:
-    """As a deployment's parallel configuration says; None where every rank has whole sequences."""
-    if parallel.decode_context_parallel_size == 1:
+def context_ranks(it: Deployment) -> ContextRanks | None:
+    """As a deployment says; None where every rank has whole sequences."""
+    if it.spread == 1:
         return None
-    group, run = get_dcp_group(), int(parallel.cp_kv_cache_interleave_size)
+    group, run = get_dcp_group(), int(it.spread_by)
     return ContextRanks(group.world_size, group.rank_in_group, run, lambda x: _all(group, x), group.all_reduce)
 
 

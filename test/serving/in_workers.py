@@ -1,0 +1,255 @@
+"""What an engine's own processes import by name: a logits processor, and classes for `worker_extension_cls` of vLLM.
+
+vLLM's are asked for by names that this module makes when they are asked for: so the import in each worker patches it.
+`Amx` has vLLM believe in AMX, without which its MLA on a CPU takes whole prompts and pages of 16; `Spread` also lets
+block tables of a CPU store tokens of caches that are spread over ranks. `Refused0`, `Refused1` and so on have the
+second of two ranks refuse a run of a decode step while graphs are recorded, 0 none; `RefusedPiece` has it refuse the
+third size of steps with prompts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kimi_k2.engine.graphs import GraphRecorder, Recorded
+
+PIECE = 10  # of the pieces in their order: the second of the third size, of three layers
+SIZES = [1, 2, 4]
+MEMORY = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current",
+          "peak": "allocated_bytes.all.peak"}  # fmt: skip
+
+
+class Again:
+    """Stands for the recorder of CUDA graphs: a replay runs the work again, into the same memory.
+
+    Args:
+        capture: within which the work is recorded.
+    """
+
+    def __init__(self, capture: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self.capture = capture
+
+    def __call__(self, work: Any) -> Any:
+        with self.capture():
+            made = work()
+
+        def replay() -> None:
+            for tensor, anew in zip(made, work(), strict=True):
+                tensor.copy_(anew)
+
+        return Recorded(replay, made, lambda: None)
+
+    def let_go(self, tensor: Any) -> Any:
+        return tensor
+
+    def held(self) -> int:
+        return 0
+
+
+class Memory:
+    """Methods that a worker gets; the names are ours, since vLLM refuses those that its worker has."""
+
+    def kimi_k2_memory(self, release: str = "") -> dict[str, int]:
+        """Bytes of PyTorch's allocator on a GPU; with `release` it first gives back what it holds unused."""
+        if not torch.cuda.is_available():
+            return {}
+        if release:
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        stats = torch.cuda.memory_stats()
+        return {name: int(stats[key]) for name, key in MEMORY.items()}
+
+
+def forced() -> type:
+    """A logits processor that leaves the n-th of the tokens that `engines.forced` names as the only one.
+
+    Two engines then say the log-probabilities of the same tokens, and their errors can be compared one by one.
+    """
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class Forced(AdapterLogitsProcessor):  # type: ignore[misc]
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Callable[[list[int], Tensor], Tensor] | None:
+            tokens: Any = (params.extra_args or {}).get("forced")
+
+            def only(made: list[int], logits: Tensor) -> Tensor:
+                token = tokens[min(len(made), len(tokens) - 1)]  # a step may be ahead of the last token
+                kept = logits[token].clone()
+                logits.fill_(float("-inf"))
+                logits[token] = kept
+                return logits
+
+            return only if tokens else None
+
+    return Forced
+
+
+def amx() -> None:
+    """Pages of any size, prompts in parts, cached prefixes: vLLM asks anew where it makes a drafter."""
+    torch.cpu._is_amx_tile_supported = lambda: True
+
+
+def spread() -> None:
+    """See `vllm.v1.worker.block_table`: interleaved runs of tokens within as many pages' slots as there are ranks."""
+    from vllm.v1.worker.block_table import BlockTable
+
+    amx()
+
+    def compute_slot_mapping(self: Any, num_reqs: int, query_start_loc: Tensor, positions: Tensor) -> None:
+        ranks, run, page = self.dcp_world_size, self.cp_kv_cache_interleave_size, self.block_size
+        counts = query_start_loc[: num_reqs + 1].diff()
+        request = torch.arange(num_reqs).repeat_interleave(counts)
+        at = positions[: len(request)]
+        pages = self.block_table.gpu[request, at // (page * ranks)].long()
+        within = at % (page * ranks)
+        slots = pages * page + within // (ranks * run) * run + within % run
+        self.slot_mapping.gpu.fill_(-1)
+        self.slot_mapping.gpu[: len(at)] = torch.where(within // run % ranks == self.dcp_rank, slots, -1)
+
+    BlockTable.compute_slot_mapping = compute_slot_mapping
+
+
+def refused_piece() -> None:
+    """The first rank has by then captured sums that the second has not."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    record, pieces = GraphRecorder.__call__, count(1)
+
+    def refusing(self: GraphRecorder, work: Any) -> Any:
+        def broken() -> Any:
+            work()
+            raise RuntimeError("refused by the second rank")
+
+        refuses = next(pieces) == PIECE and get_tp_group().rank_in_group == 1
+        return record(self, broken if refuses else work)
+
+    GraphRecorder.__call__ = refusing  # type: ignore[method-assign]
+
+
+class Exchanges:
+    """In place of torch.distributed for our operations, as a library is for graphs.
+
+    It connects ranks when they first exchange a size, which waits for all of them. While a graph is recorded that must
+    not be, and what is exchanged waits for nobody; nor is it there.
+    """
+
+    def __init__(self) -> None:
+        self.recording, self.connected = False, set[tuple[str, torch.Size]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, x: Tensor, **named: Any) -> None:
+        self._make("all_reduce", x, x, **named)
+
+    def all_gather(self, parts: list[Tensor], x: Tensor, **named: Any) -> None:
+        self._make("all_gather", x, parts, x, **named)
+
+    def _make(self, name: str, x: Tensor, *given: Any, **named: Any) -> None:
+        if not self.recording:
+            self.connected.add((name, x.shape))
+            getattr(dist, name)(*given, **named)
+        elif (name, x.shape) not in self.connected:
+            raise RuntimeError(f"{name} of {list(x.shape)} would wait for the other rank")
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+
+def refused(run: int) -> None:
+    """On a CPU a stand-in records, and vLLM's runner says that it is on a GPU."""
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.platforms import current_platform
+
+    from kimi_k2.ops import collective
+    from kimi_k2.ops.mla import next_step
+    from kimi_k2.serving.vllm import decode_steps as module
+
+    runs, exchanges, steps, reason_against = count(1), Exchanges(), module.decode_steps, module.reason_against
+
+    def refusing(*given: Any) -> None:
+        """The first thing in a step."""
+        if next(runs) == run and get_tp_group().rank_in_group == 1:
+            raise RuntimeError("refused by the second rank")
+        next_step(*given)
+
+    class Recorder(Again):
+        """Says when it first repeats a step."""
+
+        said = False
+
+        def __init__(self, weak: Any) -> None:
+            super().__init__(exchanges.captured)
+
+        def __call__(self, work: Any) -> Any:
+            found = super().__call__(work)
+
+            def replay() -> None:
+                if not self.said:
+                    print("a decode step is replayed", flush=True)
+                self.said = True
+                found.replay()
+
+            return found._replace(replay=replay)
+
+    class OnGpu:
+        """And of which sizes its own graphs are."""
+
+        device = SimpleNamespace(type="cuda")
+        compilation_config = SimpleNamespace(cudagraph_capture_sizes=SIZES)
+
+        def __init__(self, runner: Any) -> None:
+            vars(self)["runner"] = runner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.runner, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(self.runner, name, value)
+
+    def on_gpu(runner: Any, *given: Any) -> Any:
+        exchanges.connected.clear()  # vLLM's own runs have connected nothing
+        return steps(OnGpu(runner), *given)
+
+    vars(module)["next_step"] = refusing
+    if current_platform.is_cpu():
+        vars(collective)["dist"] = exchanges
+        vars(module)["GraphRecorder"] = Recorder
+        vars(module)["reason_against"] = lambda runner, *given: reason_against(runner.runner, *given)
+        vars(module)["decode_steps"] = on_gpu  # the worker imports it late
+        vars(torch.cuda)["synchronize"] = lambda *_: None
+
+
+PATCHES: dict[str, Callable[..., None]] = {
+    "Amx": amx,
+    "Spread": spread,
+    "RefusedPiece": refused_piece,
+    **{f"Refused{run}": refused for run in (0, 1, 3)},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """See the module."""
+    if name == "Forced":
+        return forced()
+    if name not in PATCHES:
+        raise AttributeError(name)
+    PATCHES[name](*map(int, name.removeprefix("Refused") if name[-1].isdigit() else ""))
+    return type(name, (), {})
