@@ -306,7 +306,7 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
         "weight_bytes_held": counts.bytes_held(),
         "weight_bytes_read": counts.bytes_read(),
         "bytes_moved": sum(counts.moved.values()),
-        "routed_expert_bytes_read": counts.bytes_read(r"\.mlp_op\."),
+        "routed_expert_bytes_read": counts.bytes_read(r"\.mlp\.experts\."),
         "flops": counts.flops,
         "collectives": [
             {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}

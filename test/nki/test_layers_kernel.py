@@ -36,16 +36,16 @@ Q_RANKS = {"bf16": 128, "fp8": 256}  # of the first a core has no whole block of
 # The kernel's fields and the tensors of a rank's file.
 TILES = {name: f"self_attn.tiles.{name}" for name in ("q_b", "w_uk", "w_uv", "group_q_b", "group_w_uk")} | {
     "o": "self_attn.tiles.o",
-    "gate_up": "mlp.expert_mlps.mlp_op.gate_up_proj", "down": "mlp.expert_mlps.mlp_op.down_proj",
-    "shared_gate_up": "mlp.expert_mlps.shared_experts.gate_up_proj",
-    "shared_down": "mlp.expert_mlps.shared_experts.down_proj",
+    "gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj",
+    "shared_gate_up": "mlp.shared_experts.gate_up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
 FIELDS = {
     "q_norm": "self_attn.q_a_layernorm.weight", "kv_norm": "self_attn.kv_a_layernorm.weight",
     "norm": "post_attention_layernorm.weight", "bias": "mlp.router.e_score_correction_bias",
     "early_residual": "early_router.residual_weight", "early_heads": "early_router.heads_weight",
-    "next_residual": "early_qkv_a.residual_weight", "next_experts": "mlp.expert_mlps.mlp_op.early_qkv_a.weight",
-    "next_shared": "mlp.expert_mlps.shared_experts.early_qkv_a.weight", "o_proj": "self_attn.tiles.o.weight",
+    "next_residual": "early_qkv_a.residual_weight", "next_experts": "mlp.experts.early_qkv_a.weight",
+    "next_shared": "mlp.shared_experts.early_qkv_a.weight", "o_proj": "self_attn.tiles.o.weight",
     **{name: f"{tile}.weight" for name, tile in TILES.items() if name != "o"},
     **{f"{name}_scales": f"{tile}.scale" for name, tile in TILES.items()},
 }  # fmt: skip

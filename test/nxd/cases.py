@@ -1,7 +1,4 @@
-"""Ways of serving: layout, options and script of each, in float32, and what the plain model gives.
-
-Ranks share the work of assigning tokens to blocks, as in the presets.
-"""
+"""Ways of serving: layout, options and script of each, in float32, and what the plain model gives."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ def job(name: str, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]:
     case = CASES[name]
     tp, ep = LAYOUTS[case.layout]
     options = neuron_config(tp, ep, case.batch, torch_dtype="float32", **case.options)
-    options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
     made = {"checkpoint": str(checkpoint), "neuron_config": options}
     model = plain_model(checkpoint)
     if case.script == "steps":

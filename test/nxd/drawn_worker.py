@@ -50,7 +50,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], int, int, int]:
     fields["num_key_value_heads"] = fields["num_attention_heads"]
     # The two down projections lie in one matrix that is cut into equal rows.
     fields["q_lora_rank"] += -(fields["q_lora_rank"] + fields["kv_lora_rank"] + rope) % ranks
-    blockwise = {"block_size": draw.choice([8, 16, 128]), "parallelize_token_to_block_mapping": True}
+    blockwise = {"block_size": draw.choice([8, 16, 128])}
     return fields, blockwise, tp, ep, draw.choice([1, 4])
 
 

@@ -22,7 +22,7 @@ from hlo import count, peak_live_bytes, summary  # noqa: E402
 
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import build_application, draft_options, without_nki  # noqa: E402
+from kimi_k2.neuron.compile import build_application, draft_options  # noqa: E402
 from kimi_k2.plan.deployment import Deployment  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     name, layers, head, tokens, stage = sys.argv[1:]
     preset = Deployment.load(name)
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=int(layers))
-    options = {**without_nki(preset), **draft_options(int(tokens))}
+    options = {"disable_argmax_kernel": True, **draft_options(int(tokens))}
     app = build_application(preset, config, "kimi-k2-instruct-0905", draft=head, **options)
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)

@@ -36,14 +36,9 @@ LENGTHS = {1: [24], 4: [24, 7, 1, 13]}
 def neuron_config(tp: int, ep: int, batch: int, **options: Any) -> dict[str, Any]:
     """Arguments of KimiK2NeuronConfig for `tp` x `ep` ranks (attention is split over all of them).
 
-    A block size of 16 tokens takes prefill through NxD's blockwise path.
+    A block of 16 tokens takes prefill through blocks.
     """
     length = options.pop("seq_len", SEQ_LEN)
-    blockwise = {
-        "block_size": 16,
-        "use_torch_block_wise": True,
-        "parallelize_token_to_block_mapping": ep > 1,
-    }
     return {
         "tp_degree": tp * ep,
         "moe_tp_degree": tp,
@@ -52,7 +47,7 @@ def neuron_config(tp: int, ep: int, batch: int, **options: Any) -> dict[str, Any
         "seq_len": length,
         "max_context_length": length,
         "n_positions": length,
-        "blockwise_matmul_config": blockwise,
+        "blockwise_matmul_config": {"block_size": 16},
         **options,
     }
 

@@ -47,7 +47,6 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     else:
         assert graphs == TEXT
         config.text_config.neuron_config.on_cpu = True
-        contrib("patches").apply_cpu_mode(config.text_config.neuron_config)
         model = contrib("modeling_kimi_k25").NeuronKimiK25TextModel(config.text_config).eval()
         model.register_forward_pre_hook(set_bucket)
 

@@ -24,7 +24,7 @@ from kernel_calls import kernel_name  # noqa: E402
 
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import build_application, without_nki  # noqa: E402
+from kimi_k2.neuron.compile import build_application  # noqa: E402
 from kimi_k2.plan.cost import decode_counts, prefill_counts  # noqa: E402
 from kimi_k2.plan.deployment import STAGES, Deployment  # noqa: E402
 from kimi_k2.plan.memory import live_bytes  # noqa: E402
@@ -36,7 +36,7 @@ def of_experts(graph: Any) -> list[dict[str, Any]]:
     """What the routed experts' weights become, up to and with the products that they go into, in order."""
     instructions = list(entry_instructions(graph.hlo))
     users = Counter(operand for one in instructions for operand in one.operands)
-    weights = {str(n) for n, name in graph.parameters.items() if ".mlp_op." in name and name.endswith("weight")}
+    weights = {str(n) for n, name in graph.parameters.items() if ".mlp.experts." in name and name.endswith("weight")}
     seen = {one.name for one in instructions if one.op == "parameter" and one.operands[0] in weights}
     found = []
     for one in instructions:
@@ -82,7 +82,7 @@ def main() -> None:
         experts = contrib.load("experts").KimiK2ExpertMLPs
         # Upstream's only path that runs with expert parallelism.
         experts.forward_selective = experts.forward_all_experts_EP
-    app = build_application(preset, config, member, **without_nki(preset))
+    app = build_application(preset, config, member, disable_argmax_kernel=True)
     graph = contrib.load("lowering").lower(app, stage)
     counts = count(graph.hlo, graph.parameters)
     kinds = {f"{one.kind} {one.ranks}": times for one, times in counts.collectives.items()}

@@ -111,7 +111,6 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     assert graphs == ["context_encoding_model", "token_generation_model"], graphs
     config = contrib.load("config").KimiK2InferenceConfig.load(str(Path(path).parent))
     config.neuron_config.on_cpu = True
-    contrib.load("patches").apply_cpu_mode(config.neuron_config)
     one_rank()
     model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(config).eval()
     if config.neuron_config.torch_dtype == torch.bfloat16:

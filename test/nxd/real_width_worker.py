@@ -117,7 +117,6 @@ class Layer:
 
     def part(self, name: str, rank: int, *, experts: bool) -> torch.Tensor:
         """A parameter of the graph on one rank."""
-        c = self.config
         tensors = {
             "embed_tokens.weight": (self.embed, 1), "lm_head.weight": (self.head, 0),
             "self_attn.qkv_a_proj.weight": (self.qkv_a, 0), "self_attn.q_b_proj.weight": (self.q_b, 0),
@@ -132,16 +131,13 @@ class Layer:
             return tensor.chunk(RANKS, dim)[rank].contiguous()
         if short.split(".")[-2] in self.norm:
             return self.norm[short.split(".")[-2]]
-        local = c.n_routed_experts // EP
-        if short.endswith("local_expert_indices"):
-            return (rank // TP * local + torch.arange(local, dtype=torch.int32))[None]
         if short.endswith("linear_router.weight"):
             return self.router
         if short.endswith("e_score_correction_bias"):
             return self.bias
         if short.endswith("rank"):
             return torch.tensor([rank], dtype=torch.int32)
-        if ".mlp_op." in short:
+        if ".mlp.experts." in short:
             return self.bank(short, rank, experts=experts)
         raise KeyError(name)
 
@@ -196,7 +192,7 @@ def main() -> None:
     }
     # Placed once: no other module reads them.
     banks = {
-        name: place(layer.part(name, 0, experts=False)) for name in graph.parameters.values() if ".mlp_op." in name
+        name: place(layer.part(name, 0, experts=False)) for name in graph.parameters.values() if ".mlp.experts." in name
     }
     fed = [torch.zeros(cut.shape, dtype=cut.dtype) for cut in cuts]
     found = {}
@@ -206,7 +202,7 @@ def main() -> None:
             own = dict(common)
             for key in graph.parameters.values():
                 if key not in own:
-                    idle = ".mlp_op." in key and name != "experts"
+                    idle = ".mlp.experts." in key and name != "experts"
                     own[key] = banks[key] if idle else layer.part(key, rank, experts=True)
             outputs.append(programs[phase](own, fed))
         gathered = cut.kind == "all-gather"

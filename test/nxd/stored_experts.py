@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import environment
 import torch
 from harness import plain_model
+
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.convert import NeuronMapping
+from kimi_k2.sharding.layout import Layout
 
 
 def untiled(state: dict[str, torch.Tensor], name: str, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +32,26 @@ def untiled(state: dict[str, torch.Tensor], name: str, parts: int) -> tuple[torc
     return gate_up, down.mT
 
 
+def whole_state(
+    directory: Path, experts: Any, dtype: torch.dtype, ranks: tuple[int, int] = (1, 1), decode: Any = "xla"
+) -> dict[str, torch.Tensor]:
+    """What all ranks hold together, uncut: experts [E, input, output], or as their tiles have them.
+
+    Args:
+        directory: of the checkpoint.
+        experts: their format.
+        dtype: of the model.
+        ranks: that share an expert, and groups of them.
+        decode: form of a decode step.
+    """
+    config = KimiK2Config.from_pretrained(directory)
+    layout = Layout(*ranks, experts=experts.name, dtype=dtype, decode=decode)
+    with CheckpointReader.for_config(directory, config) as reader:
+        mapping = NeuronMapping(config, layout, reader.names(), reader.get, experts=experts)
+        mapping.of_experts = (1, 1)
+        return mapping.state_dict()
+
+
 def plain_over_stored(directory: Path, config: Any, experts: Any) -> Any:
     """The plain model in float32 with routed and shared experts as the neuron config of `config` has them stored.
 
@@ -37,13 +61,14 @@ def plain_over_stored(directory: Path, config: Any, experts: Any) -> Any:
         experts: their format.
     """
     model = plain_model(directory)
-    state = environment.contrib("checkpoint").load_neuron_state_dict(directory, config, experts)
+    ranks = config.moe_tp_degree, config.moe_ep_degree
+    state = whole_state(directory, experts, config.torch_dtype, ranks, config.decode)
     blocks: Any = model.model.layers
     for layer, block in enumerate(blocks):
         if not hasattr(block.mlp, "experts"):
             continue
-        root = f"layers.{layer}.mlp.expert_mlps"
-        gate_up, down = untiled(state, f"{root}.mlp_op", config.tp_degree // config.moe_ep_degree)
+        root = f"layers.{layer}.mlp"
+        gate_up, down = untiled(state, f"{root}.experts", config.moe_tp_degree)
         block.mlp.experts.gate_up_proj.copy_(gate_up)
         block.mlp.experts.down_proj.copy_(down)
         if experts.shared is None:

@@ -1,28 +1,34 @@
-"""What NxDI hands to the compiler and the runtime for each submodel of a preset, from our commands and from vLLM."""
+"""What NxDI hands to the compiler and the runtime for each submodel: the same line whoever builds the class."""
 
 from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import environment
 import pytest
+import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron import compile as settings
-from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
+from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, TOKEN_GENERATION, VISION_ENCODER, Deployment
+from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 
 
-@pytest.mark.parametrize("name", ["trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-images"])
+def lines(app: Any) -> dict[str, str]:
+    """Arguments by submodel."""
+    return {wrapper.tag: wrapper.compiler_args for wrapper in (*app.models, *getattr(app, "vision_models", ()))}
+
+
+@pytest.mark.parametrize("name", ["trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64-ep1-128k", "trn2-tp64-ep1-images"])
 def test_each_stage_has_its_own_and_nothing_twice(name: str) -> None:
     environment.prepare()
-    from kimi_k2.neuron.compile import build_application, without_nki
-
     preset = Deployment.load(name)
     model = "kimi-k2-instruct-0905" if preset.vision is None else "kimi-k2.5"
     config = KimiK2Config.from_preset(model, num_hidden_layers=2)
-    app = build_application(preset, config, model, **without_nki(preset))
-    arguments = {wrapper.tag: wrapper.compiler_args for wrapper in (*app.models, *getattr(app, "vision_models", ()))}
+    app = settings.build_application(preset, config, model, disable_argmax_kernel=True)
+    arguments = lines(app)
     tower = arguments.pop(VISION_ENCODER, None)
     assert (tower is not None) == (preset.vision is not None)
     if tower is not None:
@@ -31,31 +37,47 @@ def test_each_stage_has_its_own_and_nothing_twice(name: str) -> None:
     config_of_text = getattr(app, "text_config", app.config).neuron_config
     assert config_of_text.weights_to_skip_layout_optimization == [".*"]
     for stage, line in arguments.items():
-        assert line.startswith(" ".join(settings.compiler_args(preset, stage)))
+        prefill = stage == CONTEXT_ENCODING
         options = re.findall(r"(?:^|\s)(-O\d|--[\w-]+)", re.sub(r"'[^']*'", "", line))
         assert len(options) == len(set(options)), line
+        assert f"-O{1 if prefill else 3 if preset.moe_ep_degree > 1 else 2}" in options
+        assert "--auto-cast=none" in line and "saturate" not in line
         assert line.count("--experimental-unsafe-fp8e4m3fn-as-fp8e4m3") == 1
-        # NxDI's own default for prefill, and for that alone; in the one option that takes it.
-        assert line.count("--modular-flow-mac-threshold=10") == (stage == CONTEXT_ENCODING)
+        assert line.count("--modular-flow-mac-threshold=10") == prefill
         assert line.count("--internal-hlo2tensorizer-options=") == line.count("--verify-hlo=true") == 1
+        assert (RAISED in options or RAISED in line) == (prefill and preset.max_context_length > LONG_PROMPT)
 
 
-def test_a_preset_that_names_the_threshold_has_its_own() -> None:
-    added = environment.contrib("cpu_mode").with_modular_flow
-    assert added("-O1 " + (own := "--internal-hlo2tensorizer-options='--modular-flow-mac-threshold=1'")) == f"-O1 {own}"
-    plain = "--internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 --verify-hlo=true'"
-    assert added("-O1") == f"-O1 {plain}"
+def test_presets_vllm_and_the_contrib_model_give_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.prepare()
+    from kimi_k2.contrib_model import configuration_kimi_k2 as contrib
+    from kimi_k2.contrib_model.modeling_kimi_k2 import NeuronKimiK2ForCausalLM
 
+    preset = Deployment.load("trn2-tp32-ep2").model_copy(
+        update={"compiler_args": {TOKEN_GENERATION: ("--verbose=35",)}, "environment": {"OURS": "1"}}
+    )
+    raw = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)
+    ours = lines(settings.build_application(preset, raw, "kimi-k2-instruct-0905"))
+    assert ours[TOKEN_GENERATION].endswith(" --verbose=35")
+    assert "--verbose" not in ours[CONTEXT_ENCODING]
 
-@pytest.mark.parametrize("name", ["trn2-tp32-ep2", None])
-def test_vllm_serves_with_the_same(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
-    preset = Deployment.load(name or "trn2-tp32-ep2").model_copy(update={"environment": {"OURS": "1"}})
-    expected = settings.environment(preset) if name else settings.runtime_environment(2, 64)
+    serving, config = environment.contrib("serving"), environment.contrib("config")
     for variable in settings.environment(preset):
         monkeypatch.setenv(variable, "other")
-    serving = environment.contrib("serving")
     monkeypatch.setattr(serving.Deployment, "load", lambda _: preset)
-    served = serving.ServedNeuronConfig(preset=name, tp_degree=64, batch_size=1, seq_len=4096)
-    assert {variable: os.environ[variable] for variable in expected} == expected
-    if name:
-        assert served.compiler_args == {stage: settings.compiler_args(preset, stage) for stage in STAGES}
+    served = serving.ServedNeuronConfig(
+        preset="trn2-tp32-ep2", tp_degree=64, batch_size=1, seq_len=4096, torch_dtype=torch.bfloat16
+    )
+    assert {name: os.environ[name] for name in settings.environment(preset)} == settings.environment(preset)
+    inference = serving.ServedInferenceConfig(served, load_config=config.load_kimi_config(raw))
+    assert lines(serving.ServedKimiK2ForCausalLM("none", inference)) == ours
+
+    given = {**preset.neuron_arguments(), "quantized": True, "torch_dtype": torch.bfloat16}
+    given = {name: value for name, value in given.items() if name in contrib.FOLLOWED}
+    neuron = contrib.KimiK2NeuronConfig(compiler_args=preset.compiler_args, **given)
+    fields = {**raw.model_dump(exclude={"vision", "quantization", "tensor_prefix"}), "quantization_config": None}
+    fields["quantization_config"] = raw.quantization.to_hf_dict() if raw.quantization else None
+    bare = contrib.KimiK2InferenceConfig(
+        neuron, load_config=lambda target: [setattr(target, *one) for one in fields.items()]
+    )
+    assert lines(NeuronKimiK2ForCausalLM("none", bare)) == ours

@@ -54,7 +54,7 @@ def expected_type(name: str) -> str:
     """The dtype contract after `load_module`: what is not the model's dtype."""
     if name.endswith((".scale", "e_score_correction_bias")):
         return "torch.float32"
-    if ".expert_mlps.mlp_op." in name:
+    if ".mlp.experts." in name:
         return "torch.float8_e4m3fn"
     return "torch.bfloat16"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import environment
 import pytest
 import torch
 from harness import LAYOUTS, check, expected_logits, launch, neuron_config, plain_model, sequences
 from safetensors.torch import load_file, save_file
+from stored_experts import whole_state
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
@@ -30,24 +29,15 @@ def formats(layout: str) -> dict[str, Any]:
     return {name: known[name].for_layout(tiny_config(), Layout(tp, ep)) for name in ("blockwise", "per_channel")}
 
 
-def unsharded(directory: Path, experts: Any) -> dict[str, torch.Tensor]:
-    """The Neuron state dict for one rank."""
-    options = SimpleNamespace(torch_dtype=torch.float32, decode="xla", query_group=0, tp_degree=1)
-    state: dict[str, torch.Tensor] = environment.contrib("checkpoint").load_neuron_state_dict(
-        directory, options, experts
-    )
-    return state
-
-
 def requantized(directory: Path, experts: Any) -> Any:
     """The plain model with each expert's weight replaced by what the Neuron state dict holds, dequantized."""
     model = plain_model(directory)
-    modules = unsharded(directory, experts)
+    modules = whole_state(directory, experts, torch.float32)
     for layer, block in enumerate(model.model.layers):
         if not hasattr(block.mlp, "experts"):
             continue
         for name in ("gate_up_proj", "down_proj"):
-            stored = f"layers.{layer}.mlp.expert_mlps.mlp_op.{name}"
+            stored = f"layers.{layer}.mlp.experts.{name}"
             weight = modules[f"{stored}.weight"].float()
             scale = modules[f"{stored}.scale"]
             for dim in (1, 2):
@@ -85,7 +75,7 @@ def test_no_code_that_trainium_reads_as_nan(checkpoints: dict[str, Path], name: 
     source = [t for path in directory.glob("*.safetensors") for t in load_file(path).values()]
     assert sum(reserved(t) for t in source if t.dtype == torch.float8_e4m3fn) > 1000
     experts = formats("TP2")[name]
-    state = unsharded(directory, experts)
+    state = whole_state(directory, experts, torch.float32)
     held = [t for t in state.values() if t.dtype == torch.float8_e4m3fn]
     assert held
     assert sum(reserved(t) for t in held) == 0

@@ -84,11 +84,10 @@ def cut_ranks(app: Any) -> Any:
 def loaded_ranks(app: Any) -> Any:
     """Which ranks are loaded without files, or that files are read."""
     app.traced_model = mock.MagicMock()
-    base = "neuronx_distributed_inference.models.application_base.load_file"
+    read = mock.MagicMock(return_value={})
     with (
-        mock.patch.object(app, "rank_weights") as cut,
-        mock.patch(base) as read,
-        mock.patch.object(app, "check_biases"),
+        mock.patch.object(app, "rank_weights", return_value=[{}]) as cut,
+        mock.patch(f"{type(app).__module__}.load_file", read),
     ):
         app.load_weights("compiled")
     return cut.call_args, read.call_args_list

@@ -86,9 +86,9 @@ def test_a_bias_that_the_device_lost_is_named(tmp_path: Path) -> None:
     write_synthetic_checkpoint(checkpoint, with_format(tiny_config(num_hidden_layers=2), "bf16"), seed=5)
     app = application(checkpoint, "TP1", {})
     (weights,) = app.rank_weights(0, 1)
-    app.traced_model = SimpleNamespace(nxd_model=SimpleNamespace(weights=[weights]))
-    app.check_biases()
+    device = SimpleNamespace(weights=[dict(weights)], initialize=lambda *_: None)
+    app.initialize(SimpleNamespace(nxd_model=device), [weights], 0)
     name = "layers.1.mlp.router.e_score_correction_bias"
-    weights[name] = weights[name].to(torch.bfloat16).to(torch.float32)
+    device.weights[0][name] = weights[name].to(torch.bfloat16).to(torch.float32)
     with pytest.raises(ValueError, match=name):
-        app.check_biases()
+        app.initialize(SimpleNamespace(nxd_model=device), [weights], 0)

@@ -86,7 +86,6 @@ def job(adapters: dict[str, Path], source: str, tp: int, ep: int) -> tuple[dict[
             models[which](torch.tensor([prompt + forced]))[0, len(prompt) - 1 :]
             for which, prompt, forced in zip(CHOSEN, case["prompts"], case["forced"], strict=True)
         ]
-    neuron["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] = True
     made = {"checkpoint": str(adapters[source]), "neuron_config": neuron, "cases": [{**case, "adapters": CHOSEN}]}
     return made, torch.stack(columns, dim=1)
 
@@ -111,7 +110,7 @@ def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplo
     neuron = environment.contrib("config").KimiK2NeuronConfig
     assert neuron(**given).decode == "layers"
     made = neuron(**given, lora_config=lora)
-    assert (made.decode, made.decode_layers_per_kernel, made.quantization_block_size) == ("xla", None, [64, 64])
+    assert (made.decode, made.decode_layers_per_kernel, made.quantization_block_size) == ("xla", None, None)
     assert "decode runs in XLA form" in caplog.text
     served = environment.contrib("serving").ServedNeuronConfig
     batch = {"tp_degree": 64, "batch_size": 1, "save_sharded_checkpoint": False}

@@ -27,7 +27,7 @@ PRESET = {
     "neuron_config": {
         "enable_bucketing": False,
         "blockwise_matmul_config": {
-            "block_size": 16, "use_torch_block_wise": True, "parallelize_token_to_block_mapping": False,
+            "block_size": 16,
         },
     },
 }  # fmt: skip

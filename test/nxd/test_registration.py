@@ -13,7 +13,6 @@ import pytest
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.experts.format import held_format
 
 PLAIN = {"fp8": "blockwise", "bf16": "bf16", "thinking": "per_channel", "k2.5": "per_channel"}
 
@@ -45,6 +44,7 @@ def served_config(directory: Path, model_class: Any, **options: Any) -> Any:
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
     always: dict[str, Any] = {
+        "tp_degree": 1,
         "batch_size": 4,
         "ctx_batch_size": 1,
         "seq_len": 64,
@@ -75,8 +75,7 @@ def test_configuration_and_experts_come_from_the_checkpoint(
     assert config.hf == plain.model_copy(update={"tensor_prefix": "", "model_type": "kimi_k2"})
     neuron = config.neuron_config
     assert neuron.experts == PLAIN[name]
-    held = held_format(neuron)
-    assert held.name == PLAIN[name]
+    assert config.layout.experts == PLAIN[name]
     # The plugin's next step; upstream's raises NotImplementedError in load_hf_model.
     model_class.save_quantized_state_dict(str(checkpoints[name]), config)
     # What is saved beside the compiled model is read back as it was, whatever the checkpoint says then.
@@ -116,4 +115,3 @@ def test_a_preset_fills_what_the_server_does_not_say(registered: dict[str, Any])
     assert (neuron.experts, neuron.logical_nc_config, neuron.seq_len) == ("per_channel", 2, 1024)
     assert neuron.save_sharded_checkpoint
     assert neuron.context_encoding_buckets is None or max(neuron.context_encoding_buckets) <= 1024
-    assert neuron.compiler_args

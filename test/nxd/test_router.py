@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
@@ -73,20 +72,18 @@ def test_float32_chooses_what_float64_chooses(monkeypatch: pytest.MonkeyPatch, s
     ],
     ids=["as it is", "bfloat16", "rounded", "zero", "dropped"],
 )
-@pytest.mark.parametrize("sharded", [True, False])
 def test_the_bias_on_the_device_is_the_files(
-    checkpoints: dict[str, Path], tmp_path: Path, fault: Any, seen: bool, sharded: bool
+    checkpoints: dict[str, Path], tmp_path: Path, fault: Any, seen: bool
 ) -> None:
     Presharder(checkpoints["bf16"], tmp_path, Layout(1, experts="bf16")).run()
     weights = load_file(tmp_path / "weights" / "tp0_sharded_checkpoint.safetensors")
-    moved = fault(weights.pop(NAME))
-    device = {"->".join(name.split(".")): tensor for name, tensor in weights.items()}
+    moved = fault(weights[NAME])
+    device = {"->".join(name.split(".")): tensor for name, tensor in weights.items() if name != NAME}
     device |= {} if moved is None else {NAME: moved}
-    check = environment.contrib("checkpoint").check_router_bias
-    given = (SimpleNamespace(weights=[device]), checkpoints["bf16"], tmp_path if sharded else None, 0)
+    loaded = SimpleNamespace(nxd_model=SimpleNamespace(weights=[device], initialize=lambda *_: None))
+    app = environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM
     if not seen:
-        check(*given)
+        app.initialize(loaded, [weights], 0)
         return
-    with pytest.raises(CheckpointError) as caught:
-        check(*given)
-    assert caught.value.tensor == NAME
+    with pytest.raises(ValueError, match=NAME):
+        app.initialize(loaded, [weights], 0)

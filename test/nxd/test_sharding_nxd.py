@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kimi_k2.sharding.experts.blockwise import BlockwiseExperts
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Decode, Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -33,12 +32,10 @@ environment.prepare(cpu=False)
 import torch
 from harness import neuron_config
 from safetensors.torch import save_file
-from neuronx_distributed.modules.moe import moe_process_group
 torch.set_num_threads(1)
 config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
 for job in json.loads(sys.argv[2]):
     options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
-    options["blockwise_matmul_config"]["parallelize_token_to_block_mapping"] |= job["spmd_rank"]
     neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
     hf = config.load_kimi_config(job["source"])
     app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
@@ -49,9 +46,9 @@ for job in json.loads(sys.argv[2]):
     device = SimpleNamespace(initialize=lambda weights, start: loaded.extend(weights))
     app.traced_model = SimpleNamespace(nxd_model=device)
     app.load_weights(job["out"])
-    for rank, weights in enumerate(loaded):
+    for rank, (weights, cut) in enumerate(zip(loaded, app.rank_weights(0, len(loaded)), strict=True)):
         save_file(weights, Path(job["out"]) / f"loaded{rank}.safetensors")
-    moe_process_group.destroy_moe_model_parallel()
+        save_file(cut, Path(job["out"]) / f"cut{rank}.safetensors")
 """
 
 SIZES = {
@@ -89,22 +86,8 @@ TILED = {
     "qk_rope_head_dim": 32,
 }
 SIZES |= dict.fromkeys(LAYERS, TILED)
-
-
-def neuron_options(experts: str, block: int) -> dict[str, object]:
-    """NxD's settings for a format."""
-    if experts == "bf16":
-        return {}
-    if experts == "per_channel":
-        kind: dict[str, object] = {"quantization_type": "expert_wise_per_channel_symmetric"}
-    else:
-        kind = {
-            "quantization_type": "blockwise_symmetric",
-            "quantization_block_axis": [1, 2],
-            "quantization_block_size": [block, block],
-        }
-    return {"quantized": True, "quantization_dtype": "f8e4m3", **kind}
-
+# Members by their presets, as they are stored: FP8 blocks, INT4, INT4 beside a tower.
+MEMBERS = {name: {"num_hidden_layers": 2} for name in ("kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5")}
 
 CASES = [
     (size, tp, ep, experts)
@@ -116,14 +99,15 @@ CASES = [
 CASES += [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
 CASES += [("layers-bf16", 4, 2, "tiles"), ("layers-bf16", 8, 1, "tiles"), ("layers-bf16", 4, 2, "bf16_tiles")]
 CASES += [("layers-fp8", 8, 1, "tiles")]
+CASES += [(member, 2, 2, experts) for member in MEMBERS for experts in ("per_channel", "blockwise", "bf16")]
 
 
-def layout_of(case: tuple[str, int, int, str], spmd_rank: bool | None = None) -> Layout:
+def layout_of(case: tuple[str, int, int, str]) -> Layout:
     """The layout of a case."""
     size, tp, ep, experts = case
     group = 8 if size == "layers-fp8" else 0
-    decode: Decode | None = "layers" if size in LAYERS else None
-    return Layout(tp, ep, experts=experts, spmd_rank=spmd_rank, decode=decode, query_group=group)
+    decode: Decode = "layers" if size in LAYERS else "xla"
+    return Layout(tp, ep, experts=experts, decode=decode, query_group=group)
 
 
 def label(case: tuple[str, int, int, str]) -> str:
@@ -137,20 +121,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sharding")
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     jobs = []
+    for member, sizes in MEMBERS.items():
+        own = heads | sizes | {"moe_intermediate_size": 256}
+        write_synthetic_checkpoint(root / member, tiny_config(member, **own))
     for name, sizes in SIZES.items():
         write_synthetic_checkpoint(root / name, with_format(tiny_config(**heads | sizes), LAYERS.get(name, "bf16")))
     for case in CASES:
         size, tp, ep, experts = case
-        layout, config = layout_of(case), with_format(tiny_config(**heads | SIZES[size]), LAYERS.get(size, "bf16"))
+        layout = layout_of(case)
         out = str(root / f"theirs-{label(case)}")
-        if experts.endswith("tiles"):
-            held = expert_formats()[experts].for_layout(config, layout)
-            options = {"decode": layout.decode, "seq_len": 2048, **held.neuron_options()}
-            if layout.query_group:
-                options |= {"flash_decoding_enabled": True, "num_cores_per_group": layout.query_group}
-        else:
-            options = neuron_options(experts, BlockwiseExperts.for_layout(config, layout).block)
-        job = {"tp": tp, "ep": ep, "spmd_rank": size == "wide", "options": options}
+        options = {"decode": layout.decode, "seq_len": 2048, **expert_formats()[experts].neuron_options()}
+        if layout.query_group:
+            options |= {"flash_decoding_enabled": True, "num_cores_per_group": layout.query_group}
+        job = {"tp": tp, "ep": ep, "options": options}
         jobs.append({**job, "source": str(root / size), "out": out})
     env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(jobs)]
@@ -161,7 +144,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, int, int, str]) -> None:
-    """`shard_weights` writes in a stream, NxDI's own `load_weights` reads: what reaches the device is what NxD cut."""
+    """Files of `shard_weights`, and what is cut as it is loaded without files: both are what NxD's own code cuts."""
     out = root / f"theirs-{label(case)}"
     ranks = case[1] * case[2]
     assert len(list(out.glob("loaded*.safetensors"))) == ranks
@@ -169,12 +152,13 @@ def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, 
         loaded = load_file(out / f"loaded{rank}.safetensors")
         theirs = load_file(out / f"tp{rank}_sharded_checkpoint.safetensors")
         assert_same_bytes(loaded, theirs)
+        assert_same_bytes(load_file(out / f"cut{rank}.safetensors"), theirs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
     size, tp, ep, _ = case
-    Presharder(root / size, tmp_path, layout_of(case, True if size == "wide" else None)).run()
+    Presharder(root / size, tmp_path, layout_of(case)).run()
     for rank in range(tp * ep):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
         ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)

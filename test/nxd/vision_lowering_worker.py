@@ -22,7 +22,7 @@ from hlo import count, peak_live_bytes  # noqa: E402
 
 from kimi_k2.config import KimiK2Config  # noqa: E402
 from kimi_k2.neuron import contrib  # noqa: E402
-from kimi_k2.neuron.compile import build_application, without_nki  # noqa: E402
+from kimi_k2.neuron.compile import build_application  # noqa: E402
 from kimi_k2.plan.deployment import Deployment  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def lower_text(name: str, layers: int) -> None:
 
     preset = Deployment.load(name)
     config = KimiK2Config.from_preset("kimi-k2.5", num_hidden_layers=layers)
-    text = build_application(preset, config, "kimi-k2.5", **without_nki(preset))
+    text = build_application(preset, config, "kimi-k2.5", disable_argmax_kernel=True)
     module, lowering = contrib.load("image_to_text"), contrib.load("lowering")
     tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[1024, 1]], tp_degree=16, torch_dtype=torch.bfloat16)
     load = contrib.load("config").load_kimi_config(config)

@@ -49,13 +49,10 @@ def unloaded(job: dict[str, Any]) -> Any:
 
 def loaded_types(app: Any) -> dict[str, str]:
     """dtype of every floating parameter and buffer of the decode module after NxDI's `load_module` has cast it."""
-    from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
-
     lowering = environment.contrib("lowering")
     wrapper = app.models[-1]
     with lowering.mocked_ranks(wrapper.neuron_config):
         instance = wrapper.get_model_instance()
-        initialize_moe_process_group(wrapper.config, False)
         with torch.device("meta"):
             instance.load_module()
         tensors = [*instance.module.named_parameters(), *instance.module.named_buffers()]

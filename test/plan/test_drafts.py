@@ -58,7 +58,7 @@ def test_a_step_of_four_positions_reads_four_tokens_experts(checkpoints: dict[st
     one, four = (decode_counts(config, replace(target, positions=n), plan) for n in (1, 4))
     assert four.flops == pytest.approx(4 * one.flops, rel=1e-3)
     assert four.read["cache"] == one.read["cache"]
-    experts = r"expert_mlps\.mlp_op.*weight"
+    experts = r"mlp\.experts.*weight"
     assert four.bytes_read(experts) == pytest.approx(4 * one.bytes_read(experts), rel=1e-3)
     assert sum(four.collectives.values()) == sum(one.collectives.values())
 

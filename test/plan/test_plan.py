@@ -15,12 +15,11 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
-from kimi_k2.neuron.compile import compiler_args
 from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
 from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import _expert_flops, decode_counts, prefill_counts
-from kimi_k2.plan.deployment import CONTEXT_ENCODING, Deployment
-from kimi_k2.plan.instructions import prefill_instructions
+from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.instructions import LONG_PROMPT, prefill_instructions
 from kimi_k2.plan.memory import _experts_prefill, expert_blocks, live_bytes, memory_plan, read_index, reported_scratch
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.roofline import TRN2_BANK, TRN3_BANK
@@ -270,8 +269,7 @@ def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) 
         assert moved["scatter"] == 60 * blocks * 128 * 2 * 8, name
         assert counted["limit"] > counted["total"]
         # compile raises the limit where the matrix multiplies alone are more than the compiler's 5 million.
-        given = compiler_args(Deployment.load(name), CONTEXT_ENCODING)
-        told = "--internal-max-instruction-limit=15000000" in given
+        told = Deployment.load(name).max_context_length > LONG_PROMPT
         assert told == (counted["total"] > 5e6) == (counted["limit"] > 5e6)
     assert prefill_instructions(config, load_target("h200-tp8", config), plan) is None
 

@@ -82,7 +82,7 @@ def test_conversion_for_neuron(toy: Path, tmp_path: Path, experts: str) -> None:
     manifest = Presharder(toy, tmp_path, Layout(1, 2, experts=experts)).run()
     assert manifest["errors"]["total"]["relative_l2"] < 0.05
     held = load_file(tmp_path / "weights" / rank_file_name(0))
-    root = "layers.1.mlp.expert_mlps.mlp_op.gate_up_proj"
+    root = "layers.1.mlp.experts.gate_up_proj"
     up = held[f"{root}.weight"].to(torch.float32)[3, :, config.moe_intermediate_size :].T
     if f"{root}.scale" in held:
         scale = held[f"{root}.scale"][3, :, held[f"{root}.scale"].shape[-1] // 2 :].T
@@ -143,13 +143,6 @@ class HalvedExperts(ExpertFormat):
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> HalvedExperts:
         return cls()
 
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> HalvedExperts:
-        return cls()
-
-    def neuron_options(self) -> dict[str, Any]:
-        return {"quantized": True, "quantization_type": self.quantization_type}
-
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         return {"weight": (dtype, (rows, columns)), "scale": (torch.float32, (rows, 1))}
 
@@ -166,7 +159,7 @@ def test_a_neuron_expert_format_is_one_class(checkpoints: dict[str, Path], tmp_p
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
     halved, plain = (load_file(tmp_path / name / "weights" / rank_file_name(1)) for name in ("toy-halved", "bf16"))
-    root = "layers.2.mlp.expert_mlps.mlp_op"
+    root = "layers.2.mlp.experts"
     for name in (f"{root}.gate_up_proj", f"{root}.down_proj"):
         product = halved[f"{name}.weight"] * halved[f"{name}.scale"].to(torch.bfloat16)
         assert torch.equal(product, plain[f"{name}.weight"])

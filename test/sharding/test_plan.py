@@ -49,18 +49,6 @@ def test_early_down_projections_take_time_to_fold() -> None:
     assert early.seconds(1e9) > plain.seconds(1e9)
 
 
-def test_experts_hold_their_rank_where_groups_share_them_out() -> None:
-    """NxD's ExpertMLPs look for it with expert parallelism, or where a preset maps tokens to blocks on all ranks."""
-    asked = (
-        Layout(2, 2, spmd_rank=False),
-        Layout(2),
-        Layout(2, spmd_rank=True),
-        Layout(1, 2),
-        Layout(1, 2, target="cuda", experts="stored"),
-    )
-    assert [layout.has_spmd_rank for layout in asked] == [False, False, True, True, False]
-
-
 def test_cuts_are_torch_chunks() -> None:
     plan = make_plan(tiny_config(num_attention_heads=8, num_key_value_heads=8), Layout(4, 2))
     tensor = next(t for t in plan.tensors if t.stride == 2 and t.name.endswith("scale"))

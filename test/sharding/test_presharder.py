@@ -84,7 +84,7 @@ def test_files_for_another_model_or_layout_are_refused_without_the_checkpoint(
     Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
     check_made_for(tmp_path, config, Layout(2))
     others = (
-        Layout(1, 2), Layout(2, experts="blockwise"), Layout(2, spmd_rank=True), Layout(2, experts="tiles"),
+        Layout(1, 2), Layout(2, experts="blockwise"), Layout(2, experts="tiles"),
         Layout(2, experts="tiles", decode="layers"),
     )  # fmt: skip
     for other in others:

@@ -18,13 +18,13 @@ from torch import Tensor
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.reference import reference_state_dict
+from kimi_k2.sharding.convert import NeuronMapping
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import check_made_for, made_layout, rank_file_name
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import verify
-from kimi_k2.sharding.whole import load_whole_state_dict
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -127,13 +127,9 @@ class Rank:
         found["mlp.router.linear_router"] = gate.T if layout.decode is None else gate
         bias = "mlp.gate.e_score_correction_bias"
         found["mlp.router.e_score_correction_bias"] = self.state[f"model.layers.{layer}.{bias}"]
-        if layout.has_spmd_rank:
-            found["mlp.expert_mlps.spmd_rank.rank"] = torch.tensor([self.rank])
-        if layout.moe_ep > 1:
-            found["mlp.expert_mlps.spmd_rank.local_expert_indices"] = torch.tensor([list(self.experts)])
-        found |= self.mlps("mlp.expert_mlps.mlp_op", layer, [f"mlp.experts.{one}" for one in self.experts], self.tp)
+        found |= self.mlps("mlp.experts", layer, [f"mlp.experts.{one}" for one in self.experts], self.tp)
         if layout.tiles:
-            found |= self.mlps("mlp.expert_mlps.shared_experts", layer, ["mlp.shared_experts"], self.ranks)
+            found |= self.mlps("mlp.shared_experts", layer, ["mlp.shared_experts"], self.ranks)
         else:
             of_shared = {f"mlp.shared_experts.{name}": dim for name, dim in MLP.items()}
             found |= {name: self.cut(get(name), dim) for name, dim in of_shared.items()}
@@ -218,12 +214,12 @@ def tolerated(root: str, source: str, layout: Layout) -> float:
     if experts == 0.03 and ("fp8" in source):
         experts = 1e-4  # halves of the smallest values are rounded
     if "early_" in root:
-        return max(1e-6, experts if experts > 1e-3 and "expert_mlps" in root else 0.0)
+        return max(1e-6, experts if experts > 1e-3 and ".mlp." in root else 0.0)
     if ".self_attn.tiles." in root:
         return 1e-4 if layout.query_group and layout.experts == "tiles" and "fp8" in source else 0.0
     if ".shared_experts." in root:  # in tiles where the checkpoint has FP8 blocks
         return experts if layout.tiles and "fp8" in source else 0.0
-    return experts if ".mlp_op." in root else 0.0
+    return experts if ".mlp.experts." in root else 0.0
 
 
 def of_layers(tp: int, ep: int = 1, *, experts: str = "tiles", group: int = 0) -> Layout:
@@ -270,25 +266,23 @@ def test_neuron(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout
                 assert torch.equal(found.to(dtype), expected.to(dtype)), root
                 continue
             assert float((found - expected).norm() / expected.norm()) < most, root
-            if ".mlp_op." in root and "early" not in root:
+            if ".mlp.experts." in root and "early" not in root:
                 rounded[int(root.split(".")[1])] += int((found != expected).sum())
     errors = manifest["errors"]
     if expert_formats()[layout.experts].quantization_type is not None:
-        assert 0 < errors["total"]["relative_l2"] < tolerated(".mlp_op.", source, layout)
+        assert 0 < errors["total"]["relative_l2"] < tolerated(".mlp.experts.", source, layout)
     if layout.experts in ("tiles", "blockwise") and "fp8" in source:
         changed = {int(layer): error["changed"] for layer, error in errors["layers"].items()}
         assert changed == {layer: rounded[layer] for layer in changed}
-    if layout.moe_ep == 1:
-        held = expert_formats()[layout.experts].for_layout(config, layout)
-        more: dict[str, Any] = {"decode": layout.decode, "query_group": layout.query_group, "ranks": layout.ranks}
-        with CheckpointReader.for_config(directory, config) as reader:
-            whole = load_whole_state_dict(reader, config, layout.dtype, held, **more)
-        planned = {tensor.name: tensor for tensor in make_plan(config, layout).tensors}
-        assert whole.keys() == {name for name in planned if not name.endswith(".rank")}
-        for name, value in whole.items():
-            for rank in (0, layout.ranks - 1):
-                found, wanted = planned[name].local(value, rank), files[rank][name]
-                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
+    with CheckpointReader.for_config(directory, config) as reader:
+        whole = NeuronMapping(config, layout, reader.names(), reader.get).state_dict()
+    planned = {tensor.name: tensor for tensor in make_plan(config, layout).tensors}
+    assert whole.keys() == planned.keys()
+    for name, value in whole.items():
+        of_ranks = ".mlp.experts." in name or ".tiles.group_" in name  # one rank's behind the other's
+        for rank in (0, layout.ranks - 1):
+            found = value.chunk(layout.ranks)[rank] if of_ranks else planned[name].local(value, rank)
+            assert torch.equal(found.contiguous().view(torch.uint8), files[rank][name].view(torch.uint8)), name
 
 
 STORED = [(name, Layout(1, 2, "cuda", e)) for name in ("wide", *PUBLISHED[1:]) for e in ("stored", "bf16")]

@@ -155,7 +155,7 @@ def of_plain(weights: dict[str, torch.Tensor], name: str, rank: int) -> torch.Te
         return whole.chunk(4)[rank]
     if ".router." in name:
         return weights[f"{layer}.mlp.gate." + ("weight" if name.endswith("weight") else "e_score_correction_bias")]
-    if ".mlp_op." in name:
+    if ".mlp.experts." in name:
         group, share = divmod(rank, 2)
         of_group = {one: weights[f"{layer}.mlp.experts.{one}"].chunk(2)[group] for one in ("gate_up_proj", "down_proj")}
         if last == "down_proj":

@@ -23,8 +23,8 @@ from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron import contrib
 from kimi_k2.neuron.application import NeuronApplication
-from kimi_k2.neuron.compile import compile_digest, compiler_args
-from kimi_k2.plan.deployment import STAGES, Deployment
+from kimi_k2.neuron.compile import compile_digest
+from kimi_k2.plan.deployment import Deployment
 
 Prompts = Sequence[Sequence[int]]
 
@@ -158,7 +158,7 @@ class NeuronBackend:
         self.app = NeuronApplication.load(checkpoint, preset, compiled)
         self.vocab_size = KimiK2Config.from_pretrained(checkpoint).vocab_size
         self.preset = preset
-        arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
+        arguments = {wrapper.tag: wrapper.compiler_args for wrapper in self.app.app.models}
         self.details = {"preset": self.app.name, "preset_digest": compile_digest(preset), "compiler_args": arguments}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Iterator[None]:

@@ -29,7 +29,7 @@ from kimi_k2.neuron.compile import build_application, environment, runtime_envir
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
 from kimi_k2.sharding.manifest import MANIFEST, check_source
 
-# Tokens a block of the routed experts in CPU mode: NxD's own default is 512, mostly padding for short prompts.
+# Tokens a block of the routed experts in CPU mode: more would be mostly padding for short prompts.
 CPU_BLOCK = 16
 ATTENTION_TILE = 256  # slots that the attention kernel's two cores take at least
 
@@ -78,9 +78,6 @@ def cpu_deployment(
     if dtype != "float32" and ranks > 1:
         raise ConfigError(f"expected float32: CPU mode reduces nothing else over {ranks} ranks", field="torch_dtype")
     ep = preset.moe_ep_degree if ranks % preset.moe_ep_degree == 0 else 1
-    blockwise = BlockwiseMatmul(
-        block_size=CPU_BLOCK, use_torch_block_wise=True, parallelize_token_to_block_mapping=ep > 1
-    )
     cores = math.gcd(preset.cache_ranks, ranks)
     decode = preset.neuron_config.decode
     # Positions divide among the ranks of a group, and on kernels a rank's among the tiles of both cores.
@@ -92,7 +89,7 @@ def cpu_deployment(
         save_sharded_checkpoint=False,
         enable_bucketing=False,
         on_device_sampling_config=sampling,
-        blockwise_matmul_config=blockwise,
+        blockwise_matmul_config=BlockwiseMatmul(block_size=CPU_BLOCK),
         decode=decode,
     )
     changed = {

@@ -1,9 +1,6 @@
 """Compiles the NxDI class of a preset (text, or images too), or lowers its graphs where there is no compiler.
 
-What neuronx-cc and the Neuron runtime are told, by stage, each with its reason.
-
-`--internal-hlo2tensorizer-options` is not among them: NxDI's ModelWrapper appends it, for FP8 weights with
-`--experimental-unsafe-fp8e4m3fn-as-fp8e4m3`, without which the compiler refuses them (NCC_EVRF051).
+What neuronx-cc is told is the class's (`contrib_model.model_wrapper`), and behind it the deployment's `compiler_args`.
 """
 
 from __future__ import annotations
@@ -25,45 +22,15 @@ from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_data, replace_file
 from kimi_k2.neuron import contrib, sdk
 from kimi_k2.plan.advice import advice
-from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, VISION_ENCODER, Deployment
+from kimi_k2.plan.deployment import VISION_ENCODER, Deployment
 from kimi_k2.plan.drafts import with_drafts
-from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 from kimi_k2.plan.memory import MemoryPlan, memory_plan
 from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS, check_made_for
 
-LONG_CONTEXT = 128 * 1024
 MANIFEST = "compile.json"  # beside manifest.json, which is the converted weights'
-
-
-def compiler_args(deployment: Deployment, stage: str) -> list[str]:
-    """Arguments of neuronx-cc for one of STAGES: the deployment's own, or NxDI's for that stage.
-
-    Prefill is as in NxDI's ModelWrapper: -O1 and a tiling factor of 2. Decode is as there, -O2 and 1, and under expert
-    parallelism as in its qwen3_moe, -O3, because the modular flow of the lower levels slows such a graph.
-    """
-    if stage in deployment.compiler_args:
-        return list(deployment.compiler_args[stage])
-    prefill, lnc = stage == CONTEXT_ENCODING, deployment.neuron_config.logical_nc_config
-    # All-reduces overlap with compute, in as many pieces as the tiling factor says.
-    overlap = f"--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={2 if prefill else 1}"
-    # ModelWrapper leaves this out at 128k on LNC=2, where it spills too much (its NCC-6889).
-    strided = not (prefill and lnc == 2 and deployment.seq_len >= LONG_CONTEXT)
-    return [
-        "--model-type=transformer",  # the compiler's scheduling for decoders
-        "-O1" if prefill else "-O3" if deployment.moe_ep_degree > 1 else "-O2",
-        "--auto-cast=none",  # the router must stay in float32
-        "--enable-saturate-infinity",  # masked scores of -inf must not become NaN
-        "--enable-mixed-precision-accumulation",  # float32 sums of BF16 values
-        f"--lnc={lnc}",
-        f"--tensorizer-options='{overlap}{' --vectorize-strided-dma' if strided else ''}'",
-        # DMA descriptors for gathers by a vector of indices (selected experts), as in qwen3_moe.
-        "--internal-enable-dge-levels vector_dynamic_offsets",
-        # Matrix multiplies alone may be more than the compiler's 5 million instructions.
-        *([RAISED] if prefill and deployment.max_context_length > LONG_PROMPT else []),
-    ]
 
 
 def environment(deployment: Deployment) -> dict[str, str]:
@@ -87,12 +54,11 @@ def runtime_environment(logical_nc_config: int, ranks: int) -> dict[str, str]:
 
 def compile_digest(deployment: Deployment) -> str:
     """Changes when anything that compilation depends on does."""
-    arguments = {stage: compiler_args(deployment, stage) for stage in STAGES}
     # Deployments keep the digest that they had before there were these fields.
     absent: dict[str, Any] = {field: True for field in ("vision", "torch_native") if getattr(deployment, field) is None}
     if deployment.neuron_config.speculation_length is None:
         absent["neuron_config"] = {"speculation_length"}
-    content = [deployment.model_dump(exclude=absent), arguments, environment(deployment)]
+    content = [deployment.model_dump(exclude=absent), environment(deployment)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -185,11 +151,11 @@ def build_application(
     if preset.vision is not None:
         check_vision(preset.vision, config)
     config_module = contrib.load("config")
-    experts = expert_formats()[preset.experts].for_layout(config, preset.layout(config))
+    preset.layout(config)  # refuses what the model cannot be
+    experts = expert_formats()[preset.experts]
     options = {**preset.neuron_arguments(), **experts.neuron_options(), **overrides}
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
-    arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
-    neuron = config_module.KimiK2NeuronConfig(compiler_args=arguments, **options)
+    neuron = config_module.KimiK2NeuronConfig(compiler_args=preset.compiler_args, **options)
     source = model if Path(model).exists() else config
     load = config_module.load_kimi_config(source)
     if preset.vision is not None:
@@ -219,7 +185,7 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: 
     """
     config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config, overrides)
-    app = build_application(preset, config, model, **without_nki(preset), **overrides)
+    app = build_application(preset, config, model, disable_argmax_kernel=True, **overrides)  # which needs the compiler
     jobs = _lowering_jobs(preset, config, app)
     for number, (name, facts, lower) in enumerate(jobs, start=1):
         if manifest.has(name):
@@ -250,12 +216,6 @@ def _lowering_jobs(
         lower = partial(tower.lower_vision, config, bucket, media.tp_degree, media.torch_dtype)
         jobs.append((f"{VISION_ENCODER}_{bucket.patches}x{bucket.frames}.hlo.txt", facts, lower))
     return jobs
-
-
-def without_nki(preset: Deployment) -> dict[str, Any]:
-    """NKI kernels need the compiler to lower; their PyTorch forms read the same weights."""
-    blockwise = preset.neuron_config.blockwise_matmul_config.model_copy(update={"use_torch_block_wise": True})
-    return {"blockwise_matmul_config": blockwise.model_dump(), "disable_argmax_kernel": True}
 
 
 def check_weights(preset: Deployment, config: KimiK2Config, model: str, out: Path) -> None:

@@ -201,7 +201,7 @@ def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: i
 
 
 def _is_linear(tensor: PlannedTensor) -> bool:
-    if "scale" in tensor.name or "embed_tokens" in tensor.name or "spmd_rank" in tensor.name:
+    if "scale" in tensor.name or "embed_tokens" in tensor.name:
         return False
     return len(tensor.shape) == 2
 
@@ -213,7 +213,7 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
         if _is_linear(tensor):
             packed = 8 if tensor.name.endswith("packed") else 1
             total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in tensor.name else tokens)
-        elif "expert_mlps.shared_experts." in tensor.name and tensor.name.endswith("weight"):
+        elif "mlp.shared_experts." in tensor.name and tensor.name.endswith("weight"):
             total += 2 * prod(tensor.local_shape) * tokens  # in tiles
         elif ".self_attn.tiles." in tensor.name and tensor.name.endswith("weight"):
             total += 2 * prod(tensor.local_shape) * tokens

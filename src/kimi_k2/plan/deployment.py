@@ -107,14 +107,9 @@ class BlockwiseMatmul(_Part):
 
     Attributes:
         block_size: tokens a block.
-        use_torch_block_wise: PyTorch operations instead of the NKI kernel.
-        parallelize_token_to_block_mapping: the ranks share the work of assigning tokens to blocks.
     """
 
-    block_size: PositiveInt = 512
-    use_torch_block_wise: bool = False
-    logical_nc_config: PositiveInt = 2
-    parallelize_token_to_block_mapping: bool = True
+    block_size: PositiveInt = 128
 
 
 class NeuronOptions(_Part):
@@ -186,7 +181,7 @@ class Deployment(_Part):
         max_context_length: longest prompt of one prefill.
         neuron_config: NxDI's further options (Trainium only).
         environment: variables of the process, added to those that every Trainium process needs.
-        compiler_args: neuronx-cc's arguments by stage, in place of those in `kimi_k2.neuron.compile`.
+        compiler_args: arguments for neuronx-cc by stage, behind those of NxDI and of the class.
         vision: the tower's graphs, compiled with the text model's (Trainium only); None for text alone.
         torch_native: options of vllm-neuron's torch-native line, which then runs the model; None for NxDI.
     """
@@ -297,17 +292,13 @@ class Deployment(_Part):
         Raises:
             ConfigError: the kernel of whole layers, and a checkpoint whose shared expert does not become tiles.
         """
-        blockwise = self.neuron_config.blockwise_matmul_config
         if self.torch_native:
-            # Its ranks' numbers are the line's.
-            return Layout(self.moe_tp_degree, self.moe_ep_degree, "neuron", self.experts, spmd_rank=False)
-        neuron = self.hardware.target == "neuron"
+            return Layout(self.moe_tp_degree, self.moe_ep_degree, "neuron", self.experts)
         layout = Layout(
             self.moe_tp_degree,
             self.moe_ep_degree,
             self.hardware.target,
             "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
-            spmd_rank=(self.moe_ep_degree > 1 or blockwise.parallelize_token_to_block_mapping) if neuron else None,
             decode=self.neuron_config.decode,
             query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )

@@ -367,9 +367,9 @@ class MemoryPlan:
 
 def category(name: str) -> str:
     """Where a tensor of a rank's file belongs; names of both targets."""
-    if "expert_mlps.mlp_op" in name or ".mlp.experts." in name:
+    if ".mlp.experts." in name:
         return "expert scales" if "scale" in name else "expert weights"
-    if name.endswith(("rank_util.rank", "spmd_rank.rank", "local_expert_indices")) or "norm.weight" in name:
+    if name == "rank_util.rank" or "norm.weight" in name:
         return "norms and rank numbers"
     for part, where in (
         ("self_attn", "attention"),

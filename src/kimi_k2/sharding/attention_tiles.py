@@ -155,6 +155,13 @@ def make_tiles(
     return made
 
 
+def of_each_rank(tile: Tensor, group: int) -> Tensor:
+    """One of OF_GROUP's once for each rank of a group, in their order."""
+    copies = tile.unflatten(0, (-1, CORES)).view(torch.uint8 if tile.dtype.itemsize == 1 else tile.dtype)
+    repeated: Tensor = copies.repeat_interleave(group, dim=0).flatten(0, 1).view(tile.dtype)
+    return repeated
+
+
 Made = dict[str, tuple[Tensor, Tensor | None]]
 
 

@@ -1,27 +1,35 @@
-"""From one unit of stored tensors to tensors of the output: a module's still uncut, an expert's by rank."""
+"""From one module's stored tensors to tensors of the output: whole, or of an expert by rank.
+
+For neuron the mapping is the contrib model's own (`contrib_model.checkpoint`), with all stored formats, vectorised
+conversions, and what the kernel of whole layers reads; for cuda it keeps the checkpoint's names.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError
+from kimi_k2.contrib_model.checkpoint import EXPERT_CUTS, CheckpointMapping, Module
+from kimi_k2.errors import CheckpointError, MissingTensorError
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
-from kimi_k2.sharding import attention_tiles, early_qkv_a
-from kimi_k2.sharding.early_router import HEADS, RESIDUAL, fold
+from kimi_k2.sharding import attention_tiles, early_qkv_a, early_router
 from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, expert_formats, input_first
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# What the early router's weights are made of.
-_FOLDED = ("mlp.gate", "post_attention_layernorm", "self_attn.o_proj")
+TILE_CUTS = {
+    "gate_up_proj.weight": (2, 2), "gate_up_proj.scale": (0, 2), "down_proj.weight": (0, 1), "down_proj.scale": (0, 1),
+    "early_qkv_a.weight": (0, 1),
+}  # fmt: skip
+_error: ContextVar[ConversionError | None] = ContextVar("error", default=None)  # of the module that a thread converts
 
 
 class Part(NamedTuple):
@@ -30,14 +38,6 @@ class Part(NamedTuple):
     name: str
     expert: int | None
     tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules that are converted together, and the expert they belong to."""
-
-    modules: tuple[str, ...]
-    expert: int | None = None
 
 
 def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
@@ -49,203 +49,173 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
     return layers
 
 
-def units(modules: Iterable[str], layout: Layout, *, shared: bool = False) -> Iterator[Unit]:
-    """Group modules: an expert's three projections; for neuron the two down projections, and an early router's sources.
+def converted(module: Module, stored: list[Stored], *, report: bool = True) -> tuple[list[Part], ConversionError]:
+    """What a mapping's module becomes, and the error of what was requantized; safe to call from several threads.
 
-    With `shared` the shared expert is one like the others, a stack of its own. Experts come last and in order, so that
-    the parts of a stacked tensor are written front to back.
-    """
-    experts: dict[int, list[str]] = {}
-    joined: list[str] = []
-    of_shared: list[str] = []
-    modules = list(modules)
-    folded: list[str] = []
-    if layout.layers and any(module.endswith(".mlp.gate") for module in modules):
-        folded = sorted(module for module in modules if module.endswith(_FOLDED))
-        yield Unit(tuple(folded))
-    for module in modules:
-        if match := EXPERT.match(f"{module}.weight"):
-            experts.setdefault(int(match["expert"]), []).append(module)
-        elif shared and ".shared_experts." in module:
-            of_shared.append(module)
-        elif layout.target == "neuron" and module.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
-            joined.append(module)
-        elif module not in folded:
-            yield Unit((module,))
-    if joined:
-        yield Unit(tuple(sorted(joined, reverse=True)))  # q_a_proj first
-    if of_shared:
-        root = of_shared[0].rpartition(".")[0]
-        yield Unit(tuple(f"{root}.{name}" for name in PROJECTIONS), 0)
-    for expert in sorted(experts):
-        root = experts[expert][0].rpartition(".")[0]
-        yield Unit(tuple(f"{root}.{name}" for name in PROJECTIONS), expert)
-
-
-class Converter:
-    """Converts units; safe to call from several threads.
+    NaN stays NaN: whether there may be any is the reader's to say.
 
     Args:
-        planned: the output's tensors by name.
-        experts: format of the routed experts; None for the layout's own.
-        report: measure the error of every expert.
-        following: with early down projections, `early_qkv_a.scaled_projections` of the layer behind; None where there
-            is none.
-        ranks: in whose order attention's tiles lie; None for the layout's.
+        module: of `mapping_for`.
+        stored: tensors by suffix of each of its sources.
+        report: measure the error of a routed expert.
+
+    Raises:
+        CheckpointError: stored tensors contradict each other.
     """
+    error = ConversionError()
+    token = _error.set(error if report else None)
+    try:
+        made = module.make(stored)
+    except ValueError as reason:
+        raise CheckpointError(str(reason), tensor=module.sources[0]) from reason
+    finally:
+        _error.reset(token)
+    return [Part(f"{module.name}.{suffix}", module.expert, tensor) for suffix, tensor in made.items()], error
+
+
+class NeuronMapping(CheckpointMapping):
+    """The contrib model's mapping on kimi_k2's stored formats and those in which experts are held.
+
+    Args:
+        config: of the model.
+        layout: ranks and formats.
+        names: of the checkpoint's tensors, without prefix.
+        read: called with one of them.
+        experts: format of the routed experts; None for the layout's own.
+        by_rank: whether a routed expert's tensors come as `Part` has them, else uncut.
+    """
+
+    error: ClassVar[type[ValueError]] = CheckpointError
 
     def __init__(
         self,
         config: KimiK2Config,
         layout: Layout,
-        planned: Mapping[str, PlannedTensor],
-        experts: ExpertFormat | None = None,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
         *,
-        report: bool = True,
-        following: Tensor | None = None,
-        ranks: int | None = None,
+        experts: ExpertFormat | None = None,
+        by_rank: bool = False,
     ) -> None:
-        self.config, self.layout, self.planned, self.report = config, layout, planned, report
-        self.experts, self.following, self.ranks = experts, following, ranks or layout.ranks
-        self.held = layout.held(config)
-        if experts is None and not layout.keeps:
-            self.experts = expert_formats()[layout.experts].for_layout(config, layout)
+        self.config, self.layout, self.read, self.by_rank = config, layout, read, by_rank
+        self.dtype, self.ranks, self.of_experts = layout.dtype, layout.ranks, (layout.moe_tp, layout.moe_ep)
+        self.experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        self.expert_cuts = TILE_CUTS if self.experts.tiles else EXPERT_CUTS
+        self.stored = {name: name for name in names}
+        self.unread = set(self.stored)
+        self.of_module = {m: n for modules in modules_by_layer(self.stored).values() for m, n in modules.items()}
+        self.following: Tensor | None = None  # scaled projections of the layer behind the one that is made
 
-    @property
-    def holds_shared(self) -> bool:
-        """Whether the shared expert is held like the routed ones, see `units`."""
-        return self.experts is not None and self.experts.shared is not None
+    def tensors_of(self, module: str) -> Stored:
+        """A module's tensors by suffix, read."""
+        if module not in self.of_module:
+            raise MissingTensorError("not among the tensors given", tensor=f"{module}.weight")
+        self.unread.difference_update(self.of_module[module])
+        return {name.rpartition(".")[2]: self.read(name) for name in self.of_module[module]}
 
-    def convert(self, unit: Unit, stored: dict[str, Stored]) -> tuple[list[Part], ConversionError]:
-        """Output tensors of a unit from its modules' stored tensors by suffix, and the error of what was requantized.
+    def modules_of(self, layer: int) -> Iterator[Module]:
+        """The base's; for the kernel of whole layers also what is folded."""
+        root, stored, self.following = f"layers.{layer}", f"model.layers.{layer}", None
+        if self.layout.layers and self.config.is_moe_layer(layer):
+            if early_qkv_a.precedes_another(self.config, layer):
+                self.following = early_qkv_a.scaled_projections(self.config, layer + 1, self.tensors_of)
+                weight = self.following.T.to(self.dtype).contiguous()
+                yield Module(root, (), lambda _: {early_qkv_a.RESIDUAL: weight})
+            sources = tuple(f"{stored}.{name}" for name in early_router.SOURCES)
+            yield Module(root, sources, partial(self._early_router, self._format(sources[2])))
+        yield from super().modules_of(layer)
 
-        NaN stays NaN: whether there may be any is the reader's to say.
+    def attention(self, own: str, stored: str) -> Iterator[Module]:
+        """The base's; tiles in place of some of them, or beside."""
+        moe = self.config.is_moe_layer(int(own.split(".")[1]))
+        kind = self.layout.attention_tiles(self.config) if moe else ""
+        for module in super().attention(own, stored):
+            in_tiles = kind and module.name.endswith(attention_tiles.SOURCES)
+            if not (in_tiles and attention_tiles.in_place_of_linears(kind)):
+                yield module
+            if in_tiles:
+                yield Module(f"{own}.tiles", module.sources, partial(self._tiles, module.sources[0], kind))
 
-        Raises:
-            CheckpointError: stored tensors of a module contradict each other.
-        """
-        error = ConversionError()
-        try:
-            if unit.expert is not None:
-                return self._expert(unit, stored, error), error
-            if self.layout.target == "cuda":
-                return self._cuda(unit.modules[0], stored[unit.modules[0]]), error
-            return self._neuron(unit, stored), error
-        except ValueError as reason:
-            raise CheckpointError(str(reason), tensor=unit.modules[0]) from reason
+    def router(self, own: str, stored: str) -> Module:
+        """The base's; the torch-native line's weight is [hidden, experts]."""
+        module = super().router(own, stored)
+        if not self.layout.transposed_router:
+            return module
+
+        def make(read: list[Stored]) -> dict[str, Tensor]:
+            made = dict(module.make(read))
+            return made | {"linear_router.weight": made["linear_router.weight"].T.contiguous()}
+
+        return module._replace(make=make)
+
+    def mlp(self, own: str, stored: str) -> Iterator[Module]:
+        """The base's; a shared expert in tiles is a stack of one."""
+        held = self.experts.shared if own.endswith("shared_experts") else None
+        if held is None:
+            yield from super().mlp(own, stored)
+            return
+        names = tuple(f"{stored}.{name}" for name in PROJECTIONS)
+        yield Module(own, names, partial(self._expert, names, held, 1, self.following, report=False))
+
+    def expert(self, own: str, stored: str, expert: int) -> Module:
+        """The base's, in `experts`' format."""
+        names = tuple(f"{stored}.{name}" for name in PROJECTIONS)
+        parts = self.layout.moe_tp if self.by_rank else 0
+        return Module(own, names, partial(self._expert, names, self.experts, parts, self.following), expert)
+
+    def plain(self, name: str, stored: Stored) -> Tensor:
+        """A weight in the model's dtype."""
+        return self._format(name).dequantize(stored, self.dtype)
 
     def _format(self, module: str) -> StoredFormat:
         return format_of(self.config.quantization, module)
 
-    def _float(self, module: str, stored: Stored) -> Tensor:
-        return self._format(module).dequantize(stored, self.layout.dtype)
+    def _early_router(self, source: StoredFormat, read: list[Stored]) -> dict[str, Tensor]:
+        gate, gamma = (stored["weight"].to(self.dtype) for stored in read[:2])
+        residual, heads = early_router.fold(gate, gamma, read[2], source)
+        return {early_router.RESIDUAL: residual, early_router.HEADS: heads}
 
-    def _neuron(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
-        if len(unit.modules) == len(_FOLDED):
-            parts = [part for module in unit.modules for part in self._neuron(Unit((module,)), stored)]
-            return [*parts, *self._early_router(unit, stored)]
-        module = unit.modules[0]
-        name = module.removeprefix("model.")
-        if len(unit.modules) == 2:
-            whole = torch.cat([self._float(one, stored[one]) for one in unit.modules])
-            return [Part(name.replace("q_a_proj", "qkv_a_proj") + ".weight", None, whole)]
-        if name.endswith(".mlp.gate"):
-            router = name.removesuffix("gate") + "router"
-            bias = stored[module]["e_score_correction_bias"].to(torch.float32)
-            weight = stored[module]["weight"].to(self.layout.dtype)
-            if self.layout.transposed_router:
-                weight = weight.T.contiguous()
-            return [
-                Part(f"{router}.linear_router.weight", None, weight),
-                Part(f"{router}.e_score_correction_bias", None, bias),
-            ]
-        root, tiles = name.rpartition(".")[0], self.layout.attention_tiles(self.config)
-        in_tiles = tiles and name.endswith(attention_tiles.SOURCES) and self._of_moe(module)
-        made = self._attention_tiles(module, stored[module]) if in_tiles else []
-        if not (in_tiles and attention_tiles.in_place_of_linears(tiles)):
-            made.append(Part(f"{name}.weight", None, self._float(module, stored[module])))
-        if self.following is not None and name.endswith(".input_layernorm"):
-            weight = self.following.T.to(self.layout.dtype).contiguous()
-            made.append(Part(f"{root}.{early_qkv_a.RESIDUAL}", None, weight))
-        return made
-
-    def _of_moe(self, module: str) -> bool:
-        match = LAYER.match(module)
-        return match is not None and self.config.is_moe_layer(int(match[1]))
-
-    def _attention_tiles(self, module: str, stored: Stored) -> list[Part]:
-        kind, dtype = self.layout.attention_tiles(self.config), self.layout.dtype
-        source, name = self._format(module), module.removeprefix("model.")
-        root = name.rpartition(".self_attn.")[0]
+    def _tiles(self, module: str, kind: Any, read: list[Stored]) -> dict[str, Tensor]:
         group = self.layout.query_group
-        made = attention_tiles.make_tiles(self.config, name, stored, source, self.ranks, kind, dtype, group)
-        return [Part(f"{root}.{attention_tiles.NAME}.{suffix}", None, tile) for suffix, tile in made.items()]
+        made = attention_tiles.make_tiles(
+            self.config, module, read[0], self._format(module), self.ranks, kind, self.dtype, group
+        )
+        if self.by_rank:
+            return made
+        return {
+            name: attention_tiles.of_each_rank(tile, group) if name.split(".")[0] in attention_tiles.OF_GROUP else tile
+            for name, tile in made.items()
+        }
 
-    def _early_router(self, unit: Unit, stored: dict[str, Stored]) -> list[Part]:
-        gate, norm, o_proj = unit.modules
-        weight, gamma = (stored[one]["weight"].to(self.layout.dtype) for one in (gate, norm))
-        residual, heads = fold(weight, gamma, stored[o_proj], self._format(o_proj))
-        root = norm.removeprefix("model.").rpartition(".")[0]
-        return [Part(f"{root}.{RESIDUAL}", None, residual), Part(f"{root}.{HEADS}", None, heads)]
-
-    def _cuda(self, module: str, stored: Stored) -> list[Part]:
-        source = self._format(module)
-        if self.layout.experts == "bf16" and source.method is not None:
-            return [Part(f"{module}.weight", None, self._float(module, stored))]
-        made = []
-        for suffix, tensor in source.hold(stored).items():
-            name = f"{module}.{suffix}"
-            made.append(Part(name, None, self._kept(tensor, self.planned[name].dtype, exact=len(stored) > 1)))
-        return made
-
-    @staticmethod
-    def _kept(tensor: Tensor, dtype: torch.dtype, *, exact: bool) -> Tensor:
-        """In the planned dtype; left alone, and refused where it is written, if an exact value would be rounded."""
-        return tensor if exact and torch.promote_types(tensor.dtype, dtype) != dtype else tensor.to(dtype)
-
-    def _expert(self, unit: Unit, stored: dict[str, Stored], error: ConversionError) -> list[Part]:
-        shared = ".shared_experts." in unit.modules[0]
-        format_ = self.experts.shared if self.experts is not None and shared else self.experts
-        measured = error if self.report and not shared else None
-        gate, up, down = (self._matrix(module, stored[module], format_, measured) for module in unit.modules)
-        neuron, dtype = self.layout.target == "neuron", self.layout.dtype
-        if neuron:
-            moe = unit.modules[0].removeprefix("model.").rpartition(".mlp.")[0]
-            root = f"{moe}.mlp.expert_mlps.{'shared_experts' if shared else 'mlp_op'}"
-        else:
-            root = unit.modules[0].rpartition(".experts.")[0] + ".experts"
-
-        def part(projection: str, suffix: str, *matrices: Tensor) -> Part:
-            # The plain model's buffers are named without `.weight`.
-            name = f"{root}.{projection}" + (f".{suffix}" if neuron else suffix.removeprefix("weight"))
-            tensor = self.planned[name]
-            if format_ is None or not neuron:
-                made = tensor.by_rank(torch.cat(matrices) if matrices[1:] else matrices[0])
-            elif len(matrices) == 2:
-                made = format_.fuse(suffix, *matrices, parts=tensor.parts)
-            else:
-                made = tensor.by_rank(input_first(*matrices)[0])
-            return Part(name, unit.expert, made)
-
-        # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
-        first = [part("gate_up_proj", suffix, gate[suffix], up[suffix]) for suffix in gate]
-        made = first + [part("down_proj", suffix, down[suffix]) for suffix in down]
-        if self.following is not None and format_ is not None:
-            tensor = self.planned[f"{root}.{early_qkv_a.NAME}.weight"]
-            weight = early_qkv_a.fold(self.following, format_.dequantized(down, *self._shape(unit.modules[2])), dtype)
-            made.append(Part(tensor.name, unit.expert, tensor.by_rank(weight)))
-        return made
-
-    def _matrix(
-        self, module: str, stored: Stored, format_: ExpertFormat | None, error: ConversionError | None
-    ) -> Stored:
-        """One expert's matrix in the output format, by suffix, output dimension first."""
-        source = self._format(module)
-        if format_ is None and source.method is not None and format_of(self.held.quantization, module).method is None:
-            return {"weight": source.dequantize(stored, self.layout.dtype)}
-        if format_ is None:
-            return source.hold(stored)
-        return format_.convert(Matrix(stored, source, *self._shape(module)), self.layout.dtype, error)
+    def _expert(
+        self,
+        names: tuple[str, ...],
+        held: ExpertFormat,
+        parts: int,
+        following: Tensor | None,
+        read: list[Stored],
+        *,
+        report: bool = True,
+    ) -> dict[str, Tensor]:
+        """Gate and up side by side, down, and what is folded behind it: [parts or 1, ...] each, uncut for 0 parts."""
+        sizes = [self._shape(name) for name in names]
+        matrices = (
+            Matrix(stored, self._format(name), *size) for name, stored, size in zip(names, read, sizes, strict=True)
+        )
+        error = _error.get() if report else None
+        gate, up, down = (held.convert(matrix, self.dtype, error) for matrix in matrices)
+        made = {
+            f"gate_up_proj.{suffix}": held.fuse(suffix, gate[suffix], up[suffix], parts=parts or 1) for suffix in gate
+        }
+        behind = {f"down_proj.{suffix}": input_first(down[suffix])[0] for suffix in down}
+        if following is not None:
+            behind["early_qkv_a.weight"] = early_qkv_a.fold(following, held.dequantized(down, *sizes[2]), self.dtype)
+        for name, tensor in behind.items():
+            dimension, sections = self.expert_cuts[name]
+            cut = None if tensor.shape[dimension] == 1 else dimension + 1
+            planned = PlannedTensor(name, tensor.dtype, (1, *tensor.shape), 0, cut, sections, parts or 1)
+            made[name] = planned.by_rank(tensor)
+        return made if parts else {name: tensor.squeeze(0) for name, tensor in made.items()}
 
     def _shape(self, module: str) -> tuple[int, int]:
         """Output and input size of an expert's matrix."""
@@ -253,3 +223,78 @@ class Converter:
         if ".shared_experts." in module:
             width *= self.config.n_shared_experts
         return (hidden, width) if module.endswith("down_proj") else (width, hidden)
+
+
+class CudaMapping:
+    """The checkpoint's own names, experts stacked [E, output, input]; arguments as NeuronMapping's.
+
+    Args:
+        planned: the output's tensors by name.
+    """
+
+    def __init__(
+        self, config: KimiK2Config, layout: Layout, names: Iterable[str], planned: Mapping[str, PlannedTensor]
+    ) -> None:
+        self.config, self.layout, self.planned, self.held = config, layout, planned, layout.held(config)
+        self.layers = modules_by_layer(names)
+
+    def outer(self) -> Iterator[Module]:
+        """Modules of no layer."""
+        return self.modules_of(GLOBAL_LAYER)
+
+    def modules_of(self, layer: int) -> Iterator[Module]:
+        """A layer's modules, experts last and in order."""
+        experts: dict[int, str] = {}
+        for module in self.layers[layer]:
+            if match := EXPERT.match(f"{module}.weight"):
+                experts[int(match["expert"])] = module.rpartition(".")[0]
+            else:
+                yield Module(module, (module,), partial(self._module, module))
+        for expert, root in sorted(experts.items()):
+            names = tuple(f"{root}.{name}" for name in PROJECTIONS)
+            yield Module(root.rpartition(".")[0], names, partial(self._expert, names), expert)
+
+    def _module(self, module: str, read: list[Stored]) -> dict[str, Tensor]:
+        source = format_of(self.config.quantization, module)
+        if self.layout.experts == "bf16" and source.method is not None:
+            return {"weight": source.dequantize(read[0], self.layout.dtype)}
+        held = source.hold(read[0])
+        return {
+            suffix: self._kept(tensor, self.planned[f"{module}.{suffix}"].dtype, exact=len(read[0]) > 1)
+            for suffix, tensor in held.items()
+        }
+
+    @staticmethod
+    def _kept(tensor: Tensor, dtype: torch.dtype, *, exact: bool) -> Tensor:
+        """In the planned dtype; left alone, and refused where it is written, if an exact value would be rounded."""
+        return tensor if exact and torch.promote_types(tensor.dtype, dtype) != dtype else tensor.to(dtype)
+
+    def _expert(self, names: tuple[str, ...], read: list[Stored]) -> dict[str, Tensor]:
+        gate, up, down = (self._matrix(name, stored) for name, stored in zip(names, read, strict=True))
+        root = names[0].rpartition(".experts.")[0] + ".experts"
+        # Each on its own: down_proj may be stored in another format than gate_proj and up_proj.
+        # The plain model's buffers are named without `.weight`.
+        whole = {
+            f"gate_up_proj{suffix.removeprefix('weight')}": torch.cat((gate[suffix], up[suffix])) for suffix in gate
+        }
+        whole |= {f"down_proj{suffix.removeprefix('weight')}": tensor for suffix, tensor in down.items()}
+        return {name: self.planned[f"{root}.{name}"].by_rank(tensor) for name, tensor in whole.items()}
+
+    def _matrix(self, module: str, stored: Stored) -> Stored:
+        """One expert's matrix by suffix, output dimension first."""
+        source = format_of(self.config.quantization, module)
+        kept = self.layout.keeps and (source.method is None or format_of(self.held.quantization, module).method)
+        return source.hold(stored) if kept else {"weight": source.dequantize(stored, self.layout.dtype)}
+
+
+def mapping_for(
+    config: KimiK2Config,
+    layout: Layout,
+    names: Iterable[str],
+    read: Callable[[str], Tensor],
+    planned: Mapping[str, PlannedTensor],
+) -> NeuronMapping | CudaMapping:
+    """The modules of a conversion, experts by rank; arguments as of the two classes."""
+    if layout.target == "cuda":
+        return CudaMapping(config, layout, names, planned)
+    return NeuronMapping(config, layout, names, read, by_rank=True)

@@ -45,12 +45,12 @@ def early_qkv_a_tensors(
         dtype: of the weights.
     """
     ranks, tp, ep = sizes
-    columns, mlps = config.qkv_a_dim, f"{root}.mlp.expert_mlps"
+    columns = config.qkv_a_dim
     yield PlannedTensor(f"{root}.{RESIDUAL}", dtype, (config.hidden_size, columns), layer, 0, 1, ranks)
     count, width = config.n_routed_experts, config.moe_intermediate_size
-    yield PlannedTensor(f"{mlps}.mlp_op.{NAME}.weight", dtype, (count, width, columns), layer, 1, 1, tp, ep)
+    yield PlannedTensor(f"{root}.mlp.experts.{NAME}.weight", dtype, (count, width, columns), layer, 1, 1, tp, ep)
     shape = (1, width * config.n_shared_experts, columns)
-    yield PlannedTensor(f"{mlps}.shared_experts.{NAME}.weight", dtype, shape, layer, 1, 1, ranks)
+    yield PlannedTensor(f"{root}.mlp.shared_experts.{NAME}.weight", dtype, shape, layer, 1, 1, ranks)
 
 
 def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], Stored]) -> Tensor:

@@ -20,6 +20,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, StoredFormat
 from kimi_k2.sharding.layout import PlannedTensor
 
+SOURCES = ("mlp.gate", "post_attention_layernorm", "self_attn.o_proj")
 RESIDUAL, HEADS = "early_router.residual_weight", "early_router.heads_weight"
 # Sums over all hidden values are to round less than the scores that experts are chosen by.
 DTYPE = torch.float32

@@ -47,7 +47,6 @@ class Layout:
         experts: format of the routed experts, one of `experts.format.expert_formats`; for cuda `bf16`, or `stored`: the
             whole model keeps the checkpoint's, or `w2_bf16`: all but the experts' down_proj.
         dtype: of float weights for neuron and for cuda with `bf16`.
-        spmd_rank: write the rank numbers that NxD's expert MLPs hold; None for when they do by default (EP above 1).
         decode: form of the NxDI class's decode step; neuron only. `layers` has experts in tiles and further weights,
             `xla` neither. None is `xla`, or with tiles those alone, as the torch-native line reads them.
         replicas: copies of all but the routed experts, each cut over as many ranks (data parallelism); cuda only.
@@ -60,7 +59,6 @@ class Layout:
     target: Target = "neuron"
     experts: str = "per_channel"
     dtype: torch.dtype = torch.bfloat16
-    spmd_rank: bool | None = None
     decode: Decode | None = None
     query_group: int = 0
     replicas: int = 1
@@ -141,11 +139,6 @@ class Layout:
     def dense(self) -> int:
         """Ranks that all but the routed experts is cut over."""
         return self.ranks // self.replicas
-
-    @property
-    def has_spmd_rank(self) -> bool:
-        """Whether expert MLPs hold their rank."""
-        return self.target == "neuron" and (self.moe_ep > 1 if self.spmd_rank is None else self.spmd_rank)
 
 
 def check_decode(decode: str | None) -> None:

@@ -228,7 +228,6 @@ def _options(layout: Layout) -> dict[str, Any]:
         "moe_tp": layout.moe_tp,
         "moe_ep": layout.moe_ep,
         "dtype": str(layout.dtype).removeprefix("torch."),
-        "spmd_rank": layout.has_spmd_rank,
     }
     return options | {name: value for name in _ADDED if (value := getattr(layout, name)) not in (None, "xla", 0)}
 
@@ -237,14 +236,16 @@ def _checked_options(made_from: Mapping[str, Any], file: Path) -> dict[str, Any]
     """Options of a manifest or journal.
 
     Raises:
-        ConfigError: the files are of a form of decode that is no more.
+        ConfigError: the files are of a form of decode that is no more, or name experts as NxD's own class does.
     """
     options = made_from["options"]
+    if options["target"] == "neuron" and "spmd_rank" in options:
+        raise ConfigError("experts are named for a class that is no more: convert again", field="spmd_rank", file=file)
     for name in (*_BEFORE, "decode"):
         if name in options and options[name] not in get_args(Decode):
             got = f"{options[name]!r} is no form of decode any more"
             raise ConfigError(f"{got}: convert again with a preset of decode layers", field=name, file=file)
-    return dict(options)
+    return {name: value for name, value in options.items() if name != "spmd_rank"}
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -258,7 +259,7 @@ def made_layout(directory: str | Path) -> Layout:
         options = _checked_options(load_manifest(path.parent)["made_from"], path)
         return Layout(
             options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
-            dtype=getattr(torch, options["dtype"]), spmd_rank=options["spmd_rank"] or None,
+            dtype=getattr(torch, options["dtype"]),
             **{name: options[name] for name in _ADDED if name in options},
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:

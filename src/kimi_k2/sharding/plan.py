@@ -10,7 +10,6 @@ of `moe_tp` ranks: rank r holds the experts of group r // moe_tp and slice r % m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -70,12 +69,9 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     return plan
 
 
-_NXDIS = re.compile(r"\.rank$")  # the class's rank numbers
-
-
 def without_nxdis(plan: ShardingPlan) -> ShardingPlan:
     """What of a plan for neuron the model of vllm-neuron's torch-native line holds."""
-    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if not _NXDIS.search(tensor.name)))
+    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if tensor.name != "rank_util.rank"))
 
 
 def _check_divisible(config: KimiK2Config, layout: Layout) -> None:
@@ -158,17 +154,10 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
         yield from early_router_tensors(config, root, layer, ranks)
         if precedes_another(config, layer):
             yield from early_qkv_a_tensors(config, root, layer, (ranks, tp, ep), dtype)
-    mlps = f"{root}.mlp.expert_mlps"
-    if layout.has_spmd_rank:
-        yield PlannedTensor(f"{mlps}.spmd_rank.rank", torch.int32, (ranks,), layer, 0, 1, ranks)
-        if ep > 1:
-            yield PlannedTensor(
-                f"{mlps}.spmd_rank.local_expert_indices", torch.int32, (ranks, count // ep), layer, 0, 1, ranks
-            )
-    yield from _stack(f"{mlps}.mlp_op", experts, (count, width, hidden), dtype, layer, tp, ep)
+    yield from _stack(f"{root}.mlp.experts", experts, (count, width, hidden), dtype, layer, tp, ep)
     if experts.shared is not None:
         sizes = (1, width * config.n_shared_experts, hidden)
-        yield from _stack(f"{mlps}.shared_experts", experts.shared, sizes, dtype, layer, ranks, 1)
+        yield from _stack(f"{root}.mlp.shared_experts", experts.shared, sizes, dtype, layer, ranks, 1)
 
 
 def _stack(

@@ -11,26 +11,25 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.config import KimiK2Config
+from kimi_k2.contrib_model.checkpoint import Module
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
 from kimi_k2.quantization.stored import Stored, TensorSpec
-from kimi_k2.sharding.convert import Converter, Part, Unit, modules_by_layer, units
-from kimi_k2.sharding.early_qkv_a import precedes_another, scaled_projections
+from kimi_k2.sharding.convert import Part, converted, mapping_for, modules_by_layer
 from kimi_k2.sharding.experts.format import ConversionError
-from kimi_k2.sharding.layout import Layout, PlannedTensor
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
 from kimi_k2.sharding.manifest import (
     JOURNAL,
     MANIFEST,
@@ -117,7 +116,10 @@ class Presharder:
         self._journal = Journal(self.output / JOURNAL)
         self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._paths = [self.output / WEIGHTS / rank_file_name(rank) for rank in range(layout.ranks)]
-        self._modules = modules_by_layer(name for name in self.reader.names() if not VISION.match(name))
+        names = [name for name in self.reader.names() if not VISION.match(name)]
+        self._modules = modules_by_layer(names)
+        planned = {tensor.name: tensor for tensor in self.plan.tensors}
+        self.mapping = mapping_for(self.config, layout, names, partial(self.reader.get, check=False), planned)
         self._vision = [name for name in self.reader.names() if VISION.match(name)]
 
     def run(self, *, verify_output: bool = False) -> dict[str, Any]:
@@ -260,31 +262,31 @@ class Presharder:
 
     def _layer(self, layer: int, sink: LayerSink, flusher: Flusher) -> ConversionError:
         """Convert a layer into a sink: the error of all of it."""
-        groups, planned, pool = self._modules[layer], sink.planned, sink.pool
-        converter = Converter(self.config, self.layout, planned, report=self.report, following=self._following(layer))
+        groups, pool = self._modules[layer], sink.pool
         error = ConversionError()
-        for part in self._rank_numbers(planned.values()):
-            sink.add([part])
+        seen: set[str] = set()  # a module may be read for what another became, and its bytes are counted once
         waiting: deque[tuple[int, Future[tuple[list[Part], ConversionError]]]] = deque()
 
         def write_next() -> None:
-            nbytes, converted = waiting.popleft()
-            parts, part_error = converted.result()
+            nbytes, job = waiting.popleft()
+            parts, part_error = job.result()
             sink.add(parts)
             error.add(part_error)
             flusher.wrote(nbytes)
             self.on_bytes(nbytes)
 
         try:
-            for unit in units(groups, self.layout, shared=converter.holds_shared):
-                if unit.modules[0] in _VOCABULARY:
-                    self._stream_rows(unit.modules[0], sink)
+            for module in self.mapping.outer() if layer == GLOBAL_LAYER else self.mapping.modules_of(layer):
+                if module.sources and module.sources[0] in _VOCABULARY:
+                    self._stream_rows(module.sources[0], sink)
                     continue
-                stored = {module: self._stored(module, groups) for module in unit.modules}
-                nbytes = sum(tensor.nbytes for one in stored.values() for tensor in one.values())
+                stored = [self._stored(source, groups) for source in module.sources]
+                first = [one for source, one in zip(module.sources, stored, strict=True) if source not in seen]
+                nbytes = sum(tensor.nbytes for one in first for tensor in one.values())
+                seen.update(module.sources)
                 while waiting and nbytes + sum(count for count, _ in waiting) > _IN_FLIGHT_BYTES:
                     write_next()
-                waiting.append((nbytes, pool.submit(self._convert, converter, unit, stored)))
+                waiting.append((nbytes, pool.submit(self._convert, module, stored)))
                 if len(waiting) > THREADS:
                     write_next()
             while waiting:
@@ -294,22 +296,13 @@ class Presharder:
                 unfinished.cancel()
         return error
 
-    def _following(self, layer: int) -> Tensor | None:
-        """What early down projections fold of the layer behind; None without them, or where there is none."""
-        if not self.layout.layers or not precedes_another(self.config, layer):
-            return None
-        groups = self._modules[layer + 1]
-        return scaled_projections(self.config, layer + 1, lambda module: self._stored(module, groups))
-
     def _stored(self, module: str, groups: dict[str, list[str]]) -> Stored:
         return {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
 
-    def _convert(
-        self, converter: Converter, unit: Unit, stored: dict[str, Stored]
-    ) -> tuple[list[Part], ConversionError]:
-        for module, tensors in stored.items():
-            self.reader.check_module(module, tensors)
-        return converter.convert(unit, stored)
+    def _convert(self, module: Module, stored: list[Stored]) -> tuple[list[Part], ConversionError]:
+        for source, tensors in zip(module.sources, stored, strict=True):
+            self.reader.check_module(source, tensors)
+        return converted(module, stored, report=self.report)
 
     def _stream_rows(self, module: str, sink: LayerSink) -> None:
         """Embedding and head, a few rows at a time: whole they are the largest tensors of all."""
@@ -325,14 +318,3 @@ class Presharder:
                 chunk = self.reader.get_slice(source, slice(start, min(start + step, first + share)))
                 sink.add_rows(tensor, chunk.to(tensor.dtype), holder)
                 self.on_bytes(chunk.nbytes)
-
-    def _rank_numbers(self, planned: Iterable[PlannedTensor]) -> Iterator[Part]:
-        """NxD's rank tensors, which no checkpoint holds."""
-        ranks, layout = torch.arange(self.layout.ranks, dtype=torch.int32), self.layout
-        for tensor in planned:
-            if tensor.name.endswith(".rank"):
-                yield Part(tensor.name, None, ranks)
-            elif tensor.name.endswith(".local_expert_indices"):
-                local = tensor.shape[1]
-                first = ranks.div(layout.moe_tp, rounding_mode="floor") * local
-                yield Part(tensor.name, None, first[:, None] + torch.arange(local, dtype=torch.int32))

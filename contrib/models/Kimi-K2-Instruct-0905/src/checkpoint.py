@@ -6,16 +6,21 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .moe import EXPERT_CUTS
 from .quantization import Stored, dequantized, held
 
-SUFFIXES = ("weight", "weight_scale_inv", "weight_scale", "weight_packed", "weight_shape")
+SUFFIXES = (
+    "weight", "weight_scale_inv", "weight_scale", "weight_packed", "weight_shape", "e_score_correction_bias",
+)  # fmt: skip
+# Where a tensor of one expert is cut for the ranks that share it: dimension, and sections cut one by one.
+EXPERT_CUTS = {
+    "gate_up_proj.weight": (1, 2), "gate_up_proj.scale": (1, 2), "down_proj.weight": (0, 1), "down_proj.scale": (0, 1),
+}  # fmt: skip
 # Of files that other programs wrote, and of K2.5's vision tower, which is not computed here.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.")
 
@@ -29,7 +34,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         name: as in `NeuronKimiK2Model.named_parameters()`.
-        tensor: [out, in] of a linear layer; of one expert's projection [in, out].
+        tensor: [out, in] of a linear layer; of one expert's [in, out].
         expert: number of the expert; None for what is no expert's.
     """
 
@@ -39,10 +44,18 @@ class Parameter(NamedTuple):
 
 
 class Module(NamedTuple):
-    """Parameters that are read together: their module's name, the expert, and what reads them by suffix."""
+    """Parameters that are made together.
+
+    Attributes:
+        name: of the model's module.
+        sources: names of the checkpoint's modules that they are made of.
+        make: from each source's tensors by suffix to the parameters by their names within the module.
+        expert: number of the expert; None for what is no expert's.
+    """
 
     name: str
-    read: Callable[[], Mapping[str, Tensor]]
+    sources: tuple[str, ...]
+    make: Callable[[list[Stored]], Mapping[str, Tensor]]
     expert: int | None = None
 
 
@@ -106,6 +119,8 @@ class StateDictReader:
 class CheckpointMapping:
     """What each parameter is made of. `modules_of` one layer may be overridden.
 
+    Where a module's tensors become parameters nothing is read, so that it can be done in other threads.
+
     Args:
         config: KimiK2InferenceConfig.
         reader: of the checkpoint.
@@ -114,9 +129,13 @@ class CheckpointMapping:
         CheckpointError: a tensor is missing, or is none of the model's.
     """
 
+    error: ClassVar[type[ValueError]] = CheckpointError
+    expert_cuts: ClassVar[Mapping[str, tuple[int, int]]] = EXPERT_CUTS
+
     def __init__(self, config: Any, reader: Any) -> None:
-        self.config, self.reader = config, reader
-        self.form, self.dtype = config.stored_form, config.neuron_config.torch_dtype
+        self.config, self.reader, neuron = config, reader, config.neuron_config
+        self.form, self.dtype, self.ranks = config.stored_form, neuron.torch_dtype, neuron.tp_degree
+        self.of_experts = neuron.moe_tp_degree, neuron.moe_ep_degree
         prefix = getattr(config, "tensor_prefix", "")
         self.stored = {n.removeprefix(prefix): n for n in reader.names() if not IGNORED.search(n.removeprefix(prefix))}
         self.unread = set(self.stored)
@@ -132,23 +151,44 @@ class CheckpointMapping:
             if not wanted(module.name):
                 everything = False
                 continue
-            for suffix, tensor in module.read().items():
+            for suffix, tensor in module.make([self.tensors_of(name) for name in module.sources]).items():
                 yield Parameter(f"{module.name}.{suffix}", tensor, module.expert)
         if everything and self.unread:
-            raise CheckpointError(f"no tensors of this model: {', '.join(sorted(self.unread)[:5])}")
+            raise self.error(f"no tensors of this model: {', '.join(sorted(self.unread)[:5])}")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters whole, as NxD's own loader takes them: the ranks' stacks of experts one behind the other."""
+        state: dict[str, Tensor] = {}
+        tp, ep = self.of_experts
+        local = self.config.n_routed_experts // ep
+        for name, tensor, expert in self.parameters():
+            if expert is None:
+                state[name] = tensor
+                continue
+            cuts = self.expert_cuts[".".join(name.split(".")[-2:])]
+            for part in range(tp):
+                piece = cut(tensor, *cuts, part, tp)
+                if name not in state:
+                    state[name] = torch.empty((tp * ep * local, *piece.shape), dtype=piece.dtype)
+                state[name][((expert // local) * tp + part) * local + expert % local] = piece
+        return state
 
     def modules(self) -> Iterator[Module]:
         """All modules with parameters."""
-        ranks = torch.arange(self.config.neuron_config.tp_degree, dtype=torch.int32)
-        yield Module("rank_util", lambda: {"rank": ranks})  # NxD cuts the ranks' numbers like a weight
-        yield self.linear("embed_tokens", "model.embed_tokens")
+        yield from self.outer()
         for layer in range(self.config.num_hidden_layers):
             yield from self.modules_of(layer)
+
+    def outer(self) -> Iterator[Module]:
+        """Those of no layer."""
+        ranks = torch.arange(self.ranks, dtype=torch.int32)
+        yield Module("rank_util", (), lambda _: {"rank": ranks})  # NxD cuts the ranks' numbers like a weight
+        yield self.linear("embed_tokens", "model.embed_tokens")
         yield self.linear("norm", "model.norm")
         yield self.linear("lm_head", "lm_head")
 
     def modules_of(self, layer: int) -> Iterator[Module]:
-        """The modules of a decoder layer."""
+        """The modules of a decoder layer, experts last."""
         own, stored = f"layers.{layer}", f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield self.linear(f"{own}.{norm}", f"{stored}.{norm}")
@@ -156,13 +196,11 @@ class CheckpointMapping:
         if layer < self.config.first_k_dense_replace:
             yield from self.mlp(f"{own}.mlp", f"{stored}.mlp")
             return
-        yield self.linear(f"{own}.mlp.router.linear_router", f"{stored}.mlp.gate")
-        bias = f"{stored}.mlp.gate.e_score_correction_bias"
-        yield Module(f"{own}.mlp.router", lambda: {"e_score_correction_bias": self.take(bias).to(torch.float32)})
+        yield self.router(f"{own}.mlp.router", f"{stored}.mlp.gate")
         if self.config.n_shared_experts:
             yield from self.mlp(f"{own}.mlp.shared_experts", f"{stored}.mlp.shared_experts")
         for expert in range(self.config.n_routed_experts):
-            yield from self.expert(f"{own}.mlp.experts", f"{stored}.mlp.experts.{expert}", expert)
+            yield self.expert(f"{own}.mlp.experts", f"{stored}.mlp.experts.{expert}", expert)
 
     def attention(self, own: str, stored: str) -> Iterator[Module]:
         """MLA's; both down projections are one matrix."""
@@ -175,50 +213,59 @@ class CheckpointMapping:
         for name in ("gate_proj", "up_proj", "down_proj"):
             yield self.linear(f"{own}.{name}", f"{stored}.{name}")
 
+    def router(self, own: str, stored: str) -> Module:
+        """The router's weight in the model's dtype, its bias in float32."""
+
+        def make(read: list[Stored]) -> dict[str, Tensor]:
+            if "e_score_correction_bias" not in read[0]:
+                raise self.error(f"{stored}.e_score_correction_bias: missing")
+            bias = read[0]["e_score_correction_bias"].to(torch.float32)
+            return {"linear_router.weight": read[0]["weight"].to(self.dtype), "e_score_correction_bias": bias}
+
+        return Module(own, (stored,), make)
+
     def linear(self, own: str, *stored: str) -> Module:
         """Weights one below the other, in the model's dtype."""
-        return Module(own, lambda: {"weight": torch.cat([self.plain(name) for name in stored]).to(self.dtype)})
 
-    def expert(self, own: str, stored: str, expert: int) -> Iterator[Module]:
+        def make(read: list[Stored]) -> dict[str, Tensor]:
+            weights = [self.plain(*named) for named in zip(stored, read, strict=True)]
+            return {"weight": (torch.cat(weights) if weights[1:] else weights[0]).to(self.dtype)}
+
+        return Module(own, stored, make)
+
+    def expert(self, own: str, stored: str, expert: int) -> Module:
         """One routed expert's, [in, out], gate and up side by side."""
+        names = tuple(f"{stored}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 
-        def joined(*names: str) -> dict[str, Tensor]:
-            parts = [self.held(f"{stored}.{name}") for name in names]
-            return {suffix: _side_by_side([part[suffix] for part in parts]) for suffix in parts[0]}
+        def make(read: list[Stored]) -> dict[str, Tensor]:
+            gate, up, down = (self.held(*named) for named in zip(names, read, strict=True))
+            made = {f"gate_up_proj.{suffix}": _side_by_side([part, up[suffix]]) for suffix, part in gate.items()}
+            return made | {f"down_proj.{suffix}": _side_by_side([part]) for suffix, part in down.items()}
 
-        yield Module(f"{own}.gate_up_proj", lambda: joined("gate_proj", "up_proj"), expert)
-        yield Module(f"{own}.down_proj", lambda: joined("down_proj"), expert)
+        return Module(own, names, make, expert)
 
-    def held(self, name: str) -> dict[str, Tensor]:
+    def held(self, name: str, stored: Stored) -> dict[str, Tensor]:
         """A projection of a routed expert as the model holds it: its weight and scales by suffix."""
-        stored = self.weight(name)
         try:
             return held(stored, self.form, self.config.neuron_config)
         except ValueError as error:
-            raise CheckpointError(f"{name}: {error}") from None
+            raise self.error(f"{name}: {error}") from None
 
-    def plain(self, name: str) -> Tensor:
+    def plain(self, name: str, stored: Stored) -> Tensor:
         """A weight without its quantization; float32 if it had one."""
-        stored = self.weight(name)
         quantized = len(stored) > 1 or "weight" not in stored
         try:
             return dequantized(stored, self.form) if quantized else stored["weight"]
         except ValueError as error:
-            raise CheckpointError(f"{name}: {error}") from None
+            raise self.error(f"{name}: {error}") from None
 
-    def weight(self, name: str) -> Stored:
-        """A weight's tensors by suffix."""
-        found = {one: self.take(f"{name}.{one}") for one in SUFFIXES if f"{name}.{one}" in self.stored}
+    def tensors_of(self, module: str) -> Stored:
+        """A module's tensors by suffix, read."""
+        found = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES if f"{module}.{suffix}" in self.stored}
         if not {"weight", "weight_packed"} & set(found):
-            raise CheckpointError(f"{name}.weight: missing")
-        return found
-
-    def take(self, name: str) -> Tensor:
-        """One tensor of the checkpoint."""
-        if name not in self.stored:
-            raise CheckpointError(f"{name}: missing")
-        self.unread.discard(name)
-        return self.reader.get(self.stored[name])
+            raise self.error(f"{module}.weight: missing")
+        self.unread.difference_update(found.values())
+        return {suffix: self.reader.get(self.stored[name]) for suffix, name in found.items()}
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
@@ -239,21 +286,3 @@ def cut(tensor: Tensor, dimension: int, sections: int, part: int, parts: int) ->
         return pieces[0]
     bits = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
     return torch.cat([piece.view(bits) for piece in pieces], dim=dimension).view(tensor.dtype)
-
-
-def state_dict(parameters: Iterator[Parameter], config: Any) -> dict[str, Tensor]:
-    """All parameters whole, as NxD's own loader takes them: the ranks' stacks of experts one behind the other."""
-    state: dict[str, Tensor] = {}
-    tp, ep = config.neuron_config.moe_tp_degree, config.neuron_config.moe_ep_degree
-    local = config.n_routed_experts // ep
-    for name, tensor, expert in parameters:
-        if expert is None:
-            state[name] = tensor
-            continue
-        dimension, sections = EXPERT_CUTS[name.split(".")[-2]]
-        for part in range(tp):
-            piece = cut(tensor, dimension, sections, part, tp)
-            if name not in state:
-                state[name] = torch.empty((tp * ep * local, *piece.shape), dtype=piece.dtype)
-            state[name][((expert // local) * tp + part) * local + expert % local] = piece
-    return state

@@ -29,6 +29,8 @@ _FOLLOWED = """
     scratchpad_page_size dma_order_config enable_output_completion_notifications disable_numeric_cc_token
 """
 FOLLOWED = frozenset(_FOLLOWED.split())
+# All modules, by a part of their names: NxD's own quantized layers are not used.
+UNTOUCHED = ("embed_tokens", "layers", "norm", "lm_head")
 # Given to NxDI in this form alone; it keeps them otherwise.
 WITHOUT_ATTRIBUTE = {"disable_normalize_top_k_affinities": True}
 
@@ -90,6 +92,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     """
 
     FOLLOWED: ClassVar[frozenset[str]] = FOLLOWED  # a subclass that follows more says so here
+    SUBMODELS: ClassVar[frozenset[str]] = frozenset(("context_encoding_model", "token_generation_model"))
 
     def __init__(
         self, *, prefill_rows_at_once: int = 16384, compiler_args: Mapping[str, Sequence[str]] | None = None,
@@ -121,6 +124,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         kwargs.setdefault("moe_ep_degree", 2 if ranks == 64 else 1)
         kwargs.setdefault("moe_tp_degree", ranks // max(kwargs["moe_ep_degree"], 1))
         kwargs.setdefault("logical_nc_config", 2)
+        kwargs.setdefault("torch_dtype", torch.bfloat16)
         blockwise = {"block_size": 128, "use_torch_block_wise": True}
         if not isinstance(given := kwargs.get("blockwise_matmul_config") or {}, dict):
             given = vars(given)
@@ -137,7 +141,7 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             kwargs.setdefault("quantization_type", BLOCKWISE)
             kwargs.setdefault("quantization_dtype", "f8e4m3")
             kwargs.setdefault("quantized_checkpoints_path", "")  # demanded by NxDI; the checkpoint itself is read
-            kwargs.setdefault("modules_to_not_convert", ["embed_tokens", "layers", "norm", "lm_head"])
+            kwargs.setdefault("modules_to_not_convert", list(UNTOUCHED))
 
     def _check_given(self, given: dict[str, Any], expected: dict[str, Any]) -> None:
         """Refuse what NxDI does not know, and what nothing here reads."""
@@ -151,8 +155,9 @@ class KimiK2NeuronConfig(MoENeuronConfig):
     def _check_kept(self, given: dict[str, Any], expected: dict[str, Any]) -> None:
         """Refuse what came to another value than is followed, and what NxDI overrides."""
         for name, value in vars(self).items():
-            same = name in self.FOLLOWED or _same(value, expected[name])
-            require(same, name, f"expected {expected[name]!r}, got {value!r}: not followed here")
+            if name not in self.FOLLOWED:
+                same = _same(value, expected[name])
+                require(same, name, f"expected {expected[name]!r}, got {value!r}: not followed here")
         for name, value in given.items():
             kept = getattr(self, name)
             plain = isinstance(value, (bool, int, float, str, list)) and type(value) is type(kept)
@@ -173,6 +178,21 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         require(
             tp * ep == self.tp_degree, "moe_tp_degree", f"{tp} x {ep} (moe_ep_degree) is not {self.tp_degree} ranks"
         )
+        self.check_batches()
+        sampling = self.on_device_sampling_config is not None
+        require(not self.async_mode or sampling, "async_mode", "needs on_device_sampling_config")
+        require(not self.output_logits or sampling, "output_logits", "they are the output without on-device sampling")
+        for name in ("context_encoding_buckets", "token_generation_buckets"):
+            require(self.enable_bucketing or not getattr(self, name), name, "needs enable_bucketing")
+        if self.sequence_parallel_enabled:
+            self.check_lengths(("max_context_length", "context_encoding_buckets"), self.tp_degree)
+        unknown = set(self.compiler_args) - self.SUBMODELS
+        require(not unknown, "compiler_args", f"no such submodel: {', '.join(sorted(unknown))}")
+        if self.quantized:
+            self.check_quantization()
+
+    def check_batches(self) -> None:
+        """Refuse what NxDI would do wrong with the lines of a batch."""
         single, batched = self.is_continuous_batching, self.batch_size
         contexts = 1 if single else batched
         require(self.ctx_batch_size == contexts, "ctx_batch_size", f"expected {contexts}, got {self.ctx_batch_size}")
@@ -180,32 +200,28 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             not single or batched == 1 or self.apply_seq_ids_mask, "apply_seq_ids_mask",
             "expected True: a step of some sequences would overwrite the others' caches",
         )  # fmt: skip
-        sampling = self.on_device_sampling_config is not None
-        require(not self.async_mode or sampling, "async_mode", "needs on_device_sampling_config")
-        require(not self.output_logits or sampling, "output_logits", "they are the output without on-device sampling")
         require(
             not self.output_logits or single or batched == 1, "output_logits",
             "needs is_continuous_batching: NxDI's ModelWrapper cannot take a part of a batch otherwise",
         )  # fmt: skip
-        for name in ("context_encoding_buckets", "token_generation_buckets"):
-            require(self.enable_bucketing or not getattr(self, name), name, "needs enable_bucketing")
-        if self.sequence_parallel_enabled:
-            made = [128] if self.enable_bucketing else []
-            for length in [self.max_context_length, *(self.context_encoding_buckets or made)]:
-                even = length % self.tp_degree == 0
-                require(
-                    even, "sequence_parallel_enabled", f"{length} tokens do not divide among {self.tp_degree} ranks"
-                )
-        unknown = set(self.compiler_args) - {"context_encoding_model", "token_generation_model"}
-        require(not unknown, "compiler_args", f"no such submodel: {', '.join(sorted(unknown))}")
-        if self.quantized:
-            kinds = (BLOCKWISE, CHANNELWISE)
-            require(self.quantization_type in kinds, "quantization_type", f"expected {' or '.join(kinds)}")
-            require(self.quantization_dtype == "f8e4m3", "quantization_dtype", "expected f8e4m3")
-            path = self.quantized_checkpoints_path
-            require(path == "", "quantized_checkpoints_path", "expected '': the checkpoint itself is read")
-            untouched = {"embed_tokens", "layers", "norm", "lm_head"} <= set(self.modules_to_not_convert or ())
-            require(untouched, "modules_to_not_convert", "NxD's own quantized layers are not used")
+
+    def check_lengths(self, names: Sequence[str], parts: int, of: str = "ranks") -> None:
+        """Refuse lengths, and buckets (NxDI makes them from 128 on), that do not divide into `parts`."""
+        made = [128] if self.enable_bucketing else []
+        for name in names:
+            stated = getattr(self, name) or made
+            for length in stated if isinstance(stated, list) else [stated]:
+                require(length % parts == 0, name, f"{length} tokens do not divide into {parts} ({of})")
+
+    def check_quantization(self) -> None:
+        """Refuse forms of experts that there are not."""
+        kinds = (BLOCKWISE, CHANNELWISE)
+        require(self.quantization_type in kinds, "quantization_type", f"expected {' or '.join(kinds)}")
+        require(self.quantization_dtype == "f8e4m3", "quantization_dtype", "expected f8e4m3")
+        path = self.quantized_checkpoints_path
+        require(path == "", "quantized_checkpoints_path", "expected '': the checkpoint itself is read")
+        untouched = set(UNTOUCHED) <= set(self.modules_to_not_convert or ())
+        require(untouched, "modules_to_not_convert", "NxD's own quantized layers are not used")
         # Of a checkpoint's block: checked by KimiK2InferenceConfig.
         axis = self.quantization_block_axis
         require(axis in (None, [1, 2]), "quantization_block_axis", f"expected [1, 2], got {axis}")
@@ -235,12 +251,21 @@ class KimiK2InferenceConfig(InferenceConfig):
         self.output_attentions = self.output_hidden_states = False
         self.return_dict = self.use_cache = True
         self.check_sizes()
+        self.derive_blocks()
+
+    def derive_blocks(self) -> None:
+        """Write the sides of the experts' FP8 blocks, which depend on sizes, into the neuron config."""
         neuron = self.neuron_config
         if neuron.quantized and neuron.quantization_type == BLOCKWISE:
-            side = held_block(self.stored_form, self.hidden_size, self.moe_intermediate_size // neuron.moe_tp_degree)
-            block, expected = neuron.quantization_block_size, [side, side]
+            block, expected = neuron.quantization_block_size, list(self.held_blocks())
             require(block in (None, expected), "quantization_block_size", f"expected {expected}, got {block}")
             neuron.quantization_block_size, neuron.quantization_block_axis = expected, [1, 2]
+
+    def held_blocks(self) -> tuple[int, int]:
+        """Sides of the blocks in which the routed experts are held."""
+        width = self.moe_intermediate_size // self.neuron_config.moe_tp_degree
+        side = held_block(self.stored_form, self.hidden_size, width)
+        return side, side
 
     def check_sizes(self) -> None:
         """Refuse sizes that make no model or do not divide among the ranks."""

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, ModelWrapper
+from neuronx_distributed_inference.models.model_wrapper import (
+    CONTEXT_ENCODING_MODEL_TAG,
+    TOKEN_GENERATION_MODEL_TAG,
+    ModelWrapper,
+)
 
 LONG_PROMPT = 2048
 DGE = "--internal-enable-dge-levels"
@@ -28,7 +32,8 @@ def with_own_arguments(arguments: str, tag: str, neuron_config: Any) -> str:
     if prefill and neuron_config.max_context_length > LONG_PROMPT:
         # Matrix multiplies alone may be more than the compiler's 5 million instructions.
         arguments += " --internal-max-instruction-limit=15000000"
-    return " ".join([arguments, *neuron_config.compiler_args.get(tag, ())])
+    stage = CONTEXT_ENCODING_MODEL_TAG if prefill else TOKEN_GENERATION_MODEL_TAG
+    return " ".join([arguments, *neuron_config.compiler_args.get(stage, ())])
 
 
 class KimiK2ModelWrapper(ModelWrapper):
@@ -47,26 +52,31 @@ class KimiK2ModelWrapper(ModelWrapper):
         Raises:
             ValueError: they are in another order, and steps are asynchronous.
         """
-        lines = args[3]
-        order = lines.flatten().argsort()
-        count = len(order)
-        if count < self.neuron_config.batch_size or bool((order == torch.arange(count)).all()):
+        order = self.row_order(args[3])
+        if order is None:
             return super().forward(*args, **kwargs)
+        outputs = super().forward(*self.rows(args, order), **kwargs)
+        back = order.argsort()
+        return outputs[back] if isinstance(outputs, torch.Tensor) else self.reordered(outputs, back)
+
+    def row_order(self, lines: torch.Tensor) -> torch.Tensor | None:
+        """The order in which a whole batch's rows are those of their lines; None where they are, or it is a part."""
+        order = lines.flatten().argsort()
+        if len(order) < self.neuron_config.batch_size or bool((order == torch.arange(len(order))).all()):
+            return None
         if self.async_mode:
             raise ValueError(f"seq_ids: expected ascending cache lines with async_mode, got {lines.flatten().tolist()}")
+        return order
 
-        def rows(tensors: Sequence[Any], order: torch.Tensor) -> list[Any]:
-            batched = [isinstance(one, torch.Tensor) and one.dim() > 0 and len(one) == count for one in tensors]
-            return [one[order] if is_batch else one for one, is_batch in zip(tensors, batched, strict=True)]
+    def rows(self, tensors: Sequence[Any], order: torch.Tensor) -> list[Any]:
+        """What has a row a sequence, in another order; all else as it is."""
+        batched = [isinstance(one, torch.Tensor) and one.dim() > 0 and len(one) == len(order) for one in tensors]
+        return [one[order] if is_batch else one for one, is_batch in zip(tensors, batched, strict=True)]
 
-        outputs = super().forward(*rows(args, order), **kwargs)
-        back = order.argsort()
-        return outputs[back] if isinstance(outputs, torch.Tensor) else self.reordered(outputs, back, rows)
-
-    def reordered(self, outputs: Any, back: torch.Tensor, rows: Any) -> list[Any]:
+    def reordered(self, outputs: Any, back: torch.Tensor) -> list[Any]:
         """Tokens and logits in the order of the call; a device returns nothing else."""
         own = 2 if self.neuron_config.output_logits else 1
-        return [*rows(outputs[:own], back), *outputs[own:]]
+        return [*self.rows(outputs[:own], back), *outputs[own:]]
 
     def pad_inputs(self, *args: Any, pad_type: str = "first_fit") -> tuple[Any, ...]:
         """NxDI's, for prompts of one token too.

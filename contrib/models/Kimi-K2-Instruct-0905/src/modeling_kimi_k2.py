@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from neuronx_distributed_inference.models.layer_boundary_marker import ModuleMarkerEndWrapper, ModuleMarkerStartWrapper
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .attention import KimiK2Attention
-from .checkpoint import CheckpointError, CheckpointMapping, CheckpointReader, Parameter, StateDictReader, state_dict
+from .checkpoint import CheckpointError, CheckpointMapping, CheckpointReader, StateDictReader
 from .configuration_kimi_k2 import KimiK2InferenceConfig
 from .kv_cache import LatentKVCacheManager
 from .layers import KimiK2MLP, make_rms_norm
@@ -24,8 +25,10 @@ from .sharding import empty_rank, fill, model_on_meta, weights_of
 
 logger = logging.getLogger("Neuron")
 
-# Parameters that keep their dtype when NxDI casts the model: a rounded bias changes nearly every choice of experts.
-KEPT = ("scale", "e_score_correction_bias")
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """A rank's weights beside a compiled model, where NxDI looks for them."""
+    return directory / "weights" / f"tp{rank}_sharded_checkpoint.safetensors"
 
 
 class KimiK2DecoderLayer(nn.Module):
@@ -49,6 +52,10 @@ class KimiK2DecoderLayer(nn.Module):
         """The feed-forward of a layer with experts."""
         return KimiK2MoE(config)
 
+    def residual_and_normed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention's output is added to, and its input."""
+        return hidden_states, self.input_layernorm(hidden_states)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -63,11 +70,9 @@ class KimiK2DecoderLayer(nn.Module):
         With sequence parallelism S is this rank's part of the sequence, and the entries are those of all of it.
         `rank`, int [1], is this rank's number; the other arguments are as in `KimiK2Attention.forward`.
         """
-        residual = hidden_states
         hidden_states = ModuleMarkerStartWrapper()(hidden_states)  # the compiler's modular flow cuts between layers
-        attended, entries, cos, sin = self.self_attn(
-            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value, **kwargs
-        )
+        residual, normed = self.residual_and_normed(hidden_states)
+        attended, entries, cos, sin = self.self_attn(normed, attention_mask, position_ids, past_key_value, **kwargs)
         hidden_states = residual + attended
         normed = self.post_attention_layernorm(hidden_states)
         out = self.mlp(normed, rank) if self.is_moe else self.mlp(normed)
@@ -79,6 +84,8 @@ class NeuronKimiK2Model(NeuronBaseModel):
 
     layer_cls = KimiK2DecoderLayer
     cache_cls = LatentKVCacheManager
+    # Parameters that keep their dtype when NxDI casts the model: a rounded bias changes nearly every choice of experts.
+    kept = ("scale", "e_score_correction_bias")
 
     def setup_attr_for_model(self, config: Any) -> None:
         """The attributes that NeuronBaseModel asks for."""
@@ -114,7 +121,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NeuronKimiK2Model:
         """Cast or move, but leave FP8, its scales and the routers' biases in their dtypes."""
-        kept = {n: p.data for n, p in self.named_parameters() if n.endswith(KEPT) or p.dtype.itemsize == 1}
+        kept = {n: p.data for n, p in self.named_parameters() if n.endswith(self.kept) or p.dtype.itemsize == 1}
         super()._apply(fn, recurse)
         for name, tensor in kept.items():
             parameter = self.get_parameter(name)
@@ -149,19 +156,19 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         return stated if stated and Path(stated).is_dir() else self.model_path
 
     @classmethod
-    def parameters_from(cls, model_path: str, config: Any) -> Iterator[Parameter]:
-        """All parameters of a checkpoint directory, uncut, streamed."""
-        return cls.mapping_cls(config, CheckpointReader(model_path)).parameters()
+    def mapping_from(cls, model_path: str, config: Any) -> CheckpointMapping:
+        """From a checkpoint directory's tensors to the parameters, streamed."""
+        return cls.mapping_cls(config, CheckpointReader(model_path))
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: Any) -> dict[str, Tensor]:
         """The whole model as NxD's own loader takes it."""
-        return state_dict(cls.parameters_from(model_name_or_path, config), config)
+        return cls.mapping_from(model_name_or_path, config).state_dict()
 
     @classmethod
     def convert_hf_to_neuron_state_dict(cls, hf_state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """The same from a state dict in memory, which is emptied on the way."""
-        return state_dict(cls.mapping_cls(config, StateDictReader(hf_state_dict)).parameters(), config)
+        return cls.mapping_cls(config, StateDictReader(hf_state_dict)).state_dict()
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The whole model. NxDI's own rounds the routers' biases to the model's dtype."""
@@ -176,8 +183,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         weights = weights_of(model_on_meta(self.models[0]))
         ranks = {}
         for rank in range(first, first + count):
-            ranks[rank] = empty_rank(weights, directory and directory / f"tp{rank}_sharded_checkpoint.safetensors")
-        fill(ranks, self.parameters_from(self.source, self.config), weights, self.neuron_config)
+            ranks[rank] = empty_rank(weights, directory and rank_file(directory, rank))
+        fill(ranks, self.mapping_from(self.source, self.config).parameters(), weights, self.neuron_config)
         return list(ranks.values())
 
     def shard_weights(
@@ -188,8 +195,8 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         if pre_shard_weights_hook is not None:
             pre_shard_weights_hook(self)
         if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
-            directory = Path(compiled_model_path, "weights")
-            directory.mkdir(parents=True, exist_ok=True)
+            directory = Path(compiled_model_path)
+            (directory / "weights").mkdir(parents=True, exist_ok=True)
             self.rank_weights(neuron.start_rank_id, neuron.local_ranks_size, directory)
 
     def load_weights(
@@ -198,26 +205,30 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         """NxDI's; without files of the ranks they are cut as they are read. The routers' biases are read back.
 
         Raises:
-            CheckpointError: a bias on the device is not the file's, bit for bit.
+            CheckpointError: a bias on the device is not what was loaded, bit for bit.
         """
         neuron = self.neuron_config
         first = neuron.start_rank_id if start_rank_id is None else start_rank_id
-        if neuron.save_sharded_checkpoint:
-            super().load_weights(compiled_model_path, start_rank_id, local_ranks_size)
-        else:
-            ranks = self.rank_weights(first, neuron.local_ranks_size if local_ranks_size is None else local_ranks_size)
-            self.traced_model.nxd_model.initialize(ranks, torch.tensor([first], dtype=torch.int32))
-        self.check_biases()
+        count = neuron.local_ranks_size if local_ranks_size is None else local_ranks_size
+        self.initialize(self.traced_model, self.weights_to_load(Path(compiled_model_path), first, count), first)
 
-    def check_biases(self) -> None:
-        """Compare the routers' biases on the device with the checkpoint's: transformed layouts have lost one before."""
-        weights = getattr(self.traced_model.nxd_model, "weights", None)
+    def weights_to_load(self, compiled: Path, first: int, count: int) -> list[dict[str, Tensor]]:
+        """Weights of some ranks."""
+        if self.neuron_config.save_sharded_checkpoint:
+            return [load_file(rank_file(compiled, rank)) for rank in range(first, first + count)]
+        return self.rank_weights(first, count)
+
+    @staticmethod
+    def initialize(traced_model: Any, ranks: list[dict[str, Tensor]], first: int) -> None:
+        """Hand the ranks' weights to NxD, and compare the routers' biases: transformed layouts have lost one before."""
+        biases = {name: tensor for name, tensor in ranks[0].items() if name.endswith("e_score_correction_bias")}
+        traced_model.nxd_model.initialize(ranks, torch.tensor([first], dtype=torch.int32))
+        weights = getattr(traced_model.nxd_model, "weights", None)
         if not weights:
             logger.warning("the routers' biases cannot be read back: NxD's model has no weights")
             return
         loaded = {name.replace("->", "."): tensor for name, tensor in weights[0].items()}
-        mapping = self.mapping_cls(self.config, CheckpointReader(self.source))
-        for name, stored, _ in mapping.parameters(lambda module: module.endswith(".mlp.router")):
+        for name, given in biases.items():
             bias = loaded[name].cpu() if name in loaded else None
-            if bias is None or bias.dtype != torch.float32 or not torch.equal(bias, stored):
-                raise CheckpointError(f"{name}: on the device it is not float32 with the checkpoint's bits")
+            if bias is None or bias.dtype != torch.float32 or not torch.equal(bias, given):
+                raise CheckpointError(f"{name}: on the device it is not float32 with the bits that were loaded")

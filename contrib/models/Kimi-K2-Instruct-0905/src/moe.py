@@ -7,7 +7,8 @@ experts, no patch of NxD. One all-reduce sums the parts of all ranks, shared exp
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from neuronx_distributed.modules.moe.routing import RouterTopK
@@ -21,12 +22,11 @@ from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checkpoint import EXPERT_CUTS
 from .layers import KimiK2MLP, dot_float32
 from .quantization import BLOCKWISE, E4M3
 
 NORM_GUARD = 1e-20
-# Where a projection of one expert is cut for the ranks that share it: dimension, and sections cut one by one.
-EXPERT_CUTS = {"gate_up_proj": (1, 2), "down_proj": (0, 1)}
 
 
 class KimiK2Router(RouterTopK):
@@ -69,28 +69,32 @@ class KimiK2Router(RouterTopK):
         return logits, torch.zeros_like(scores).scatter(1, chosen, weights), chosen
 
 
+class Held(NamedTuple):
+    """Shape on a rank, dtype, and where it is cut: see `checkpoint.EXPERT_CUTS`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cut: tuple[int, int]
+
+
 class ExpertWeights(BaseParallelLinear):
-    """One projection [in, out] of all experts of this rank, and of FP8 its scales.
+    """One projection of all experts of this rank: `weight`, and of FP8 its `scale`.
 
     Args:
-        shape: this rank's [experts, in, out].
-        grid: the same of the scales, [experts, in or 1, out]; None for float weights.
-        cut: see EXPERT_CUTS.
+        held: of each parameter, by name.
+        ranks: all ranks.
     """
 
-    def __init__(self, config: Any, shape: tuple[int, ...], grid: tuple[int, ...] | None, cut: tuple[int, int]) -> None:
+    def __init__(self, held: Mapping[str, Held], ranks: int) -> None:
         super().__init__()
         self.register_parameter("scale", None)
-        self.hold("weight", shape, config.neuron_config.torch_dtype if grid is None else E4M3, cut, config)
-        if grid is not None:
-            self.hold("scale", grid, torch.float32, cut, config)
+        for name, (shape, dtype, cut) in held.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+            # Marked once it is registered: NxD's init_on_device makes a parameter anew and drops its attributes.
+            self.mark(self.get_parameter(name), cut, ranks)
 
-    def hold(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: tuple[int, int], config: Any) -> None:
-        """Register a parameter, with the attributes by which it is cut."""
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
-        # Marked once it is registered: NxD's init_on_device makes a parameter anew and drops its attributes.
-        parameter: Any = self.get_parameter(name)
-        ranks = config.neuron_config.tp_degree
+    def mark(self, parameter: Any, cut: tuple[int, int], ranks: int) -> None:
+        """Set the attributes by which a parameter is cut."""
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1, num_partitions=ranks)
         parameter.expert_cut = cut
 
@@ -121,14 +125,18 @@ class KimiK2Experts(nn.Module):
 
     def make_weights(self, config: Any) -> None:
         """The two projections, [E_local, H, 2 I] (gate, then up) and [E_local, I, H]."""
-        hidden, width = config.hidden_size, config.moe_intermediate_size // self.tp
+        hidden, width, neuron = config.hidden_size, config.moe_intermediate_size // self.tp, config.neuron_config
         for name, (size, columns) in {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}.items():
-            grid: tuple[int, ...] | None = None
-            if config.neuron_config.quantized:
-                grid = (size // self.side, columns // self.side) if self.blockwise else (1, columns)
-                grid = (self.num_local_experts, *grid)
-            shape = (self.num_local_experts, size, columns)
-            self.add_module(name, ExpertWeights(config, shape, grid, EXPERT_CUTS[name]))
+            shapes = {"weight": ((size, columns), E4M3 if neuron.quantized else neuron.torch_dtype)}
+            if neuron.quantized:
+                shapes["scale"] = (
+                    (size // self.side, columns // self.side) if self.blockwise else (1, columns), torch.float32
+                )  # fmt: skip
+            held = {
+                suffix: Held((self.num_local_experts, *shape), dtype, EXPERT_CUTS[f"{name}.{suffix}"])
+                for suffix, (shape, dtype) in shapes.items()
+            }
+            self.add_module(name, ExpertWeights(held, neuron.tp_degree))
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor, rank: Tensor, *, decode: bool) -> Tensor:
         """This rank's part of the experts' output, to be summed over the ranks.
@@ -256,8 +264,11 @@ class KimiK2MoE(nn.Module):
         self.decode = neuron.is_prefill_stage is False
         self.router = KimiK2Router(config)
         self.experts = experts_cls(config)
-        width = config.moe_intermediate_size * config.n_shared_experts
-        self.shared_experts = KimiK2MLP(config, width, reduce=False) if width else None
+        self.shared_experts = self.make_shared(config) if config.n_shared_experts else None
+
+    def make_shared(self, config: Any) -> nn.Module:
+        """The shared expert, whose output is this rank's part of the sum."""
+        return KimiK2MLP(config, config.moe_intermediate_size * config.n_shared_experts, reduce=False)
 
     def forward(self, hidden_states: Tensor, rank: Tensor) -> Tensor:
         """[B, S, H] to the same, cut along S with sequence parallelism; `rank` int [1] is this rank's number."""

@@ -3,7 +3,7 @@
 NxD's own way holds the whole model and a copy of a rank's part. Here the ranks' tensors are allocated first, by the
 shapes of the model's own parameters, and each of the checkpoint's tensors is cut into them as it comes, by the
 attributes that NxD's loader reads. Beside the ranks' own bytes (of files: mapped, so that the system writes them out)
-one module is in memory: an expert's projection, or the embedding, 2.3 GB in BF16.
+one module is in memory: an expert, or the embedding, 2.3 GB in BF16.
 """
 
 from __future__ import annotations

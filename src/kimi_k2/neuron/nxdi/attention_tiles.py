@@ -14,11 +14,12 @@ from neuronx_distributed.parallel_layers.mappings import (
 )
 from torch import Tensor, nn
 
-from kimi_k2.sharding.attention_tiles import CORES, OF_GROUP, group_shapes, shapes
+from kimi_k2.contrib_model.moe import Held
+from kimi_k2.sharding.attention_tiles import CORES, group_shapes, shapes
 from kimi_k2.sharding.experts.tiles import PARTITIONS
 
 from .config import KimiK2InferenceConfig
-from .tiles import TileWeights
+from .experts import CutWeights
 
 
 def in_order_of_tiles(values: Tensor) -> Tensor:
@@ -39,16 +40,22 @@ class AttentionTiles(nn.Module):
         self.heads, self.reduce_dtype = config.hf.num_attention_heads // ranks, neuron.rpl_reduce_dtype
         self.reduce_dtype = self.reduce_dtype or neuron.torch_dtype
         dtype = torch.float8_e4m3fn if fp8 else neuron.torch_dtype
+
+        def hold(name: str, *cuts: tuple[tuple[int, ...], int]) -> None:
+            kinds = {"weight": dtype, "scale": torch.float32} if fp8 else {"weight": dtype}
+            held = {
+                suffix: Held(
+                    tuple(size // (ranks if place == dim else 1) for place, size in enumerate(shape)), kind, (dim, 1)
+                )
+                for (suffix, kind), (shape, dim) in zip(kinds.items(), cuts, strict=False)
+            }
+            self.add_module(name, CutWeights(held, ranks))
+
         for name, cuts in shapes(config.hf, ranks).items():
-            weight, scale = (
-                (tuple(size // ranks if place == dim else size for place, size in enumerate(shape)), dim)
-                for shape, dim in cuts
-            )
-            self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
+            hold(name, *cuts)
         group = neuron.query_group
         for name, whole in group_shapes(config.hf, group).items() if group else ():
-            weight, scale = (((CORES, *shape[1:]), 0) for shape in whole)
-            self.add_module(name, TileWeights(weight, scale, dtype, 1, ranks, 1))
+            hold(name, *(((CORES * ranks, *shape[1:]), 0) for shape in whole))
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """q_b of float tiles: [B, S, q_lora_rank] to [B, h, S, 128] without position and [B, h, S, rope]."""
@@ -77,30 +84,18 @@ class AttentionTiles(nn.Module):
             out = reduce_from_tensor_model_parallel_region(part, process_group=group)
         return out.to(values.dtype)
 
-    def of_group(self) -> dict[str, Tensor]:
-        """OF_GROUP by the kernel's names; empty where there are none."""
+    def arguments(self) -> dict[str, Tensor]:
+        """All by the kernel's names."""
         tensors: dict[str, Tensor] = {}
-        for name in OF_GROUP:
-            tile = getattr(self, name, None)
-            if tile is not None:
-                field = name.removeprefix("group_")
-                tensors[field] = tile.weight
-                if tile.scale is not None:
-                    tensors[f"{field}_scales"] = tile.scale
+        for name, tile in self.named_children():
+            assert isinstance(tile, CutWeights)
+            field = name.removeprefix("group_")  # in the place of a rank's own
+            tensors["o_proj" if name == "o" else field] = tile.weight
+            if tile.scale is not None:
+                tensors[f"{field}_scales"] = tile.scale
         return tensors
 
     def _held(self, name: str) -> Tensor:
         tile = self.get_submodule(name)
-        assert isinstance(tile, TileWeights)
+        assert isinstance(tile, CutWeights)
         return tile.weight
-
-    def arguments(self) -> dict[str, Tensor]:
-        """The others by the kernel's names."""
-        tensors: dict[str, Tensor] = {}
-        for name in ("q_b", "w_uk", "w_uv", "o"):
-            tile = self.get_submodule(name)
-            assert isinstance(tile, TileWeights)
-            tensors["o_proj" if name == "o" else name] = tile.weight
-            if tile.scale is not None:
-                tensors[f"{name}_scales"] = tile.scale
-        return tensors

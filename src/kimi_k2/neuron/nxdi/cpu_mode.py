@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed_inference.models import application_base
-from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, ModelWrapper
 
 from kimi_k2.errors import ConfigError
-
-_TENSORIZER = "--internal-hlo2tensorizer-options='"
-_MODULAR_FLOW = "--modular-flow-mac-threshold=10"
 
 
 def load(app: Any, to_cpu: Callable[[], None]) -> None:
@@ -74,75 +70,6 @@ def copy_states(wrappers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Non
         model_states = states(model)
         for one, new in zip(model_states, outputs[-len(model_states) :], strict=True):
             one.data = new
-
-
-def with_modular_flow(arguments: str) -> str:
-    """Prefill's compiler arguments with the threshold that NxDI gives to models without arguments of their own.
-
-    From so few multiplications on a graph is compiled module by module (models/model_wrapper.py).
-    """
-    if "--modular-flow-mac-threshold" in arguments:
-        return arguments
-    if _TENSORIZER in arguments:  # NxDI's, for FP8 weights: the option counts once
-        return arguments.replace(_TENSORIZER, f"{_TENSORIZER}{_MODULAR_FLOW} ", 1)
-    return f"{arguments} {_TENSORIZER}{_MODULAR_FLOW} --verify-hlo=true'"
-
-
-class KimiK2ModelWrapper(ModelWrapper):
-    """ModelWrapper for cache lines in any order, prompts of one token, and padded batches in CPU mode too.
-
-    Its prefill is compiled with NxDI's threshold of the modular flow.
-    """
-
-    not_rows: tuple[int, ...] = ()  # places of arguments that are no rows of the batch, of whatever length
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.tag == CONTEXT_ENCODING_MODEL_TAG:
-            self.compiler_args: str = with_modular_flow(self.compiler_args)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """NxDI's, with the rows of a whole batch in the order of their lines, as NxDI puts those of a part of one.
-
-        A graph reads line n of the cache for row n.
-
-        Raises:
-            ValueError: they are in another order, and steps are asynchronous.
-        """
-        lines = args[3]
-        count, order = len(lines), lines.flatten().argsort()
-        ordered = bool((order == torch.arange(count)).all())
-        if ordered or self.is_prefix_caching or count < self.neuron_config.batch_size:
-            return super().forward(*args, **kwargs)
-        if self.async_mode:
-            raise ValueError(f"seq_ids: expected ascending cache lines with async_mode, got {lines.flatten().tolist()}")
-
-        def is_row(one: Any) -> bool:
-            return isinstance(one, torch.Tensor) and one.dim() > 0 and len(one) == count
-
-        def rows(tensors: Sequence[Any], order: torch.Tensor, but: Sequence[int] = ()) -> list[Any]:
-            return [one[order] if is_row(one) and n not in but else one for n, one in enumerate(tensors)]
-
-        outputs = super().forward(*rows(args, order, self.not_rows), **kwargs)
-        back = order.argsort()
-        if isinstance(outputs, torch.Tensor):
-            return outputs[back]
-        first = len(outputs) if self.is_neuron() else len(outputs) - len(states(self.model))
-        return [*rows(outputs[:first], back), *outputs[first:]]
-
-    def pad_inputs(self, *args: Any, pad_type: str = "first_fit") -> tuple[Any, ...]:
-        """NxDI's; pads beside a single token, all of whose row is at position 0, are there too."""
-        padded: tuple[Any, ...] = tuple(super().pad_inputs(*args, pad_type=pad_type))
-        if self.tag != CONTEXT_ENCODING_MODEL_TAG:
-            return padded
-        return (*padded[:2], padded[2] * (args[2] > 0).any(dim=1, keepdim=True), *padded[3:])
-
-    def _forward_with_pad(self, *args: Any) -> Any:
-        # With block tables sequences lie in the batch as they come. On a device NxDI takes the first rows of the
-        # output; in CPU mode it takes those of the sequences' numbers.
-        if self.is_prefix_caching and not self.is_neuron():
-            args = (*args[:3], torch.arange(args[3].shape[0], dtype=args[3].dtype), *args[4:])
-        return super()._forward_with_pad(*args)
 
 
 def follow_prefixes(wrappers: Sequence[Any]) -> None:

@@ -14,14 +14,12 @@ test/helpers/kernel_calls.py counts what it costs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
-from neuronx_distributed.parallel_layers.layers import BaseParallelLinear
-from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERVED_SPACE
 from torch import Tensor, nn
 
@@ -30,38 +28,12 @@ from kimi_k2.nki.kernels import MODULES
 from nki_emulator import install
 from nki_emulator.ranks import run_as_rank
 
+from .experts import NAMES
+
 CALL_PREFIX = "kimi_k2.nki."
 
 Result = tuple[Sequence[int], torch.dtype]
 Tensors = dict[str, Tensor]
-
-
-class FoldedRows(BaseParallelLinear):
-    """A layer's folded weights that the kernel alone reads, of which a rank has its rows, in a dtype of their own.
-
-    Args:
-        rows: of each, by name, those of all ranks.
-        columns: of all.
-        dtype: which a cast of the model does not change.
-        ranks: that divide the rows.
-    """
-
-    def __init__(self, rows: Mapping[str, int], columns: int, dtype: torch.dtype, ranks: int) -> None:
-        super().__init__()
-        for name, count in rows.items():
-            weight = nn.Parameter(torch.empty(count // ranks, columns, dtype=dtype), requires_grad=False)
-            self.register_parameter(name, weight)
-            # Marked once it is registered: NxD's init_on_device makes a parameter anew and takes its attributes amiss.
-            weight = self.get_parameter(name)
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1, num_partitions=ranks)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FoldedRows:
-        """Move with the model alone."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
-        super()._apply(fn, recurse)
-        for name, parameter in self.named_parameters():
-            parameter.data = kept[name].to(parameter.device)
-        return self
 
 
 class DecodeLayersKernel:
@@ -200,6 +172,7 @@ class WholeLayers:
         hidden_states: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
+        rank: Tensor,
         active_mask: Tensor | None = None,
         states: HiddenStates | None = None,
     ) -> Tensor:
@@ -209,13 +182,14 @@ class WholeLayers:
             hidden_states: [B, S, H], before the first MoE layer.
             attention_mask: bool [B, 1, 1 or S, slots], the same for all tokens.
             position_ids: int [B, S].
+            rank: this rank's number, int [1].
             active_mask: with flash decoding, bool [B, 1, S, S], on its diagonal True where this rank holds the token's
                 position.
             states: takes the residual between layers, where a call of the kernel ends then.
         """
         moe = [(layer, cache) for layer, cache in zip(self.layers, self.caches, strict=True) if layer.is_moe]
         first = moe[0][0]
-        attention, hf, experts = first.self_attn, first.self_attn.hf, first.mlp.expert_mlps
+        attention, hf, experts = first.self_attn, first.self_attn.hf, first.mlp.experts
         dtype, (batch, length) = hidden_states.dtype, hidden_states.shape[:2]
         tokens = batch * length
         group, slots = self.kernel.group, attention_mask.shape[-1]
@@ -240,9 +214,8 @@ class WholeLayers:
             assert active_mask is not None
             own = active_mask[:, 0].diagonal(dim1=1, dim2=2)
             inputs["own"] = own.reshape(tokens, 1).to(torch.int32)
-        if experts.moe_expert_model_parallel_group.size() > 1:  # one graph for all ranks
-            local_experts = experts.get_spmd_rank().get_local_expert_indices().view(-1)
-            inputs["first_expert"] = local_experts[:1].to(torch.int32).unsqueeze(1)
+        if experts.ep > 1:  # one graph for all ranks
+            inputs["first_expert"] = experts.first_expert(rank).to(torch.int32).view(1, 1)
         else:
             numbers["first_expert"] = 0
         each, before = self.each or len(moe), len(self.layers) - len(moe)
@@ -282,8 +255,7 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
 
     On a device they have it already, and nothing is copied.
     """
-    attention, mlps = layer.self_attn, layer.mlp.expert_mlps
-    routed, shared = mlps.get_mlp_op(), mlps.shared_experts
+    attention, routed, shared = layer.self_attn, layer.mlp.experts, layer.mlp.shared_experts
     keys, latents = (slot.squeeze(1) for slot in cache)
     floats: Tensors = {
         "q_norm": attention.q_a_layernorm.weight,
@@ -297,13 +269,11 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
         behind["next_residual"] = layer.early_qkv_a.residual_weight
         behind["next_experts"] = routed.early_qkv_a.weight
         behind["next_shared"] = shared.early_qkv_a.weight.squeeze(0)
-    names = ("gate_up", "gate_up_scales", "down", "down_scales")
     return {
         **{name: part.to(dtype) for name, part in floats.items()},
         **behind,
         **attention.tiles.arguments(),
-        **attention.tiles.of_group(),
-        **dict(zip(names, routed.tiles(), strict=True)),
+        **dict(zip(NAMES, routed.tiles(), strict=True)),
         **{f"shared_{name}": part for name, part in shared.alone().items()},
         "early_residual": layer.early_router.residual_weight,
         "early_heads": layer.early_router.heads_weight,

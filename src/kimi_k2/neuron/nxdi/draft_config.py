@@ -50,7 +50,9 @@ class KimiK2DraftConfig(KimiK2InferenceConfig):
                 file=path,
             )
         sizes = {"num_key_value_heads": draft.num_key_value_heads} if draft.form == "llama" else {}
-        sizes |= {"num_attention_heads": draft.num_attention_heads, "draft_vocab_size": draft.draft_vocab_size}
+        sizes |= {
+            name: getattr(draft, name) for name in ("num_attention_heads", "draft_vocab_size", "intermediate_size")
+        }
         ranks = target.neuron_config.tp_degree
         for field, size in sizes.items():
             if size % ranks:
@@ -60,6 +62,9 @@ class KimiK2DraftConfig(KimiK2InferenceConfig):
         head = {"head": json.loads(draft.model_dump_json()), "aux_layers": list(layers)}
         plain = draft.attention_config(hf)
         return cls(_neuron_config(target.neuron_config), load_config=load_kimi_config(plain), **head)
+
+    def check_sizes(self) -> None:
+        """Nothing: `of` has checked the head's, of which the Llama form's are no latent attention's."""
 
     @property
     def draft(self) -> DraftConfig:

@@ -16,9 +16,9 @@ from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalL
 from torch import Tensor, nn
 
 from kimi_k2.contrib_model.attention import masked
-from kimi_k2.contrib_model.layers import KimiK2MLP, dot_float32, make_rms_norm
+from kimi_k2.contrib_model.layers import dot_float32, make_rms_norm
+from kimi_k2.contrib_model.modeling_kimi_k2 import KimiK2DecoderLayer
 from kimi_k2.drafts.head import rotate_halves
-from kimi_k2.model.rope import rope_inv_freq
 
 from .attention import KimiK2Attention
 from .config import KimiK2InferenceConfig
@@ -60,8 +60,7 @@ class LlamaHeadAttention(nn.Module):
             heads * self.width, draft.hidden_size, bias=False, input_is_parallel=True, dtype=neuron.torch_dtype,
             reduce_dtype=neuron.rpl_reduce_dtype,
         )  # fmt: skip
-        self.rotary_multiplier = config.hf.rope_scaling.rotary_multiplier if config.hf.rope_scaling else 1.0
-        self.inv_freq: list[float] = rope_inv_freq(config.hf, "cpu").tolist()
+        self.inv_freq, self.rotary_multiplier = config.rotary()
 
     def forward(
         self,
@@ -108,37 +107,22 @@ class LlamaHeadAttention(nn.Module):
         return dot_float32(weights.to(values.dtype), values, ([3], [2]), ([0, 1], [0, 1]))
 
 
-class KimiK2DraftLayer(nn.Module):
-    """The head's layer: it reads the token's embedding and a hidden state side by side."""
+class KimiK2DraftLayer(KimiK2DecoderLayer):
+    """The head's layer, dense: it reads the token's embedding and a hidden state side by side, [B, S, 2 H]."""
 
     def __init__(self, config: KimiK2DraftConfig) -> None:
-        super().__init__()
         draft = config.draft
-        size, eps = draft.hidden_size, draft.rms_norm_eps
-        self.input_layernorm = make_rms_norm(size, eps)
-        self.hidden_norm = make_rms_norm(size, eps)
-        self.post_attention_layernorm = make_rms_norm(size, eps)
-        self.self_attn = LlamaHeadAttention(config) if draft.form == "llama" else LatentHeadAttention(config)
-        self.mlp = KimiK2MLP(config, config.hf.intermediate_size)
+        self.attention_cls = LlamaHeadAttention if draft.form == "llama" else LatentHeadAttention
+        super().__init__(config, -1)
+        self.hidden_norm = make_rms_norm(draft.hidden_size, draft.rms_norm_eps)
         self.norm_before_residual = draft.norm_before_residual
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_value: tuple[Tensor, Tensor] | None = None,
-        active_mask: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, None]:
-        """[B, S, 2 H] to [B, S, H]; arguments and results as KimiK2DecoderLayer's."""
+    def residual_and_normed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden state, normed where the head says so, and both inputs normed."""
         embeds, hidden = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
         both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        out, entries, cos, sin = self.self_attn(both, attention_mask, position_ids, past_key_value, active_mask)
-        hidden = residual + out
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), entries, cos, sin, None
+        return normed if self.norm_before_residual else hidden, both
 
 
 class HeadKVCacheManager(LatentKVCacheManager):

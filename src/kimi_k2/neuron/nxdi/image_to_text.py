@@ -29,13 +29,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.contrib_model.modeling_kimi_k2 import rank_file
 from kimi_k2.errors import ConfigError, MediaError
-from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.vision_config import Grid
 
-from .checkpoint import check_router_bias
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
-from .cpu_mode import KimiK2ModelWrapper
+from .model_wrapper import KimiK2ModelWrapper
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
 from .modeling_kimi_k25 import NeuronKimiK25TextModel, prefill_inputs
 from .presharding import preshard
@@ -133,7 +132,12 @@ class KimiK25TextWrapper(KimiK2ModelWrapper, ImageToTextModelWrapper):
     NxDI's own puts zeros for embeddings of another length than the graph's. Nothing is cut off or zeroed here.
     """
 
-    not_rows = (EMBEDDINGS,)
+    def rows(self, tensors: Sequence[Any], order: Tensor) -> list[Any]:
+        """The base's; embeddings are no rows of the batch, of whatever length."""
+        ordered = super().rows(tensors, order)
+        if len(tensors) > EMBEDDINGS:
+            ordered[EMBEDDINGS] = tensors[EMBEDDINGS]
+        return ordered
 
     def _forward_with_pad(self, *args: Any) -> Any:
         # NxDI's for images takes no notice of apply_seq_ids_mask: it fills a batch up with lines that would be written.
@@ -292,16 +296,11 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             count = neuron.local_ranks_size
             if name == "text" and local_ranks_size is not None:
                 count = local_ranks_size
+            files = [rank_file(Path(path), rank) for rank in range(first, first + count)]
             weights = (
-                [load_file(Path(path) / WEIGHTS / rank_file_name(rank)) for rank in range(first, first + count)]
-                if neuron.save_sharded_checkpoint
-                else builder().shard_checkpoint()
+                [load_file(file) for file in files] if neuron.save_sharded_checkpoint else builder().shard_checkpoint()
             )
-            traced = getattr(self, f"{name}_traced_model")
-            traced.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
-            if name == "text":
-                files = path if neuron.save_sharded_checkpoint else None
-                check_router_bias(traced.nxd_model, self.config._name_or_path or self.model_path, files, first)
+            self.initialize(getattr(self, f"{name}_traced_model"), weights, first)
 
     def _stored_vision(self) -> dict[str, Tensor]:
         source = self.config._name_or_path or self.model_path

@@ -77,9 +77,7 @@ def in_xla_form(decode: Decode, options: dict[str, Any]) -> Decode:
     if options.get("lora_config") is None or decode == "xla":
         return decode
     _LOG.warning("lora_config: decode runs in XLA form; %r has no adapters", decode)
-    if options.get("quantized"):
-        side = min(options["quantization_block_size"])
-        options["quantization_block_size"] = [side, side]
+    options.pop("quantization_block_size", None)  # of tiles
     return "xla"
 
 

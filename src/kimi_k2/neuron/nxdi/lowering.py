@@ -50,7 +50,6 @@ class LoweredGraph:
 @contextlib.contextmanager
 def mocked_ranks(neuron_config: Any) -> Iterator[None]:
     """NxD's parallel state for all ranks of `neuron_config`, in this process."""
-    from neuronx_distributed.modules.moe import moe_process_group
     from neuronx_distributed.parallel_layers import parallel_state
     from neuronx_distributed.trace.mock_torchdist import mock_distributed
 
@@ -76,7 +75,6 @@ def mocked_ranks(neuron_config: Any) -> Iterator[None]:
             parallel_state.destroy_kv_group()
             parallel_state._SPECULATIVE_DRAFT_GROUP = None
             parallel_state.destroy_model_parallel()
-            moe_process_group.destroy_moe_model_parallel()
 
 
 def _forget_collectives() -> None:
@@ -104,7 +102,6 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
         ValueError: no such stage or bucket.
     """
     from neuronx_distributed_inference.models.application_base import init_custom_process_group_fn
-    from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
 
     wrappers = {wrapper.tag: wrapper for wrapper in app.models}
     if stage not in wrappers:
@@ -116,7 +113,6 @@ def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
     with mocked_ranks(wrapper.neuron_config):
         init_custom_process_group_fn(wrapper.config)  # as ModelBuilder does: a draft's ranks
         instance = wrapper.get_model_instance()
-        initialize_moe_process_group(wrapper.config, False)  # needs real tensors, so before the meta device
         with torch.device("meta"):
             instance.load_module()
         module, aliased = instance.get(rank)

@@ -2,116 +2,47 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from neuronx_distributed.modules.moe.model import MoE
-from neuronx_distributed.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
-from neuronx_distributed.modules.moe.shared_experts import SharedExperts
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed.quantization.quantize import convert
-from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
-from neuronx_distributed_inference.models.model_wrapper import (
-    CONTEXT_ENCODING_MODEL_TAG,
-    TOKEN_GENERATION_MODEL_TAG,
-    ModelWrapper,
-)
-from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_process_group
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.names import IGNORED
+from kimi_k2.checkpoint.reader import CheckpointReader
+from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import modeling_kimi_k2 as base
-from kimi_k2.contrib_model.layers import KimiK2MLP
-from kimi_k2.contrib_model.moe import KimiK2Router
+from kimi_k2.contrib_model.checkpoint import StateDictReader
+from kimi_k2.contrib_model.moe import Held
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates
+from kimi_k2.sharding.convert import NeuronMapping
 from kimi_k2.sharding.early_qkv_a import precedes_another
-from kimi_k2.sharding.early_router import DTYPE
+from kimi_k2.sharding.early_router import DTYPE, HEADS, RESIDUAL
+from kimi_k2.spellings import plain_name
 
-from . import cpu_mode, lora, patches, prefill
+from . import cpu_mode, lora, prefill
 from .attention import KimiK2Attention
 from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
-from .checkpoint import check_router_bias, convert_state_dict, load_neuron_state_dict
 from .config import KimiK2InferenceConfig
-from .decode_layers import DecodeLayersKernel, FoldedRows, WholeLayers
+from .decode_layers import DecodeLayersKernel, WholeLayers
 from .draft_config import draft_state_dict, fused_state_dict, of_rank
-from .experts import KimiK2ExpertMLPs
+from .experts import CutWeights, TiledMoE
 from .flash_decoding import every_nth
 from .fused_speculation import KimiK2FusedSpecModel
 from .kv_cache import LatentKVCacheManager
+from .model_wrapper import KimiK2ModelWrapper
 from .presharding import preshard
-from .quantized import block_size, q_config, tile_dtype
 
 
-class KimiK2MoE(MoE):
-    """NxD's MoE, called as the hand-written class calls its own."""
-
-    def forward(self, hidden_states: Tensor, rank: Tensor | None = None) -> Tensor:
-        """[B, S, H] to the same; NxD's modules know their rank."""
-        out: Tensor = super().forward(hidden_states)[0]
-        return out
-
-
-def make_moe(config: KimiK2InferenceConfig, *, early: bool = False) -> KimiK2MoE:
-    """NxD's MoE with Kimi-K2's router and experts; routed and shared parts share one all-reduce.
-
-    With `early` the next layer's down projections are held folded with the experts', for the kernel of whole layers.
-    """
-    hf, neuron = config.hf, config.neuron_config
-    decode_tp, decode_ep, prefill_tp, prefill_ep = initialize_moe_process_group(config, False)
-    blockwise = neuron.blockwise_matmul_config
-    routed = RoutedExpertsMLPOpsConfig(
-        num_experts=hf.n_routed_experts,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.moe_intermediate_size,
-        top_k=hf.num_experts_per_tok,
-        hidden_act=hf.hidden_act,
-        glu_mlp=True,
-        normalize_top_k_affinities=False,  # the router's weights are final
-        enable_spmd_rank=blockwise.parallelize_token_to_block_mapping or neuron.moe_ep_degree > 1,
-        use_index_calc_kernel=neuron.use_index_calc_kernel,
-    )
-    experts = KimiK2ExpertMLPs(
-        tiles=tile_dtype(neuron),
-        block=block_size(neuron),
-        shared_width=config.shared_width,
-        shared_tiles=config.shared_tiles,
-        rows_at_once=neuron.prefill_rows_at_once,
-        early=(hf.qkv_a_dim, neuron.torch_dtype) if early else None,
-        routed_experts_mlp_config=routed,
-        blockwise_matmul_config=blockwise,
-        dtype=neuron.torch_dtype,
-        is_prefill=neuron.is_prefill_stage,
-        tensor_model_parallel_group=parallel_state.get_tensor_model_parallel_group(),
-        expert_model_parallel_group=parallel_state.get_expert_model_parallel_group(),
-        tkg_tensor_model_parallel_group=decode_tp,
-        tkg_expert_model_parallel_group=decode_ep,
-        cte_tensor_model_parallel_group=prefill_tp,
-        cte_expert_model_parallel_group=prefill_ep,
-    )
-    shared = None
-    if hf.n_shared_experts and not config.shared_width:
-        shared = SharedExperts(
-            hidden_size=hf.hidden_size,
-            intermediate_size=hf.moe_intermediate_size,
-            num_shared_experts=hf.n_shared_experts,
-            hidden_act=hf.hidden_act,
-            dtype=neuron.torch_dtype,
-            reduce_dtype=neuron.rpl_reduce_dtype,
-        )
-    return KimiK2MoE(
-        router=KimiK2Router(config),
-        expert_mlps=experts,
-        shared_experts=shared,
-        sequence_parallel_enabled=neuron.sequence_parallel_enabled,
-        sequence_dimension=1,
-    ).eval()
+def _folded(rows: Mapping[str, int], columns: int, dtype: torch.dtype, ranks: int) -> CutWeights:
+    """A layer's folded weights that the kernel alone reads, of which a rank has its rows."""
+    return CutWeights({name: Held((count // ranks, columns), dtype, (0, 1)) for name, count in rows.items()}, ranks)
 
 
 class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
@@ -126,18 +57,14 @@ class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
         self.early_router = self.early_qkv_a = None
         if neuron.layers and moe:
             rows = {"residual_weight": hf.hidden_size, "heads_weight": hf.num_attention_heads * hf.v_head_dim}
-            self.early_router = FoldedRows(rows, hf.n_routed_experts, DTYPE, neuron.tp_degree)
+            self.early_router = _folded(rows, hf.n_routed_experts, DTYPE, neuron.tp_degree)
         if self.folds:
             rows = {"residual_weight": hf.hidden_size}
-            self.early_qkv_a = FoldedRows(rows, hf.qkv_a_dim, neuron.torch_dtype, neuron.tp_degree)
-
-    def make_mlp(self, config: KimiK2InferenceConfig) -> nn.Module:
-        """The base's: NxDI's modules read an expert's width under the name of the dense layers'."""
-        return KimiK2MLP(config, config.hf.intermediate_size)
+            self.early_qkv_a = _folded(rows, hf.qkv_a_dim, neuron.torch_dtype, neuron.tp_degree)
 
     def make_moe(self, config: KimiK2InferenceConfig) -> nn.Module:
-        """NxD's, with our experts."""
-        return make_moe(config, early=self.folds)
+        """The base's, or in tiles."""
+        return TiledMoE(config, early=self.folds) if config.neuron_config.layers else super().make_moe(config)
 
     def forward(
         self,
@@ -160,7 +87,9 @@ class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
             states.pass_by(0, hidden_states)
         if whole is not None and self.is_moe:
             if not whole.begun:
-                hidden_states = whole.run(hidden_states, attention_mask, position_ids, kwargs["active_mask"], states)
+                hidden_states = whole.run(
+                    hidden_states, attention_mask, position_ids, rank, kwargs["active_mask"], states
+                )
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         out = super().forward(hidden_states, attention_mask, position_ids, past_key_value, rank, **kwargs)
         if states is not None:
@@ -172,6 +101,7 @@ class NeuronKimiK2Model(base.NeuronKimiK2Model):
     """The hand-written graph, with whole layers, states for drafts, cached prefixes and NxD's quantized layers."""
 
     layer_cls = KimiK2DecoderLayer
+    kept = (*base.NeuronKimiK2Model.kept, RESIDUAL, HEADS)  # of the early router, in float32
 
     def setup_attr_for_model(self, config: KimiK2InferenceConfig) -> None:
         """The attributes that NeuronBaseModel asks for."""
@@ -182,19 +112,12 @@ class NeuronKimiK2Model(base.NeuronKimiK2Model):
         self.aux_layers = tuple(config.aux_layers) if reads else ()  # that a draft reads
 
     def init_model(self, config: KimiK2InferenceConfig) -> None:
-        """Build the modules; routed experts are put into their quantized form here, so in CPU mode too."""
+        """Build the modules."""
         super().init_model(config)
         neuron = config.neuron_config
         self.lm_head.gather_output = not self.on_device_sampling or neuron.on_cpu
         sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
         self.whole = DecodeLayersKernel(*sizes) if neuron.layers else None
-        if neuron.quantized:
-            convert(
-                self,
-                q_config=q_config(neuron),
-                inplace=True,
-                modules_to_not_convert=neuron.modules_to_not_convert,
-            )
 
     def _create_context_attn_mask(self, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         """The base's; of a prefill behind a cached prefix it is over the prefix, bool [B, 1, 1, prefix].
@@ -242,15 +165,20 @@ class NeuronKimiK2Model(base.NeuronKimiK2Model):
         return every_nth(count, self.rank_util.get_rank(), self.num_cores_per_group)
 
 
-class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
-    """Kimi-K2 for generation on Neuron; see the README beside this folder for how to use it."""
+def mapping_of(config: KimiK2InferenceConfig, reader: Any) -> NeuronMapping:
+    """The mapping of a checkpoint, or of a state dict in memory."""
+    return NeuronMapping(config.hf, config.layout, reader.names(), reader.get, experts=config.experts)
+
+
+class NeuronKimiK2ForCausalLM(base.NeuronKimiK2ForCausalLM):
+    """The hand-written application, with resumable pre-sharding, drafts, adapters and a CPU mode that follows all."""
 
     _model_cls = NeuronKimiK2Model
-    compile_tag = TOKEN_GENERATION_MODEL_TAG  # the submodel that `get_compiler_args` is asked for
+    mapping_cls = staticmethod(mapping_of)
 
-    def get_model_wrapper_cls(self) -> type[ModelWrapper]:
-        """NxDI's, mended for CPU mode."""
-        return cpu_mode.KimiK2ModelWrapper
+    def get_model_wrapper_cls(self) -> type[KimiK2ModelWrapper]:
+        """The base's, for prefix caching and CPU mode too."""
+        return KimiK2ModelWrapper
 
     def forward(
         self,
@@ -271,7 +199,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         return out
 
     def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
-        """Add the prefill submodel, with compiler arguments of its own.
+        """Add the prefill submodel.
 
         Raises:
             ConfigError: fused speculation without a draft, or a draft's own settings.
@@ -282,9 +210,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             if self.fused_spec_config is None:
                 raise ConfigError("expected a draft, see `draft_head.with_draft`", field="fused_spec_config")
             self._model_cls = KimiK2FusedSpecModel
-        self.compile_tag = CONTEXT_ENCODING_MODEL_TAG
         super().enable_context_encoding(**model_init_kwargs)
-        self.compile_tag = TOKEN_GENERATION_MODEL_TAG
 
     @classmethod
     def get_config_cls(cls) -> type[KimiK2InferenceConfig]:
@@ -292,9 +218,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         return KimiK2InferenceConfig
 
     def to_cpu(self) -> None:
-        """NxDI's CPU mode, with expert-parallel process groups that gloo can use."""
-        os.environ["NXD_CPU_MODE"] = "1"
-        patches.apply_cpu_mode(self.neuron_config)
+        """NxDI's CPU mode, with what it lacks."""
         with self._models_of_their_own():
             cpu_mode.load(self, super().to_cpu)
         cpu_mode.follow_prefixes(self.models)
@@ -338,72 +262,46 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             return
         super().load(compiled_model_path, *args, **kwargs)
 
-    @classmethod
-    def save_quantized_state_dict(cls, model_path: str, config: KimiK2InferenceConfig) -> None:
-        """Nothing: experts are quantized from the checkpoint while they are sharded, so no other file is needed.
-
-        NxDI's way loads the whole model through transformers first. vLLM's plugin calls this before it compiles.
-        """
-
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
-        """The unsharded state dict, streamed from the checkpoint.
-
-        NxDI's own loader reads everything first and then rounds router and bias to the model's dtype.
-        """
-        state = self.get_state_dict(self._source, self.config)
-        fused = self.fused_spec_config
+        """The whole model, with its draft."""
+        state, fused = super().checkpoint_loader_fn(mmap), self.fused_spec_config
         if fused is None:
             return state
         return fused_state_dict(state, draft_state_dict(fused.draft_model_path, fused.draft_config))
 
-    @property
-    def _source(self) -> str:
-        # From a compiled model's directory, which holds no checkpoint, the configuration says where that was.
-        source: str = getattr(self.config, "_name_or_path", "")
-        return source if source and Path(source).is_dir() else self.model_path
-
-    def load_weights(
-        self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None
-    ) -> None:
-        """NxDI's, and the routers' biases are read back from the device.
-
-        Beside converted files of the target, which know no draft, a head is cut as it is loaded.
+    @classmethod
+    def mapping_from(cls, model_path: str, config: KimiK2InferenceConfig) -> NeuronMapping:
+        """From a checkpoint directory's tensors to the parameters, streamed.
 
         Raises:
-            CheckpointError: see `check_router_bias`.
+            ConfigError, CheckpointError: see `KimiK2Config.from_pretrained` and `CheckpointReader`.
         """
-        neuron = self.neuron_config
-        fused = self.fused_spec_config
-        first = neuron.start_rank_id if start_rank_id is None else start_rank_id
-        if fused is None or not neuron.save_sharded_checkpoint:
-            super().load_weights(compiled_model_path, start_rank_id, local_ranks_size)
-        else:
-            count = neuron.local_ranks_size if local_ranks_size is None else local_ranks_size
-            self._load_fused(fused, compiled_model_path, first, count)
-        files = compiled_model_path if neuron.save_sharded_checkpoint else None
-        check_router_bias(self.traced_model.nxd_model, self._source, files, first)
-
-    def _load_fused(self, fused: Any, compiled_model_path: str, first: int, count: int) -> None:
-        head = draft_state_dict(fused.draft_model_path, fused.draft_config)
-        files = Path(compiled_model_path, "weights")
-        weights = [
-            fused_state_dict(
-                load_file(files / f"tp{rank}_sharded_checkpoint.safetensors"),
-                of_rank(head, rank, self.neuron_config.tp_degree),
-            )
-            for rank in range(first, first + count)
-        ]
-        self.traced_model.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
+        return mapping_of(config, CheckpointReader.for_config(model_path, KimiK2Config.from_pretrained(model_path)))
 
     @classmethod
-    def get_state_dict(cls, model_name_or_path: str, config: KimiK2InferenceConfig) -> dict[str, Tensor]:
-        """State dict of a checkpoint directory under NeuronKimiK2Model's names."""
-        return load_neuron_state_dict(model_name_or_path, config.neuron_config, config.experts)
+    def convert_hf_to_neuron_state_dict(
+        cls, hf_state_dict: dict[str, Tensor], config: KimiK2InferenceConfig
+    ) -> dict[str, Tensor]:
+        """From a state dict in memory; names may be other exporters'."""
+        plain = {plain_name(name): tensor for name, tensor in hf_state_dict.items()}
+        reader = StateDictReader({name: tensor for name, tensor in plain.items() if not IGNORED.search(name)})
+        reader.get = lambda name: plain[reader.stored[name]]  # some are read again
+        return mapping_of(config, reader).state_dict()
 
-    @staticmethod
-    def convert_hf_to_neuron_state_dict(state_dict: dict[str, Any], config: KimiK2InferenceConfig) -> dict[str, Tensor]:
-        """The same for an unquantized state dict in memory."""
-        return convert_state_dict(state_dict, config.hf, config.neuron_config, config.experts)
+    def weights_to_load(self, compiled: Path, first: int, count: int) -> list[dict[str, Tensor]]:
+        """The base's; beside converted files of the target, which know no draft, a head is cut as it is loaded."""
+        neuron, fused = self.neuron_config, self.fused_spec_config
+        if not neuron.save_sharded_checkpoint and (fused is not None or neuron.lora_config is not None):
+            weights: list[dict[str, Tensor]] = self.get_builder().shard_checkpoint()  # NxD knows adapters' weights
+            return weights
+        weights = super().weights_to_load(compiled, first, count)
+        if fused is None:
+            return weights
+        head = draft_state_dict(fused.draft_model_path, fused.draft_config)
+        return [
+            fused_state_dict(own, of_rank(head, rank, neuron.tp_degree))
+            for rank, own in enumerate(weights, start=first)
+        ]
 
     def shard_weights(
         self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
@@ -414,13 +312,3 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
             pre_shard_weights_hook(self)
         if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
             preshard(self.model_path, compiled_model_path, neuron)
-
-    def get_compiler_args(self) -> str:
-        """neuronx-cc's arguments for the submodel that is being added: the configuration's, or a plain set.
-
-        NxDI's ModelWrapper appends `--internal-hlo2tensorizer-options`, with what FP8 weights need.
-        """
-        neuron = self.neuron_config
-        prefill = self.compile_tag == CONTEXT_ENCODING_MODEL_TAG
-        plain = ["--model-type=transformer", "-O1" if prefill else "-O2", "--auto-cast=none"]
-        return " ".join(neuron.compiler_args.get(self.compile_tag, [*plain, f"--lnc={neuron.logical_nc_config}"]))

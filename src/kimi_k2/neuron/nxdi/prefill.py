@@ -1,4 +1,4 @@
-"""Prompts that NxDI's prefill does not take: of one token, and with prefix caching those longer than a graph."""
+"""Prompts that NxDI's prefill does not take with prefix caching: of one token, and those longer than a graph."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from torch.nn import functional as F
 
 
 def of_one_token(arguments: dict[str, Any]) -> dict[str, Any]:
-    """NxDI's arguments, in which prompts of one token are prompts, and pads behind them at position 0.
+    """Arguments in which prompts of one token are prompts, and pads behind them at position 0.
 
     NxDI marks pads with position 1, and takes the first highest position for the last token's: a pad's. With block
     tables it takes a single column for a step, which would read a cache that holds nothing: here it has a pad beside.
     """
-    positions, full = arguments["position_ids"], arguments.get("full_context_lens")
-    mask = arguments["attention_mask"]
-    if positions is None or (mask is None and full is None):
-        return arguments
-    lengths = mask.sum(dim=1, keepdim=True) if full is None else full.reshape(-1, 1)
+    positions, lengths = arguments["position_ids"], arguments["full_context_lens"].reshape(-1, 1)
     changed = {**arguments, "position_ids": torch.where((positions[:, :1] == 0) & (lengths == 1), 0, positions)}
-    if full is not None and positions.shape[1] == 1 and not positions.any():
+    if positions.shape[1] == 1 and not positions.any():
         columns = ("input_ids", "position_ids", "attention_mask")
         changed |= {name: F.pad(changed[name], (0, 1)) for name in columns if changed[name] is not None}
     return changed
@@ -43,11 +39,11 @@ def parts(neuron_config: Any, arguments: dict[str, Any]) -> Iterator[dict[str, A
     Raises:
         ValueError: a prompt that does not fit comes together with others.
     """
-    arguments = of_one_token(arguments)
-    most = max(neuron_config.context_encoding_buckets or [neuron_config.max_context_length])
     if not neuron_config.is_prefix_caching or arguments.get("full_context_lens") is None:
         yield arguments
         return
+    arguments = of_one_token(arguments)
+    most = max(neuron_config.context_encoding_buckets or [neuron_config.max_context_length])
     computed: Tensor = arguments["computed_context_lens"]
     full: Tensor = arguments["full_context_lens"]
     if int((full - computed).max()) <= most:

@@ -13,15 +13,15 @@ from typing import Any
 from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.contrib_model.configuration_kimi_k2 import UNTOUCHED
 from kimi_k2.errors import ConfigError
-from kimi_k2.neuron.compile import compiler_args, environment, runtime_environment
-from kimi_k2.plan.deployment import STAGES, Deployment, NeuronOptions
+from kimi_k2.neuron.compile import environment, runtime_environment
+from kimi_k2.plan.deployment import Deployment, NeuronOptions
 from kimi_k2.sharding.experts.format import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
-from .quantized import MODULES_TO_NOT_CONVERT
 
 FROM_CHECKPOINT = "checkpoint"
 # Lists of lengths that belong to a preset's own sequence length; NxDI makes others for other lengths.
@@ -50,7 +50,7 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
             os.environ.update(environment(deployment))
         else:
             lnc = options.get("logical_nc_config", NeuronOptions().logical_nc_config)
-            os.environ.update(runtime_environment(lnc, options.get("tp_degree", 1)))
+            os.environ.update(runtime_environment(lnc, options.get("tp_degree", 64)))
         experts = experts or FROM_CHECKPOINT
         if experts not in (FROM_CHECKPOINT, *expert_formats()):
             raise ConfigError(
@@ -74,8 +74,7 @@ def _with_preset(preset: Deployment, options: Mapping[str, Any]) -> dict[str, An
     if any(options.get(name, defaults[name]) != defaults[name] for name in lengths if name in defaults):
         for name in BUCKETS:
             defaults.pop(name, None)
-    arguments = {stage: compiler_args(preset, stage) for stage in STAGES}
-    return {"compiler_args": arguments, **defaults, **options}
+    return {"compiler_args": preset.compiler_args, **defaults, **options}
 
 
 def checkpoint_experts(config: KimiK2Config, decode: Decode = "xla") -> str:
@@ -94,14 +93,16 @@ def hold_experts(config: KimiK2InferenceConfig) -> None:
         return
     if neuron.experts == FROM_CHECKPOINT:
         neuron.experts = checkpoint_experts(config.hf, neuron.decode)
-    ranks = neuron.moe_tp_degree if neuron.moe_ep_degree > 1 else neuron.tp_degree
-    layout = Layout(ranks, neuron.moe_ep_degree, experts=neuron.experts, decode=neuron.decode)
-    options = expert_formats()[neuron.experts].for_layout(config.hf, layout).neuron_options()
-    for name, value in options.items():
-        setattr(neuron, name, value)
-    if options:
-        neuron.modules_to_not_convert = list(MODULES_TO_NOT_CONVERT)
-        neuron.quantized_checkpoints_path = ""  # our loader converts from the checkpoint itself
+    layout = Layout(neuron.moe_tp_degree, neuron.moe_ep_degree, experts=neuron.experts, decode=neuron.decode)
+    if options := expert_formats()[neuron.experts].for_layout(config.hf, layout).neuron_options():
+        more = {
+            "quantization_dtype": "f8e4m3",
+            "modules_to_not_convert": list(UNTOUCHED),
+            "quantized_checkpoints_path": "",
+        }
+        for name, value in {**options, **more}.items():
+            setattr(neuron, name, value)
+        config.derive_blocks()
 
 
 class ServedInferenceConfig(KimiK2InferenceConfig):

@@ -46,8 +46,8 @@ class Experts:
 
     Args:
         config: of the model.
-        weights: `mlp_op` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
-            `scale`; in tiles as `sharding.experts.tiles` has them, then perhaps with `shared_experts` beside it.
+        weights: `experts` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
+            `scale`; in tiles as `sharding.experts.tiles` has them, then perhaps with such `shared_experts` beside it.
         kernels: that may run where they lie in tiles; None where they do not.
         first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
     """
@@ -56,7 +56,8 @@ class Experts:
         self.top_k, self.total = config.num_experts_per_tok, config.n_routed_experts
         self.first, self.kernels = first, kernels
         parts = dict(weights.named_children())
-        self.routed, self.shared = parts["mlp_op"], parts.get("shared_experts")
+        self.routed, shared = parts["experts"], parts.get("shared_experts")
+        self.shared = shared if hasattr(shared, "gate_up_proj") else None  # three linears are the caller's
 
     def __call__(self, x: Tensor, topk_indices: Tensor, topk_weights: Tensor, *, decode: bool) -> Tensor:
         """[T, H], int64 [T, k] and float32 [T, k] to this rank's part of [T, H], no token dropped.

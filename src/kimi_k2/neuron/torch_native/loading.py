@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,12 +13,10 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
-from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.convert import Converter, modules_by_layer, units
+from kimi_k2.sharding.convert import NeuronMapping, converted
 from kimi_k2.sharding.experts.format import ConversionError
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
-from kimi_k2.sharding.manifest import MANIFEST, check_made_for, made_layout
-from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.verify import open_rank_file
 
 logger = logging.getLogger("vllm.kimi_k2")
@@ -56,8 +53,6 @@ def _from_rank_file(
 ) -> Iterator[tuple[str, Tensor]]:
     if ranks.dp is not None:
         raise ConfigError("ranks' files are cut for one replica; give the checkpoint itself", file=directory / MANIFEST)
-    # NxD's rank numbers may lie in the file too; they are not read.
-    layout = dataclasses.replace(layout, spmd_rank=made_layout(directory).spmd_rank)
     check_made_for(directory, config, layout)
     with open_rank_file(directory, ranks.moe_rank) as read:
         for tensor in planned:
@@ -73,28 +68,25 @@ def _from_checkpoint(
     for tensor in by_name.values():
         of_layer.setdefault(tensor.layer, []).append(tensor)
     with CheckpointReader.for_config(directory, config) as reader:
-        modules = modules_by_layer(reader.names())
         for tensor in of_layer.pop(GLOBAL_LAYER):
             source = tensor.name if tensor.name.startswith("lm_head.") else f"model.{tensor.name}"
             pieces = [reader.get_slice(source, *region) for region in tensor.regions(ranks.rank)]
             yield tensor.name, torch.cat(pieces, tensor.dim or 0).to(tensor.dtype)
-        every = {tensor.name: tensor for tensor in make_plan(config, layout).tensors} | by_name
-        converter, error = Converter(config, layout, every), ConversionError()
+        mapping = NeuronMapping(config, layout, reader.names(), reader.get, by_rank=True)
+        error = ConversionError()
         for layer, tensors in of_layer.items():
             made: dict[str, Tensor] = {}
             local_experts = next(
-                (tensor.experts_of(ranks.moe_rank) for tensor in tensors if ".mlp_op." in tensor.name), range(0)
+                (tensor.experts_of(ranks.moe_rank) for tensor in tensors if ".mlp.experts." in tensor.name), range(0)
             )
-            for unit in units(modules[layer], layout, shared=converter.holds_shared):
-                routed = unit.expert is not None and ".shared_experts." not in unit.modules[0]
-                if routed and unit.expert not in local_experts:
+            for module in mapping.modules_of(layer):
+                if module.expert is not None and module.expert not in local_experts:
                     continue
-                stored: dict[str, Stored] = {}
-                for module in unit.modules:
-                    stored[module] = {name.rpartition(".")[2]: reader.get(name) for name in modules[layer][module]}
-                    reader.check_module(module, stored[module])
-                converter.report = unit.expert == local_experts.start  # one a layer: the load is to be no slower for it
-                parts, measured = converter.convert(unit, stored)
+                stored = [mapping.tensors_of(source) for source in module.sources]
+                for source, tensors in zip(module.sources, stored, strict=True):
+                    reader.check_module(source, tensors)
+                # One a layer: the load is to be no slower for it.
+                parts, measured = converted(module, stored, report=module.expert == local_experts.start)
                 error.add(measured)
                 for part in parts:
                     if part.name not in by_name:

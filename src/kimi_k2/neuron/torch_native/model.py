@@ -48,7 +48,7 @@ class Layer:
         self.mlp = weights.get_submodule("mlp")
         self.experts = None
         if config.is_moe_layer(layer):
-            self.experts = Experts(config, self.mlp.get_submodule("expert_mlps"), first, self.kernels)
+            self.experts = Experts(config, self.mlp, first, self.kernels)
 
     def __call__(
         self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any, divided: bool
@@ -77,8 +77,8 @@ class Layer:
         out = self.experts(rows, *chosen, decode=decode)
         if dp is not None:
             out = dp.reduce_scatter(out, 0)
-        shared = getattr(self.mlp, "shared_experts", None)  # elsewhere in tiles
-        return out if shared is None else out + mlp(x, shared)
+        shared = getattr(self.mlp, "shared_experts", None)
+        return out if shared is None or self.experts.shared is not None else out + mlp(x, shared)
 
 
 class KimiK2ForVllmNeuron(nn.Module):

@@ -112,7 +112,7 @@ class Ranks:
 
 def layout_of(ranks: Ranks, experts: str, dtype: torch.dtype) -> Layout:
     """The layout of a conversion (`kimi-k2 convert --target neuron`) whose files these ranks can load."""
-    return Layout(ranks.of_moe // ranks.moe_ep, ranks.moe_ep, experts=experts, dtype=dtype, spmd_rank=False)
+    return Layout(ranks.of_moe // ranks.moe_ep, ranks.moe_ep, experts=experts, dtype=dtype)
 
 
 def planned_tensors(config: KimiK2Config, ranks: Ranks, experts: str, dtype: torch.dtype) -> list[PlannedTensor]:
@@ -131,6 +131,6 @@ def planned_tensors(config: KimiK2Config, ranks: Ranks, experts: str, dtype: tor
         raise ConfigError("tiles are cut for one replica; data-parallel replicas need another", field="quantization")
     replica = without_nxdis(make_plan(config, dataclasses.replace(layout, moe_tp=int(ranks.tp.world_size), moe_ep=1)))
     return [
-        of_all if ".expert_mlps." in of_all.name else of_one
+        of_all if ".mlp.experts." in of_all.name else of_one
         for of_all, of_one in zip(plan.tensors, replica.tensors, strict=True)
     ]

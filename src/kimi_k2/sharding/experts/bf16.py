@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,15 +26,6 @@ class FloatExperts(ExpertFormat):
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> FloatExperts:
         """Nothing depends on sizes."""
         return cls()
-
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> FloatExperts:
-        """No options."""
-        return cls()
-
-    def neuron_options(self) -> dict[str, Any]:
-        """None."""
-        return {}
 
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         """`weight`."""

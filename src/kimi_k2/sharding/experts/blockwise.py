@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,16 +28,6 @@ class BlockScaledExperts(ExpertFormat):
     @abstractmethod
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """Rows and columns of a block of a [rows, columns] weight."""
-
-    def quantization_options(self, sides: tuple[int, int]) -> dict[str, Any]:
-        """NxD's blockwise quantization, blocks along input and output of gate and up."""
-        return {
-            "quantized": True,
-            "quantization_type": self.quantization_type,
-            "quantization_dtype": "f8e4m3",
-            "quantization_block_axis": [1, 2],
-            "quantization_block_size": list(sides),
-        }
 
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         """FP8 values, and a scale a block."""
@@ -87,18 +77,9 @@ class BlockwiseExperts(BlockScaledExperts):
 
     @classmethod
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> BlockwiseExperts:
-        """With the largest block that divides the checkpoint's and a rank's share of an expert."""
+        """With the largest block that divides the checkpoint's, the hidden size and a rank's share of an expert."""
         stored_block = config.format_of_experts().e4m3_block or DEFAULT_BLOCK
-        return cls(math.gcd(*stored_block, config.moe_intermediate_size // layout.moe_tp))
-
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> BlockwiseExperts:
-        """With the block of `quantization_block_size`."""
-        return cls(neuron_config.quantization_block_size[0])
-
-    def neuron_options(self) -> dict[str, Any]:
-        """Square blocks."""
-        return self.quantization_options((self.block, self.block))
+        return cls(math.gcd(*stored_block, config.hidden_size, config.moe_intermediate_size // layout.moe_tp))
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
         """The same of every weight."""

@@ -146,13 +146,10 @@ class ExpertFormat(ABC):
         """The format with what depends on sizes and ranks."""
 
     @classmethod
-    @abstractmethod
-    def from_neuron_config(cls, neuron_config: Any) -> ExpertFormat:
-        """The format that a MoENeuronConfig with this `quantization_type` describes."""
-
-    @abstractmethod
-    def neuron_options(self) -> dict[str, Any]:
-        """Arguments of MoENeuronConfig."""
+    def neuron_options(cls) -> dict[str, Any]:
+        """Arguments of KimiK2NeuronConfig; all else depends on sizes, which that knows."""
+        quantized = cls.quantization_type is not None
+        return {"quantized": True, "quantization_type": cls.quantization_type} if quantized else {}
 
     @abstractmethod
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
@@ -187,29 +184,18 @@ def expert_formats() -> Mapping[str, type[ExpertFormat]]:
     return _REGISTRY.known()
 
 
-def held_format(neuron_config: Any) -> ExpertFormat:
-    """The format of the experts that a MoENeuronConfig describes.
-
-    Raises:
-        ValueError: there is none with its `quantization_type`.
-    """
-    wanted = neuron_config.quantization_type if neuron_config.quantized else None
-    tiles = getattr(neuron_config, "decode", "xla") != "xla"
-    for one in expert_formats().values():
-        if (one.quantization_type, one.tiles) == (wanted, tiles):
-            return one.from_neuron_config(neuron_config)
-    raise ValueError(f"quantization_type: expected {' or '.join(quantization_types())}, got {wanted!r}")
+def format_held(quantization_type: str | None, *, tiles: bool) -> str:
+    """Name of the format with NxD's name of its quantization, None for floats, in tiles or not."""
+    return next(
+        one.name
+        for one in expert_formats().values()
+        if (one.quantization_type, one.tiles) == (quantization_type, tiles)
+    )
 
 
 def without_tiles(name: str) -> str:
     """The format that holds the same without tiles, for a decode step of PyTorch operations."""
-    wanted = expert_formats()[name].quantization_type
-    return next(one.name for one in expert_formats().values() if (one.quantization_type, one.tiles) == (wanted, False))
-
-
-def quantization_types() -> list[str]:
-    """NxD's names of all quantized formats."""
-    return sorted({one.quantization_type for one in expert_formats().values() if one.quantization_type})
+    return format_held(expert_formats()[name].quantization_type, tiles=False)
 
 
 def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:

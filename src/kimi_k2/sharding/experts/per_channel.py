@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,15 +33,6 @@ class ChannelExperts(ExpertFormat):
     def for_layout(cls, config: KimiK2Config, layout: Layout) -> ChannelExperts:
         """Nothing depends on sizes."""
         return cls()
-
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> ChannelExperts:
-        """No options."""
-        return cls()
-
-    def neuron_options(self) -> dict[str, Any]:
-        """NxD's scale a channel of each expert."""
-        return {"quantized": True, "quantization_type": self.quantization_type, "quantization_dtype": "f8e4m3"}
 
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         """FP8 values, and a scale a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -128,15 +128,6 @@ class Fp8Tiles(TiledExperts, BlockScaledExperts):
         """
         in_blocks = config.format_of_experts("shared_experts.gate_proj").e4m3_block is not None
         return cls(check_width(config, layout), shared_width(config, layout), in_blocks)
-
-    @classmethod
-    def from_neuron_config(cls, neuron_config: Any) -> Fp8Tiles:
-        """With the width that `quantization_block_size` names."""
-        return cls(neuron_config.quantization_block_size[1])
-
-    def neuron_options(self) -> dict[str, Any]:
-        """Blocks of the rank's width."""
-        return self.quantization_options((PARTITIONS, self.width))
 
     @property
     def shared(self) -> ExpertFormat | None:

@@ -85,7 +85,10 @@ def test_yarn(change):
 
 
 def test_a_saved_config_is_read_back(tmp_path):
-    config = application(TINY, quantized=True).config
+    import src
+
+    neuron = src.KimiK2NeuronConfig(tp_degree=1, quantized=True)
+    config = src.KimiK2InferenceConfig(neuron, load_config=src.load_kimi_config(TINY))
     config.save(str(tmp_path))
     again = type(config).load(str(tmp_path))
     assert again.to_json_string() == config.to_json_string()
