@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import os
 import random
@@ -128,6 +129,42 @@ def test_files_of_the_processor(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError):
             MediaConfig.from_pretrained(tmp_path)
+
+
+# What transformers 5.23 and the published file say, and each field at a value that asks for something else.
+SAID: dict[str, Any] = {
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+    "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_sample_frames": True,
+    "image_processor_type": "Kimi_K25ImageProcessor", "model_input_names": ["pixel_values"], "patch_size": 14,
+    "merge_size": 2, "max_patches": 16384, "size": {"max_height": 512, "max_width": 512},
+}  # fmt: skip
+OTHERWISE: dict[str, Any] = {
+    "do_resize": False, "do_rescale": False, "do_normalize": False, "do_convert_rgb": False, "resample": 2,
+    "rescale_factor": 1 / 127.5, "image_mean": [0.4, 0.5, 0.5], "image_std": 0.5, "do_sample_frames": False,
+    "do_center_crop": True, "crop_size": {"height": 9}, "do_pad": True, "num_frames": 8, "max_patchs": 9, "foo": None,
+    "size": {"shortest_edge": 9}, "fixed_output_tokens": 64, "in_patch_limit_video": 9, "timestamp_mode": "ss",
+    "max_num_frames_each_video": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_fields_of_the_processor_are_obeyed_or_refused(tmp_path: Path, inside: bool) -> None:
+    file = tmp_path / "preprocessor_config.json"
+
+    def read(fields: dict[str, Any]) -> MediaConfig:
+        file.write_text(json.dumps({"auto_map": {}, "media_proc_cfg": fields} if inside else fields))
+        return MediaConfig.from_pretrained(tmp_path)
+
+    assert read(SAID) == MediaConfig()
+    assert read({**SAID, "temporal_patch_size": 8, "size": {"max_height": 9, "max_width": 9}}) == MediaConfig(
+        frames_a_chunk=8, max_side=9
+    )
+    for name, value in OTHERWISE.items():
+        with pytest.raises(ConfigError, match=rf"preprocessor_config\.json: field '{name}'"):
+            read({**SAID, name: value})
+    file.write_text('{"media_proc_cfg": {}, "image_mean": [0.4, 0.5, 0.5]}')  # beside what is read
+    with pytest.raises(ConfigError, match="field 'image_mean'"):
+        MediaConfig.from_pretrained(tmp_path)
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:

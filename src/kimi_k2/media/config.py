@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
+from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import is_there, read_data
 from kimi_k2.limits import MEDIA_TOKENS
@@ -24,12 +25,28 @@ _PUBLISHED = {
     "patch_size": "patch_size",
     "merge_kernel_size": "merge_size",
 }
+# transformers' names; its two files have the same one of a limit, for images and for videos.
+_OF_TRANSFORMERS = {"merge_size": "merge_size", "fps": "sample_fps", "temporal_patch_size": "frames_a_chunk"}
+_HARMLESS = (
+    *("auto_map", "feature_extractor_type", "image_processor_type", "processor_class", "video_processor_type"),
+    *("_processor_class", "_valid_kwargs_names", "model_input_names", "name_or_path", "transformers_version"),
+    *("data_format", "device", "disable_grouping", "input_data_format", "return_metadata", "return_tensors"),
+)
 # What published files also say, and vLLM's processor asks for.
 _PUBLISHED_ONLY = {
     "fixed_output_tokens": None,
     "in_patch_limit_video": None,
     "max_num_frames_each_video": None,
     "timestamp_mode": "hh:mm:ss.fff",
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    **{name: (value,) for name, value in _PUBLISHED_ONLY.items()},
+    **dict.fromkeys(("image_mean", "image_std"), ([0.5, 0.5, 0.5], None)),
+    **dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize", "do_sample_frames"), (True, None)),
+    **dict.fromkeys(("do_center_crop", "do_pad"), (False, None)),
+    **dict.fromkeys(("crop_size", "num_frames", "pad_size", "video_metadata"), (None,)),
+    "rescale_factor": (1 / 255, None),
+    "resample": (3, None),  # bicubic
 }
 
 
@@ -64,7 +81,8 @@ class MediaConfig(BaseModel):
         """Read the files of a checkpoint; what they leave out, or all of it, is as published.
 
         Raises:
-            ConfigError: a field is malformed, or asks for another normalisation than mean and deviation 0.5.
+            ConfigError: a field is malformed or not known, or asks for what is not done, such as another normalisation
+                than mean and deviation 0.5.
         """
         fields: dict[str, Any] = {}
         for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
@@ -94,17 +112,23 @@ def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:
     published = raw.get("media_proc_cfg", raw)
     if not isinstance(published, Mapping):
         raise ConfigError(f"expected an object, got {type(published).__name__}", field="media_proc_cfg", file=path)
-    fields = {ours: published[name] for name, ours in _PUBLISHED.items() if published.get(name) is not None}
-    # transformers' names; its two files have the same ones for images and videos.
-    for name, ours in (("max_patches", limit), ("merge_size", "merge_size"), ("fps", "sample_fps")):
-        if published.get(name) is not None:
-            fields[ours] = published[name]
+    names = {**_PUBLISHED, **_OF_TRANSFORMERS, "max_patches": limit}
     size = published.get("size")
-    if isinstance(size, Mapping) and size.get("max_height") is not None:
+    try:
+        if published is not raw:
+            refuse_unknown(raw, {"media_proc_cfg"}, only={}, harmless=_HARMLESS)
+        refuse_unknown(published, {*names, "size"}, only=_ONLY, harmless=_HARMLESS)
+        if size is not None and (
+            not isinstance(size, Mapping)
+            or size.keys() != {"max_height", "max_width"}
+            or size["max_height"] != size["max_width"]
+        ):
+            raise ConfigError(f"expected one max_height and max_width, got {size!r:.100}", field="size")
+    except ConfigError as error:
+        raise ConfigError(error.message, field=error.field, file=path) from None
+    fields = {ours: published[name] for name, ours in names.items() if published.get(name) is not None}
+    if size is not None:
         fields["max_side"] = size["max_height"]
     if isinstance(fields.get("sample_fps"), int):
         fields["sample_fps"] = float(fields["sample_fps"])
-    for name in ("image_mean", "image_std"):
-        if published.get(name, [0.5, 0.5, 0.5]) != [0.5, 0.5, 0.5]:
-            raise ConfigError(f"expected [0.5, 0.5, 0.5], got {published[name]!r}", field=name, file=path)
     return fields
