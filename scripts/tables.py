@@ -164,6 +164,53 @@ def _cells(row: PresetRow) -> list[str]:
     ]  # fmt: skip
 
 
+def picture(title: str, labels: list[str], series: dict[str, list[float]], line: tuple[str, float] | None) -> str:
+    """Bars as SVG: of each label the series side by side, or one on the other under a line."""
+    top = 1.1 * (
+        max(map(max, series.values())) if line is None else max(line[1], *map(sum, zip(*series.values(), strict=True)))
+    )
+    step, drawn = 620 / len(labels), [f'<text x="20" y="20" font-weight="bold">{title}</text>']
+    for number, (name, values) in enumerate(series.items()):
+        colour, legend = ("#7a869a", "#1f6feb", "#f2a33a")[number], 330 + 130 * number
+        drawn.append(f'<rect x="{legend}" y="11" width="10" height="10" fill="{colour}"/>')
+        drawn.append(f'<text x="{legend + 15}" y="20">{name}</text>')
+        for place, value in enumerate(values):
+            below = sum(list(series.values())[n][place] for n in range(number)) if line else 0
+            width = step / (2 if line else len(series) + 1)
+            x, height = 60 + place * step + (0 if line else number * width), 160 * value / top
+            y = 195 - height - 160 * below / top
+            drawn.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" fill="{colour}"/>')
+            drawn.append(f'<text x="{x + 4:.0f}" y="{y + (12 if line else -3):.0f}">{value:.3g}</text>')
+    drawn += [f'<text x="{60 + n * step:.0f}" y="210">{label}</text>' for n, label in enumerate(labels)]
+    if line:
+        y = 195 - 160 * line[1] / top
+        drawn.append(f'<path d="M50 {y:.0f}H690" stroke="black" stroke-dasharray="5"/>')
+        drawn.append(f'<text x="560" y="{y - 4:.0f}">{line[0]} {line[1]:.1f}</text>')
+    body = "\n".join(drawn)
+    opened = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 220" font-family="sans-serif" font-size="11">'
+    return f"{opened}\n{body}\n</svg>\n"
+
+
+def pictures() -> dict[str, str]:
+    """README's, by file of docs: memory by context, and vLLM's own model beside ours."""
+    config, contexts = KimiK2Config.from_preset("kimi-k2-instruct-0905"), [4096, 16384, 65536, 131072]
+    plans = [plan("kimi-k2-instruct-0905", "trn2-tp64-ep1", max_model_len=tokens)["rank_memory"] for tokens in contexts]
+    held = {
+        "weights and code": [(one["resident"] - one["parts"]["KV cache"]) / 2**30 for one in plans],
+        "KV cache": [one["parts"]["KV cache"] / 2**30 for one in plans],
+        "scratch (model)": [one["scratch"]["nbytes"] / 2**30 for one in plans],
+    }
+    title = f"trn2-tp64-ep1, {config.num_hidden_layers} layers, GiB a core by context"
+    rows = _json("measured.json")["vllm-h200"]["rows"]
+    times = [[float(part) for part in re.findall(r"[\d.]+", row[1])[:2]] for row in rows]
+    stock, ours = (list(values) for values in zip(*times, strict=True))
+    labels = [f"{row[0]} requests" for row in rows]
+    return {
+        "memory.svg": picture(title, [f"{n:,}" for n in contexts], held, ("usable", plans[0]["usable"] / 2**30)),
+        "hopper.svg": picture("One H200, FP8, TPOT in ms", labels, {"vLLM's own model": stock, "ours": ours}, None),
+    }
+
+
 def documents() -> dict[str, Path]:
     """README and docs by the names that docs/figures.json has."""
     return {"README.md": ROOT / "README.md", **{path.name: path for path in sorted(DOCS.glob("*.md"))}}
@@ -172,6 +219,8 @@ def documents() -> dict[str, Path]:
 if __name__ == "__main__":
     for name, path in documents().items():
         path.write_text(rendered(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+    for name, drawing in pictures().items():
+        (DOCS / name).write_text(drawing, encoding="utf-8")
     if sys.argv[1:] == ["--record"]:
         numbers = {name: stated(path.read_text(encoding="utf-8"), name) for name, path in documents().items()}
         text = json.dumps({**_json("figures.json"), "stated": numbers}, indent=1, ensure_ascii=False)

@@ -72,6 +72,13 @@ def test_figures_are_as_recorded_and_computed(tables: dict[str, Any]) -> None:
         assert text == tables["rendered"](text, name), name
 
 
+def test_pictures_are_as_planned_and_measured(tables: dict[str, Any]) -> None:
+    readme = README.read_text(encoding="utf-8")
+    for name, drawing in tables["pictures"]().items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == drawing, "python scripts/tables.py"
+        assert f"](docs/{name})" in readme
+
+
 @pytest.mark.parametrize("name", ["README.md", *(path.name for path in DOCS if path.parent.name == "docs")])
 def test_a_figure_changed_by_hand_is_seen(name: str, tables: dict[str, Any]) -> None:
     """Twenty drawn of all numbers outside commands, tables that are rendered among them."""

@@ -12,8 +12,8 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron import compile as settings
+from kimi_k2.plan.cost import LONG_PROMPT, RAISED
 from kimi_k2.plan.deployment import CONTEXT_ENCODING, STAGES, TOKEN_GENERATION, VISION_ENCODER, Deployment
-from kimi_k2.plan.instructions import LONG_PROMPT, RAISED
 
 
 def lines(app: Any) -> dict[str, str]:

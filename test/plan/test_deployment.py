@@ -17,7 +17,6 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config, published
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import build_application, compile_digest, environment, runtime_environment
-from kimi_k2.plan.advice import advice
 from kimi_k2.plan.cost import decode_counts
 from kimi_k2.plan.deployment import (
     CONFIGS,
@@ -26,7 +25,7 @@ from kimi_k2.plan.deployment import (
     NeuronOptions,
     preset_names,
 )
-from kimi_k2.plan.memory import memory_plan
+from kimi_k2.plan.memory import advice, memory_plan
 from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
 from kimi_k2.plan.report import make_report, print_answer
 from kimi_k2.plan.target import load_target, make_target

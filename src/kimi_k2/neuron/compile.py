@@ -21,10 +21,9 @@ from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_data, replace_file
 from kimi_k2.neuron import contrib, sdk
-from kimi_k2.plan.advice import advice
 from kimi_k2.plan.deployment import VISION_ENCODER, Deployment
 from kimi_k2.plan.drafts import with_drafts
-from kimi_k2.plan.memory import MemoryPlan, memory_plan
+from kimi_k2.plan.memory import MemoryPlan, advice, memory_plan
 from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST

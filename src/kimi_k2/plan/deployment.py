@@ -255,7 +255,7 @@ class Deployment(_Part):
             if not options.enable_bucketing:
                 raise ConfigError("expected none without enable_bucketing", field=f"neuron_config.{field}")
             if list(buckets) != sorted(set(buckets)) or not buckets or buckets[-1] != most:
-                expected = f"ascending lengths up to {longest} ({most})"
+                expected = f"ascending lengths, the last of which is {longest} ({most})"
                 raise ConfigError(f"expected {expected}, got {list(buckets)}", field=f"neuron_config.{field}")
 
     @classmethod

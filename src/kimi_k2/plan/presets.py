@@ -18,13 +18,12 @@ from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.advice import advice
 from kimi_k2.plan.comparison import gpu_lines
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Deployment, preset_names
 from kimi_k2.plan.expectation import expect
 from kimi_k2.plan.kernels import kernel_step, step_bound
-from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, category, memory_plan
+from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan
 from kimi_k2.plan.roofline import GIB, INSTANCES, UTILIZATION, Instance, roofline
 from kimi_k2.plan.target import Target, make_target
 from kimi_k2.sharding.layout import Layout, ShardingPlan

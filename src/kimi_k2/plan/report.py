@@ -11,38 +11,35 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.advice import advice, longest_context, longest_context_with_scratch
-from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.cost import decode_counts, prefill_counts, prefill_instructions
 from kimi_k2.plan.deployment import LINE
 from kimi_k2.plan.drafts import drafts_report, print_drafts
 from kimi_k2.plan.expectation import WIDE, expect
-from kimi_k2.plan.instructions import prefill_instructions
 from kimi_k2.plan.kernels import Rates, collective_range, kernel_step, nearest_counted, print_kernel_step, step_bound
-from kimi_k2.plan.memory import TOWER, MemoryPlan, cache_tokens, category, host_plan, memory_plan
+from kimi_k2.plan.memory import (
+    TOWER,
+    MemoryPlan,
+    advice,
+    cache_tokens,
+    category,
+    host_plan,
+    longest_context,
+    longest_context_with_scratch,
+    memory_plan,
+)
 from kimi_k2.plan.roofline import GraphCounts, roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.experts.format import ConversionError, Matrix, expert_formats
 from kimi_k2.sharding.experts.tiles import PARTITIONS
-from nki_emulator.rates import TRAINIUM2
-
-_SLOTS_A_CORE = 4  # experts of a token that a core of LNC=2 adds up
-_SCALE_BYTES = 2  # INT4's scales are BF16
 
 
-def stored_form(config: KimiK2Config, target: Target, expert_weights: int) -> dict[str, Any] | None:
+def stored_form(config: KimiK2Config, target: Target) -> dict[str, Any] | None:
     """Of INT4 experts on Neuron in a quantized format; None for others, which keep the checkpoint's values.
 
-    Args:
-        config: of the model.
-        target: of the deployment.
-        expert_weights: a rank's bytes of them, without scales.
-
     Returns:
-        Name of the format; `relative_l2` of its weights to the checkpoint's, computed on one random matrix; of a form
-        without error, in tiles, INT4 values in FP8 beside their own scales: `exact_bytes` that it adds to a rank and
-        `exact_seconds_a_layer` of the Vector Engine, modelled.
+        Name of the format; `relative_l2` of its weights to the checkpoint's, computed on one random matrix.
     """
     source, layout = config.format_of_experts(), target.layout
     expert_format = expert_formats().get(layout.experts) if target.is_neuron else None
@@ -53,33 +50,16 @@ def stored_form(config: KimiK2Config, target: Target, expert_weights: int) -> di
     error = ConversionError()
     matrix = Matrix(source.quantize(weight), source, rows, columns)
     expert_format.for_layout(config, layout).convert(matrix, torch.bfloat16, error)
-    exact_bytes = expert_weights * _SCALE_BYTES // source.group_size
-    # Of gate and up each group's product is scaled (two operands) and added, in place of each block of 128's.
-    products = columns // source.group_size - columns // PARTITIONS
-    pairs = _SLOTS_A_CORE * 2 * config.moe_intermediate_size // (layout.moe_tp * PARTITIONS)
-    cycles = 3 * products * max(pairs, 1)
-    return {
-        "format": layout.experts,
-        "relative_l2": error.relative_l2,
-        "exact_bytes": exact_bytes,
-        "exact_seconds_a_layer": cycles / dict(TRAINIUM2.hertz)["vector"] if expert_format.tiles else None,
-    }
+    return {"format": layout.experts, "relative_l2": error.relative_l2}
 
 
 def print_stored_form(form: dict[str, Any], console: Console) -> None:
-    """In two lines."""
+    """In a line."""
     console.print(
         f"INT4 experts as {form['format']}: {100 * form['relative_l2']:.1f} % of the weights' norm off the checkpoint"
         " (computed on a random matrix); shared expert and attention as the checkpoint has them",
         highlight=False,
     )
-    if form["exact_seconds_a_layer"] is not None:
-        console.print(
-            "  without error, INT4 values in FP8 beside their own scales in BF16 (not implemented):"
-            f" {form['exact_bytes'] / 1e9:.2f} GB more a rank, and {form['exact_seconds_a_layer'] * 1e6:.1f} us more of"
-            " the Vector Engine a layer (modelled)",
-            highlight=False,
-        )
 
 
 SCHEMA = "kimi-k2/plan/2"
@@ -145,7 +125,7 @@ def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
     return {
         **report,
         "vision": vision_report(config, report["rank_memory"]["room"] + parts.get(TOWER, 0)),
-        "stored_form": stored_form(config, target, parts.get("expert weights", 0)),
+        "stored_form": stored_form(config, target),
         "host": host_plan(config, target),
         "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
         "ttft": {"bound": roofline(prefill, target.machine).bound},
