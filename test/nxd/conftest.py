@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import environment
-
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
+from cases import Stored, write
 
 HERE = Path(__file__).parent
 
@@ -31,12 +33,25 @@ if environment.missing() is None:
     environment.prepare()
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Serving sets the runtime's variables, which the next test is not to find."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(scope="session")
-def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model in BF16, three layers, positions up to 262144."""
-    directory = tmp_path_factory.mktemp("long")
-    write_synthetic_checkpoint(directory, with_format(tiny_config(max_position_embeddings=262144), "bf16"), seed=7)
-    return directory
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """The directory of a tiny checkpoint: `stored(seed=3, **fields)`, see cases.write."""
+    root, made = tmp_path_factory.mktemp("stored"), dict[str, Path]()
+
+    def of(**source: Any) -> Path:
+        name = repr(sorted(source.items()))
+        if name not in made:
+            made[name] = write(root / str(len(made)), **source)
+        return made[name]
+
+    return of
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -12,9 +12,10 @@ import environment
 Patch = tuple[Any, str, Any]
 BASE = "kimi_k2.contrib_model"
 BASE_ATTENTION, BASE_MODEL, BASE_MOE = f"{BASE}.attention", f"{BASE}.modeling_kimi_k2", f"{BASE}.moe"
+BASE_WRAPPER = f"{BASE}.model_wrapper"
 
-# By table and by the job that sees them: name, module (of the class, unless it has a package), what is replaced, and by
-# what. Jobs are cases.CASES executed, or those of test_mutations.py in CPU mode.
+# By table and by the job that sees them, of cases.CASES: name, module (of the class, unless it has a package), what is
+# replaced, and by what.
 FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
     "class": {
         "one line EP2": [
@@ -34,7 +35,8 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "dot_float32(tokens, self.linear_router.weight, ([1], [1]))",
                 "torch.nn.functional.linear(tokens, self.linear_router.weight).float()"),
             ("one expert fewer", BASE_MOE, "self.top_k, dim=1", "self.top_k - 1, dim=1"),
-            ("EP offset ignored", BASE_MOE, "chosen - self.first_expert(rank)", "chosen - 0 * self.first_expert(rank)"),
+            ("EP offset ignored", BASE_MOE,
+                "rounding_mode=\"floor\") * self.num_local_experts", "rounding_mode=\"floor\") * 0"),
             ("other ranks' experts not masked", BASE_MOE, "weights * here.to(weights.dtype)", "weights"),
             ("every choice takes the first row of the blocks", BASE_MOE,
                 "part[at[:, choice]]", "part[0 * at[:, choice]]"),
@@ -55,6 +57,9 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "key.unsqueeze(1), latent.unsqueeze(1)", "key.roll(1, -1).unsqueeze(1), latent.unsqueeze(1)"),
             ("shared expert left out", BASE_MOE, "if self.shared_experts is not None:", "if False:"),
             ("residual left out", BASE_MODEL, "residual + attended", "attended"),
+        ],
+        "one line TP2": [
+            ("blocks of experts lie over each other", BASE_MOE, "(end - needed) * size", "(end - needed) * (size - 1)"),
         ],
     },
     "modes": {
@@ -81,6 +86,11 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
             ("rank among all for the rank in its group", "flash_decoding",
                 "first + torch.remainder(rank, ranks)", "first + rank"),
         ],
+        "some lines TP2": [
+            ("a whole batch is not put in the order of its lines", BASE_WRAPPER,
+                "if order is None:", "if True or order is None:"),
+            ("outputs not in the order of the caller", BASE_WRAPPER, "back = order.argsort()", "back = order"),
+        ],
         "some lines flash TP2": [
             ("lines that take no part are written", "kv_cache",
                 "(seq_ids >= 0).reshape(-1, 1)", "(seq_ids >= -1).reshape(-1, 1)"),
@@ -88,8 +98,9 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "ranks, caches[0].shape[2]", "ranks, seq_len"),
         ],
         "sequence TP2xEP2": [
-            ("experts take parts of the sequence for tensor parallel", BASE_MOE,
-                "self.sequence_parallel = neuron.sequence_parallel_enabled", "self.sequence_parallel = False"),
+            ("experts within a rank's part", BASE_MOE,
+                "hidden_states = gather_from_sequence_parallel_region(hidden_states, 1)",
+                "hidden_states = hidden_states.repeat(1, 4, 1)"),
             ("attention within a rank's part", BASE_ATTENTION,
                 "gather_from_sequence_parallel_region(hidden_states, 1)",
                 "hidden_states.repeat(1, position_ids.shape[1] // hidden_states.shape[1], 1)"),
@@ -145,10 +156,8 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "self.queries(self.q_a_layernorm(q_down), **kwargs)", "self.queries(q_down, **kwargs)"),
         ],
         "some lines sequence TP2": [
-            ("lines that take no part are written (some lines sequence TP2)", "modeling_kimi_k2",
-                "if self.neuron_config.is_eagle_draft:",
-                "self.neuron_config.apply_seq_ids_mask = self.config.neuron_config.apply_seq_ids_mask = False\n"
-                "    if self.neuron_config.is_eagle_draft:"),
+            ("lines that take no part are written (some lines sequence TP2)", f"{BASE}.kv_cache",
+                "if neuron.apply_seq_ids_mask:", "if False:"),
         ],
         "sequence TP4": [
             ("a line's parts of the sequence out of order", BASE_ATTENTION,
@@ -156,11 +165,11 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "gather_from_sequence_parallel_region(hidden_states, 1).unflatten(1, (4, -1)).flip(1).flatten(1, 2)"),
             ("a line's sum goes to other parts", BASE_MOE,
                 "reduce_scatter_to_sequence_parallel_region(out, 1)",
-                "reduce_scatter_to_sequence_parallel_region(out.flip(1), 1)"),
+                "reduce_scatter_to_sequence_parallel_region(out.unflatten(1, (4, -1)).flip(1).flatten(1, 2), 1)"),
         ],
     },
     "whole layers": {
-        "EP2": [
+        "layers EP2": [
             ("a slot too many", "decode_layers", "sum(dim=1)", "sum(dim=1).add(1)"),
             ("softmax scale without mscale", "decode_layers", "hf.softmax_scale", "hf.qk_head_dim**-0.5"),
             ("weights unscaled", "decode_layers", "hf.routed_scaling_factor", "1.0"),
@@ -168,7 +177,7 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
             ("the other epsilon for all norms", "decode_layers",
                 "\"eps\": hf.rms_norm_eps", "\"eps\": hf.latent_norm_eps"),
             ("every rank holds the first experts", "decode_layers",
-                "experts.first_expert(rank).to", "(0 * experts.first_expert(rank)).to"),
+                "experts.first_expert(rank)", "0 * experts.first_expert(rank)"),
             ("projections with the norm's scalar", "decode_layers",
                 " * torch.sqrt(mean + layer.self_attn.hf.rms_norm_eps)", ""),
             ("projections of what is not normed", "decode_layers",
@@ -184,9 +193,10 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 ".permute(2, 1, 0), factors", ".permute(2, 1, 0).flip(1), factors"),
             ("gamma is not folded into the router", "kimi_k2.sharding.early_router", "* gamma.to(DTYPE)", ""),
             ("o_proj is not folded", "kimi_k2.sharding.early_router",
-                "weight.to(DTYPE).T", "torch.ones_like(weight).T"),
+                "weight.to(DTYPE).T", "torch.ones_like(weight).to(DTYPE).T"),
             ("gamma is not folded into the projections", "kimi_k2.sharding.early_qkv_a", ".mul_(gamma)", ""),
-            ("the layer's own projections are folded", "kimi_k2.sharding.convert", "layer + 1", "layer"),
+            ("the layer's own projections are folded", "kimi_k2.sharding.convert",
+                "self.config, layer + 1, self.tensors_of", "self.config, layer, self.tensors_of"),
             ("down_proj is not folded", "kimi_k2.sharding.early_qkv_a", "down.T", "torch.ones_like(down).T"),
             ("rotated for the position before", "decode_layers",
                 "position_ids.reshape(tokens, 1)", "position_ids.reshape(tokens, 1) - 1"),
@@ -220,16 +230,17 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "brought for _, brought in gathered", "gathered[0][1] for _, brought in gathered"),
             ("every rank is the first", "decode_layers", "torch.distributed.get_rank()", "0"),
         ],
-        "TP4 in pairs": [
+        "layers TP4 in pairs": [
             ("every rank counts the new entry", "decode_layers", "own.reshape(tokens, 1)", "torch.ones(tokens, 1)"),
             ("no rank counts the new entry", "decode_layers", "own.reshape(tokens, 1)", "torch.zeros(tokens, 1)"),
             ("ranks paired otherwise", "decode_layers",
                 "tuple(range(first, first + self.group)) for first in firsts",
                 "tuple(range(first, self.ranks, self.group)) for first in range(self.group)"),
             ("heads of the cores swapped", "attention_tiles",
-                "field] = tile.weight", "field] = tile.weight.flip(0) if name.startswith('group_') else tile.weight"),
+                "\"o_proj\" if name == \"o\" else field] = tile.weight",
+                "\"o_proj\" if name == \"o\" else field] = tile.weight.flip(0)"),
             ("W_UK of the cores swapped", "attention_tiles",
-                "field] = tile.weight", "field] = tile.weight.flip(0) if name == 'group_w_uk' else tile.weight"),
+                "else field] = tile.weight", "else field] = tile.weight.flip(0) if field == 'w_uk' else tile.weight"),
             ("a slot too many (TP4 in pairs)", "decode_layers", "sum(dim=1)", "sum(dim=1).add(1)"),
         ],
     },

@@ -1,14 +1,15 @@
-"""Runs worker.py on as many processes as there are ranks, or on executed graphs; the plain model beside it."""
+"""What the tests of this folder share: layouts, options, processes for a job, and logits beside the expected ones."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import inspect
 import os
-import re
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,26 @@ import torch
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.model.moe import Router
 from kimi_k2.plan.deployment import Deployment
 
-WORKER = Path(__file__).with_name("worker.py")
 # Degrees of tensor and expert parallelism.
-LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP2": (1, 2), "TP2xEP2": (2, 2)}
+LAYOUTS = {
+    "TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP2": (1, 2), "TP2xEP2": (2, 2), "EP4": (1, 4), "TP4xEP2": (4, 2),
+    "TP8": (8, 1), "TP32xEP2": (32, 2), "TP64": (64, 1),
+}  # fmt: skip
 TOLERANCE = 2e-5  # of logits in float32
 # What would take the default run beyond ten minutes on two cores.
 SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
-DECODE_STEPS = 16
+DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "0"))
 SEQ_LEN = 48
-LENGTHS = {1: [24], 4: [24, 7, 1, 13]}
+CLI = "from kimi_k2.cli import main; main()"
+# Without LLVM's slow passes: compiling takes longer than running.
+XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def ranks_of(layout: str) -> int:
+    tp, ep = LAYOUTS[layout]
+    return tp * ep
 
 
 def neuron_config(tp: int, ep: int, batch: int, **options: Any) -> dict[str, Any]:
@@ -52,27 +61,6 @@ def neuron_config(tp: int, ep: int, batch: int, **options: Any) -> dict[str, Any
     }
 
 
-def sequences(batch: int, vocab: int, steps: int = DECODE_STEPS) -> dict[str, list[list[int]]]:
-    """Prompts of ragged length and the tokens that decode is fed."""
-    generator = torch.Generator().manual_seed(batch)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, vocab, (count,), generator=generator).tolist()
-
-    prompts = [draw(length) for length in LENGTHS[batch]]
-    return {"prompts": prompts, "forced": [draw(steps) for _ in prompts]}
-
-
-def draw_cases(lengths: tuple[int, ...], steps: int, seed: int) -> list[dict[str, Any]]:
-    """One sequence a prompt length, with the tokens that decode is fed."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, 512, (count,), generator=generator).tolist()
-
-    return [{"prompts": [draw(length)], "forced": [draw(steps)]} for length in lengths]
-
-
 def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Relative L2 distance of each row."""
     out: torch.Tensor = ((found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).squeeze()
@@ -88,55 +76,45 @@ def refused_field(options: dict[str, Any], model: KimiK2Config | None = None) ->
     return caught.value.field
 
 
-def launch(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout: float = 240) -> Any:
-    """Run the job on all its ranks; returns what rank 0 saved. A failing rank's error is the test's message."""
-    world = job["neuron_config"]["tp_degree"]
-    directory.mkdir(parents=True, exist_ok=True)
-    output, path = directory / "output.pt", directory / "job.json"
-    output.unlink(missing_ok=True)
-    path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        env = {
-            **os.environ,
-            "WORLD_SIZE": str(world),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        log = (directory / f"rank{rank}.log").open("w")
-        processes.append(subprocess.Popen([sys.executable, str(worker), str(path)], env=env, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        logs = "\n".join((directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world))
-        raise AssertionError(f"ranks exited with {codes}:\n{logs}")
-    return torch.load(output)
+def launch(
+    job: Callable[..., Any], *given: Any, ranks: int = 1, way: str = "CPU mode", timeout: float = 400, **named: Any
+) -> Any:
+    """What a module's function answers on rank 0, in processes of its own; a failing rank's error is the message.
 
-
-def execute(job: dict[str, Any], directory: Path, worker: Path = WORKER, timeout: float = 400) -> Any:
-    """Run the job on XLA's CPU from its lowered graphs, all ranks in one process.
-
-    Returns, of worker.py:
-        logits: one tensor a case, as `launch` gives them; graphs: stage, bucket, HLO and parameter types of each graph;
-        calls: stage and bucket of each step; loaded: dtypes of the decode module.
+    Args:
+        job: the function.
+        given: its arguments.
+        named: the same, by name.
+        ranks: of a process each in NxD's "CPU mode"; graphs that are "executed" on XLA's CPU, or only "lowered", have
+            all of theirs in one process.
+        way: one of these three.
+        timeout: seconds.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    output, path = directory / "output.pt", directory / "job.json"
-    path.write_text(json.dumps({**job, "checkpoint": str(job["checkpoint"]), "output": str(output)}))
-    run_executed([str(worker), str(path)], job["neuron_config"]["tp_degree"], timeout)
-    return torch.load(output, weights_only=False)
-
-
-WAYS = {"CPU mode": launch, "executed": execute}
+    if way == "executed" and importlib.util.find_spec("jax") is None:
+        pytest.skip("needs jax (XLA for the CPU) to execute the graphs")
+    function = inspect.unwrap(job)
+    asked = {"module": Path(function.__code__.co_filename).stem, "name": function.__name__, "way": way}
+    with tempfile.TemporaryDirectory() as directory, socket.socket() as probe:
+        root = Path(directory)
+        torch.save({**asked, "given": given, "named": named, "output": root / "output"}, root / "job")
+        probe.bind(("127.0.0.1", 0))
+        env = {name: value for name, value in os.environ.items() if name not in ("NXD_CPU_MODE", "WORLD_SIZE", "RANK")}
+        env |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks} {XLA}"
+        processes, logs = [], [root / f"rank{rank}.log" for rank in range(ranks if way == "CPU mode" else 1)]
+        probe.close()
+        for rank, log in enumerate(logs):
+            own = {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)} if way == "CPU mode" else {}
+            command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(root / "job")]
+            processes.append(subprocess.Popen(command, env=env | own, stdout=log.open("w"), stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        said = "\n".join(log.read_text()[-3000:] for log in logs)
+        assert not any(codes), f"ranks exited with {codes}:\n{said}"
+        return torch.load(root / "output", weights_only=False)
 
 
 def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
@@ -146,35 +124,17 @@ def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: flo
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def run_executed(command: list[str], ranks: int, timeout: float = 400) -> None:
-    """Run a script that executes lowered graphs on `ranks` CPU devices; its error is the test's message."""
-    if importlib.util.find_spec("jax") is None:
-        pytest.skip("needs jax (XLA for the CPU) to execute the graphs")
-    env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"}
-    # Without LLVM's slow passes: compiling takes longer than running.
-    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-    devices = f"--xla_force_host_platform_device_count={ranks}"
-    env["XLA_FLAGS"] = " ".join([devices, *flags])
-    env["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def counts_of(worker: Path, *arguments: str | Path | int) -> dict[str, Any]:
-    """What a worker that lowers a graph prints, in a process of its own: CPU mode and lowering exclude each other."""
-    command = [sys.executable, str(worker), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts: dict[str, Any] = json.loads(re.findall(r"(?m)^COUNTS (.*)$", done.stdout)[0])
-    return counts
-
-
-def torchrun(ranks: int) -> list[str]:
-    """The beginning of a Python command line on as many ranks."""
-    if ranks == 1:
-        return [sys.executable]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "--no-python", sys.executable]
+def command(*words: str | Path | int, ranks: int = 1, stdin: str | None = None, prefix: tuple[str, ...] = ()) -> str:
+    """Standard output of `kimi-k2 WORDS` (or of Python with `prefix`), under torchrun if there are several ranks."""
+    left_out = ("WORLD_SIZE", "RANK", "MASTER_PORT", "NXD_CPU_MODE")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    line = [sys.executable, *([] if ranks == 1 else [*launcher, sys.executable]), *(prefix or ("-c", CLI))]
+    line += [str(word) for word in words]
+    done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 def bf16_preset(name: str, directory: Path) -> str:
@@ -183,40 +143,6 @@ def bf16_preset(name: str, directory: Path) -> str:
     tiles = "" if Deployment.load(name).neuron_config.decode == "xla" else "_tiles"
     path.write_text(f"like: {name}\nexperts: bf16{tiles}\n")
     return str(path)
-
-
-@torch.inference_mode()
-def expected_logits(model: Any, case: dict[str, list[list[int]]]) -> torch.Tensor:
-    """The same steps' logits [steps, B, vocab] from one uncached pass a sequence (plain or transformers' model)."""
-    columns = []
-    for prompt, forced in zip(case["prompts"], case["forced"], strict=True):
-        out = model(torch.tensor([prompt + forced]))
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        columns.append(logits[0, len(prompt) - 1 : len(prompt) + len(forced)])
-    return torch.stack(columns, dim=1)
-
-
-@torch.inference_mode()
-def choice_gaps(model: KimiK2ForCausalLM, case: dict[str, list[list[int]]]) -> torch.Tensor:
-    """How far from a tie the experts' choice is: float32 [steps, B], the least over the layers.
-
-    The score of the last expert chosen less that of the next one; where it is small, rounding makes another choice.
-    """
-    gaps: list[torch.Tensor] = []
-
-    def note(gate: Router, given: tuple[torch.Tensor], _: Any) -> None:
-        best = (gate.logits(given[0]).sigmoid() + gate.e_score_correction_bias).topk(gate.top_k + 1, dim=1).values
-        gaps.append(best[:, -2] - best[:, -1])
-
-    hooks = [one.register_forward_hook(note) for one in model.modules() if isinstance(one, Router)]
-    columns = []
-    for prompt, forced in zip(case["prompts"], case["forced"], strict=True):
-        gaps.clear()
-        model(torch.tensor([prompt + forced]))
-        columns.append(torch.stack(gaps).amin(dim=0)[len(prompt) - 1 :])
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(columns, dim=1)
 
 
 def plain_model(directory: Path) -> KimiK2ForCausalLM:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kimi_k2.neuron import contrib, cpu
+from kimi_k2.plan.deployment import STAGES, VISION_ENCODER
 
 
 class Graphs(nn.Module):
@@ -105,20 +106,38 @@ def take_weights(model: nn.Module) -> None:
     object.__setattr__(model, "nxd_model", SimpleNamespace(initialize=initialize, forward=lambda inputs: None))
 
 
+def set_bucket(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """What a traced graph has from its bucket, see NxDI's DecoderModelInstance.get."""
+    model.n_positions, model.n_active_tokens = inputs[1].shape[1], inputs[0].shape[1]
+
+
 def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     """`torch.jit.load` of a compiled model: the same model on the CPU, waiting for its weights."""
-    graphs = _torch_jit_load(path)()
-    assert graphs == ["context_encoding_model", "token_generation_model"], graphs
-    config = contrib.load("config").KimiK2InferenceConfig.load(str(Path(path).parent))
-    config.neuron_config.on_cpu = True
+    graphs, directory = _torch_jit_load(path)(), Path(path).parent
     one_rank()
-    model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(config).eval()
-    if config.neuron_config.torch_dtype == torch.bfloat16:
+    images = directory.name in ("text_model", "vision_model")
+    if images:
+        config = contrib.load("image_to_text").KimiK25InferenceConfig.load(str(directory.parent))
+    else:
+        config = contrib.load("config").KimiK2InferenceConfig.load(str(directory))
+    if graphs == [VISION_ENCODER]:
+        model = contrib.load("image_to_text").make_graph(config).eval()
+        take_weights(model)
+        return model
+    assert graphs == [*STAGES][:2], graphs
+    text = config.text_config if images else config
+    text.neuron_config.on_cpu = True
+    if images:
+        model = contrib.load("modeling_kimi_k25").NeuronKimiK25TextModel(text).eval()
+    else:
+        model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(text).eval()
+    model.register_forward_pre_hook(set_bucket)
+    if text.neuron_config.torch_dtype == torch.bfloat16:
         model.bfloat16()
     # NxDI casts what it loaded (`self.to(torch_dtype)`), which on a device holds no weights.
     object.__setattr__(model, "_apply", lambda *_, **__: model)
-    if config.neuron_config.tensor_capture_config is not None:
-        contrib.load("capture").capture_in_cpu_mode([model], config.neuron_config.tensor_capture_config)
+    if text.neuron_config.tensor_capture_config is not None:
+        contrib.load("capture").capture_in_cpu_mode([model], text.neuron_config.tensor_capture_config)
     take_weights(model)
     return model
 

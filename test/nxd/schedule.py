@@ -10,12 +10,16 @@ The steps of a script:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 Tokens = list[int]
+EVERY = [0, 1, 2, 3]
+DECODE_STEPS = 16
+LENGTHS = {1: [24], 4: [24, 7, 1, 13]}
 
 
 def prompts(app: Any, rows: list[Tokens], **more: Any) -> torch.Tensor:
@@ -51,9 +55,9 @@ class Lines:
     A table has any free blocks, in no order; shared blocks hold a common prefix.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, more: dict[str, Any]) -> None:
         neuron = app.neuron_config
-        self.app = app
+        self.app, self.more = app, more
         self.size = neuron.pa_block_size if neuron.is_prefix_caching else 0
         if self.size:
             draw = torch.Generator().manual_seed(neuron.pa_num_blocks)
@@ -81,7 +85,7 @@ class Lines:
 
     def prompts(self, rows: list[Tokens]) -> torch.Tensor:
         """Logits [B, vocab]."""
-        return prompts(self.app, rows)
+        return prompts(self.app, rows, **self.more)
 
     def share(self, line: int, other: int, tokens: int) -> None:
         """Begin a line with the blocks of another's first tokens."""
@@ -90,34 +94,18 @@ class Lines:
     def prefill(self, line: int, tokens: Tokens, cached: int) -> torch.Tensor:
         """Logits [1, vocab] of the last token."""
         more = line_options(self.app, [line]) | self._blocks([line], [cached], [len(tokens)])
-        return prompts(self.app, [tokens], **more)
+        return prompts(self.app, [tokens], **more, **self.more)
 
     def decode(self, lines: list[int], tokens: list[Tokens], positions: list[int]) -> torch.Tensor:
-        """Logits [B * S, vocab] of a step."""
+        """Logits [B * S, vocab] of a step; where tokens are chosen greedily on the device, they are the likeliest."""
         ends = [at + len(tokens[0]) for at in positions]
         more = line_options(self.app, lines) | self._blocks(lines, positions, ends)
-        logits: torch.Tensor = decode(self.app, tokens, positions, **more).logits
-        return logits.flatten(0, 1)
-
-
-@torch.inference_mode()
-def run(app: Any, steps: list[list[Any]]) -> torch.Tensor:
-    """Logits [rows, vocab] of a script's steps."""
-    lines = Lines(app)
-    found = [getattr(lines, name)(*arguments) for name, *arguments in steps]
-    return torch.cat([one for one in found if one is not None])
-
-
-@torch.inference_mode()
-def expected(model: Any, of: list[Tokens]) -> torch.Tensor:
-    """The plain model's logits [rows, vocab] of the last of each row's tokens."""
-    passes: list[tuple[Tokens, torch.Tensor]] = []
-    for tokens in sorted(of, key=len, reverse=True):
-        if not any(longer[: len(tokens)] == tokens for longer, _ in passes):
-            passes.append((tokens, model(torch.tensor([tokens]))[0]))
-    return torch.stack([
-        next(logits[len(tokens) - 1] for longer, logits in passes if longer[: len(tokens)] == tokens) for tokens in of
-    ])  # fmt: skip
+        out = decode(self.app, tokens, positions, **more, **self.more)
+        logits: torch.Tensor = out.logits.flatten(0, 1)
+        sampling = self.app.neuron_config.on_device_sampling_config
+        if sampling is not None and not sampling.do_sample:
+            assert torch.equal(out.tokens.flatten(), logits.argmax(-1)), "tokens are not the likeliest"
+        return logits
 
 
 class Script(NamedTuple):
@@ -125,6 +113,31 @@ class Script(NamedTuple):
 
     steps: list[list[Any]]
     of: list[Tokens]
+
+    @torch.inference_mode()
+    def run(self, app: Any, **more: Any) -> torch.Tensor:
+        """The application's logits [rows, vocab]; `more` goes to every call."""
+        lines = Lines(app, more)
+        found = [getattr(lines, name)(*arguments) for name, *arguments in self.steps]
+        return torch.cat([one for one in found if one is not None])
+
+    @torch.inference_mode()
+    def expected(self, model: Any) -> torch.Tensor:
+        """Logits [rows, vocab] of the plain or transformers' model, from uncached passes."""
+        passes: list[tuple[Tokens, torch.Tensor]] = []
+        for tokens in sorted(self.of, key=len, reverse=True):
+            if not any(longer[: len(tokens)] == tokens for longer, _ in passes):
+                out = model(torch.tensor([tokens]))
+                passes.append((tokens, (out if isinstance(out, torch.Tensor) else out.logits)[0]))
+        return torch.stack([
+            next(logits[len(tokens) - 1] for longer, logits in passes if longer[: len(tokens)] == tokens)
+            for tokens in self.of
+        ])  # fmt: skip
+
+    def prefill(self, line: int, tokens: Tokens, cached: int = 0) -> None:
+        """Add a prompt into a cache line, whose first `cached` tokens are there already."""
+        self.steps.append(["prefill", line, tokens, cached])
+        self.of.append(tokens)
 
     def decode(self, rows: list[Tokens], at: list[int], lines: list[int], drafts: int = 0, keep: int = 1) -> None:
         """Add a step of `lines`: `keep` tokens of their rows behind position `at`, and `drafts` others, refused."""
@@ -137,45 +150,100 @@ class Script(NamedTuple):
             at[line] += keep
 
 
-def whole_batch(rows: list[Tokens], at: list[int], accepted: Iterable[int], width: int) -> Script:
-    """Prompts of the lengths `at`; steps of all lines and `width` tokens, of which `accepted` are kept."""
-    made, at = Script([["prompts", [row[:end] for row, end in zip(rows, at, strict=True)]]], []), list(at)
-    made.of.extend(row[:end] for row, end in zip(rows, at, strict=True))
-    for keep in accepted:
-        made.decode(rows, at, list(range(len(rows))), width - keep, keep)
+def drawn(count: int, length: int, seed: int = 3) -> list[Tokens]:
+    """Random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(512) for _ in range(length)] for _ in range(count)]
+
+
+def begun(rows: list[Tokens], at: list[int], arrival: list[int] | None = None) -> Script:
+    """Prompts of the lengths `at`: a whole batch, or in the order of `arrival` each into its own cache line."""
+    texts = [row[:end] for row, end in zip(rows, at, strict=True)]
+    made = Script([["prompts", texts]], [*texts]) if arrival is None else Script([], [])
+    for line in arrival or ():
+        made.prefill(line, texts[line])
     return made
 
 
-def some_lines(rows: list[Tokens], at: list[int]) -> Script:
+def sequences(
+    batch: int, steps: int = DECODE_STEPS, arrival: list[int] | None = None, lengths: Sequence[int] = (), seed: int = 1
+) -> Script:
+    """Prompts of ragged length, and one-token steps of all lines."""
+    at = list(lengths or LENGTHS[batch])
+    rows = drawn(batch, max(at) + steps, seed)
+    made = begun(rows, at, arrival)
+    for _ in range(steps):
+        made.decode(rows, at, list(range(batch)))
+    return made
+
+
+def with_drafts(batch: int) -> Script:
+    """Steps of all lines and four tokens, of which a part is kept."""
+    rows, at = drawn(batch, 48), [11, 7, 5, 13][:batch]
+    made = begun(rows, at)
+    for keep in (4, 3, 1, 2, 4, 1):
+        made.decode(rows, at, list(range(batch)), 4 - keep, keep)
+    return made
+
+
+def some_lines(at: list[int]) -> Script:
     """Four prompts of the lengths `at`, one by one; then steps of some lines and of all, in several orders."""
-    made, at = Script([], []), list(at)
-    for line in (2, 0, 3, 1):
-        made.steps.append(["prefill", line, rows[line][: at[line]], 0])
-        made.of.append(rows[line][: at[line]])
-    for lines in ([1], [1, 2], [3, 1], [0, 1, 2, 3], [0], [2, 0, 3], [3, 0, 2, 1], [2, 0], [0, 1, 2, 3]):
+    rows, at = drawn(4, max(at) + 40), list(at)
+    made = begun(rows, at, [2, 0, 3, 1])
+    for lines in ([1], [1, 2], [3, 1], EVERY, [0], [2, 0, 3], [3, 0, 2, 1], [2, 0], EVERY):
         made.decode(rows, at, lines)
     return made
 
 
-def shared_prefixes(rows: list[Tokens], common: int) -> Script:
+def shared_prefixes(common: int = 16, seed: int = 3) -> Script:
     """Four sequences of which the first `common` tokens are the same.
 
     Sequence 0 is prefilled whole, 1 and 2 behind its blocks, 3 in a call of one token and again in two,
     of which the last is longer than a prefill graph takes; then steps of all, and of some.
     """
-    made = Script([], [])
+    rows, made = drawn(4, 48, seed), Script([], [])
+    rows = [rows[0][:common] + row[common:] for row in rows]
     at = [common + 5, common + 3, common + 9, common + 21]
-
-    def prefill(line: int, count: int, cached: int) -> None:
-        made.steps.append(["prefill", line, rows[line][:count], cached])
-        made.of.append(rows[line][:count])
-
-    prefill(0, at[0], 0)
+    made.prefill(0, rows[0][: at[0]])
     for line in (1, 2):
         made.steps.append(["share", line, 0, common])
-        prefill(line, at[line], common)
+        made.prefill(line, rows[line][: at[line]], common)
     for begin, end in ((0, 1), (0, 8), (8, at[3])):
-        prefill(3, end, begin)
-    for lines in ([0, 1, 2, 3], [2, 0], [3], [1, 3, 0, 2], [3, 1]):
+        made.prefill(3, rows[3][:end], begin)
+    for lines in (EVERY, [2, 0], [3], [1, 3, 0, 2], [3, 1]):
         made.decode(rows, at, lines)
     return made
+
+
+class Captured(NamedTuple):
+    """A prompt of one sequence, and forced tokens, of an application that captures modules."""
+
+    prompt: Tokens
+    forced: Sequence[int] = ()
+
+    @torch.inference_mode()
+    def run(self, app: Any) -> list[torch.Tensor]:
+        """What each captured module gave at every position, [S, width]."""
+        ids = torch.tensor([self.prompt])
+        out = app(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(ids.shape[1])[None])
+        found = [[tensor.reshape(-1, tensor.shape[-1])[: ids.shape[1]] for tensor in out.captured_tensors]]
+        for at, token in enumerate(self.forced, start=ids.shape[1]):
+            out = decode(app, [[token]], [at])
+            found.append([tensor.reshape(1, -1) for tensor in out.captured_tensors])
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+class Filled(NamedTuple):
+    """Forced tokens of one sequence behind `start`, where the caches of executed graphs are full to there."""
+
+    caches: dict[str, list[torch.Tensor]]  # one tensor a rank, or one for all
+    start: int
+    forced: Tokens
+
+    @torch.inference_mode()
+    def run(self, app: Any) -> torch.Tensor:
+        """Logits [steps, vocab]."""
+        app.kv_cache_populated = True
+        app.traced_model.nxd_model.fill(self.caches)
+        steps = enumerate(self.forced, start=self.start)
+        return torch.cat([decode(app, [[token]], [at]).logits[:, -1] for at, token in steps])

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
-from harness import torchrun
+from harness import command
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.synthetic.draft import write_synthetic_head
 
-CLI = "from kimi_k2.cli import main; main()"
 ON_CPU = ("--backend", "neuron", "--on-cpu", "--preset", "trn2-tp32-ep2")
-
-
-def command(*words: str | Path, ranks: int = 1, stdin: str | None = None) -> str:
-    """Standard output of a command line, under torchrun if there are several ranks."""
-    env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-    env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    line = [*torchrun(ranks), "-c", CLI, *(str(word) for word in words)]
-    done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_generate_prints_the_plain_models_text(checkpoints: dict[str, Path]) -> None:

@@ -10,29 +10,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import schedule
 import torch
-from harness import SLOW, distances, execute, neuron_config
+from applications import Answer, answers
+from cases import Case, Stored, job
+from harness import SLOW, distances, launch
 
 from kimi_k2.parity.reference import load_transformers_model
 
 LENGTH = 4096
+LONG: dict[str, Any] = {"max_position_embeddings": 262144, "seed": 7}
 BUCKETS = [512, 2048, 4096]
 CAPTURED = ["norm", "layers.1.mlp.router", "layers.2.mlp.router"]  # layer 0 is dense
 FAR = 0.1  # farther off are those positions, and only those, whose experts are others than in float32
 PROMPTS = [500, 2047, 4096]  # one a bucket; NxDI takes the next one for a prompt that fills any but the last
 
 
-def tokens(count: int) -> list[int]:
-    """The first of one random sequence."""
-    drawn: list[int] = torch.randint(0, 512, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
-    return drawn[:count]
+TOKENS = schedule.drawn(1, LENGTH, seed=5)[0]
+CAPTURING: dict[str, Any] = {
+    "on_device_sampling_config": {"top_k_kernel_enabled": False}, "output_logits": True, "disable_argmax_kernel": True,
+    "tensor_capture_config": {"modules_to_capture": CAPTURED}, "torch_dtype": "bfloat16", "enable_bucketing": True,
+    "seq_len": LENGTH,
+}  # fmt: skip
 
 
-def job(checkpoint: Path, **options: Any) -> dict[str, Any]:
-    """One application with several buckets a stage."""
-    chosen = neuron_config(1, 1, 1, seq_len=LENGTH, torch_dtype="bfloat16", enable_bucketing=True, **options)
-    chosen["blockwise_matmul_config"]["block_size"] = 128
-    return {"checkpoint": checkpoint, "neuron_config": chosen}
+def executed(checkpoint: Path, scripts: list[schedule.Captured], timeout: float, **options: Any) -> Answer:
+    """Answers of one application with several buckets a stage."""
+    made = {**job(Case("TP1", {**CAPTURING, **options}, batch=1), checkpoint), "scripts": scripts}
+    made["neuron_config"]["blockwise_matmul_config"]["block_size"] = 128
+    found: Answer = launch(answers, {"": made}, way="executed", timeout=timeout)[""]
+    return found
 
 
 def routed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,17 +72,6 @@ def chosen_by(logits: torch.Tensor, gate: Any) -> torch.Tensor:
     return as_set(scores.topk(gate.top_k, dim=1).indices, gate.n_routed_experts)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """bool [S]: the same experts in every layer; both bool [layers, S, experts]."""
-    return (found == expected).all(dim=-1).all(dim=0)
-
-
-def stated(name: str, found: torch.Tensor) -> str:
-    """Median, mean, 99th percentile and largest."""
-    figures = (found.median(), found.mean(), found.quantile(0.99), found.max())
-    return f"{name} {' / '.join(f'{float(one):.4f}' for one in figures)}"
-
-
 def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rounded: Any) -> None:
     """Hold the positions from `start` to transformers in float32, beside transformers' BF16 model.
 
@@ -90,47 +86,36 @@ def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rou
     expected, exact_experts = routed(exact, torch.tensor([ids]))
     rounded_hidden, rounded_experts = routed(rounded, torch.tensor([ids]))
     our_experts = torch.stack([chosen_by(one, gate) for one, gate in zip(logits, gates(exact), strict=True)])
-    ours, theirs = (distances(one, expected)[start:] for one in (hidden, rounded_hidden))
-    assert ours.shape == (len(ids) - start,)
-    closer = 100 * float((ours <= theirs).float().mean())
-    print(f"\npositions {start}..{len(ids) - 1}, relative L2, median / mean / 99 % / largest: {stated('ours', ours)},")
-    print(f"{stated('transformers in BF16', theirs)}; ours is closer at {closer:.0f} % of them")
-    ours_same, theirs_same = (same(experts, exact_experts)[start:] for experts in (our_experts, rounded_experts))
-    for name, error, agrees in (("ours", ours, ours_same), ("transformers", theirs, theirs_same)):
-        print(f"{name}: other experts than in float32 at {int((~agrees).sum())} positions, at least", end=" ")
-        print(f"{error[~agrees].min():.3f} off; elsewhere {error[agrees].max():.4f} at most")
-        assert bool((error[agrees] < FAR).all())
-        assert bool((error[~agrees] > FAR).all())
-    assert float(ours[ours_same].max()) <= float(theirs[theirs_same].max())
-    assert float(ours.median()) <= float(theirs.median())
-    assert float(ours.mean()) <= float(theirs.mean())
-
-
-CAPTURING: dict[str, Any] = {
-    "on_device_sampling_config": {"top_k_kernel_enabled": False}, "output_logits": True, "disable_argmax_kernel": True,
-    "tensor_capture_config": {"modules_to_capture": CAPTURED},
-}  # fmt: skip
+    figures, print_at = [], f"\npositions {start}..{len(ids) - 1}"
+    for name, one, experts in (("ours", hidden, our_experts), ("transformers", rounded_hidden, rounded_experts)):
+        error, same = distances(one, expected)[start:], (experts == exact_experts).all(dim=-1).all(dim=0)[start:]
+        assert error.shape == (len(ids) - start,)
+        figures.append((float(error[same].max()), float(error.median()), float(error.mean())))
+        said = " / ".join(f"{figure:.4f}" for figure in figures[-1])
+        print(f"{print_at}, {name}: largest with float32's experts / median / mean {said}; others {int((~same).sum())}")
+        assert bool((error[same] < FAR).all())
+        assert bool((error[~same] > FAR).all())
+    assert all(ours <= theirs for ours, theirs in zip(*figures, strict=True))
 
 
 @torch.inference_mode()
-def test_prefill_at_every_position(long_checkpoint: Path, tmp_path: Path) -> None:
-    options = {"context_encoding_buckets": BUCKETS, "token_generation_buckets": [LENGTH], **CAPTURING}
-    cases = [{"capture": tokens(count)} for count in PROMPTS]
-    done = execute({**job(long_checkpoint, **options), "cases": cases}, tmp_path)
+def test_prefill_at_every_position(stored: Stored) -> None:
+    checkpoint = stored(**LONG)
+    scripts = [schedule.Captured(TOKENS[:count]) for count in PROMPTS]
+    done = executed(checkpoint, scripts, 400, context_encoding_buckets=BUCKETS, token_generation_buckets=[LENGTH])
     assert [bucket for _, bucket in done["calls"]] == BUCKETS
-    exact, rounded = (load_transformers_model(long_checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (load_transformers_model(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
     for count, found in zip(PROMPTS, done["logits"], strict=True):
-        check(found, tokens(count), 0, exact, rounded)
+        check(found, TOKENS[:count], 0, exact, rounded)
 
 
 @SLOW
 @torch.inference_mode()
-def test_decode_at_every_position(long_checkpoint: Path, tmp_path: Path) -> None:
+def test_decode_at_every_position(stored: Stored) -> None:
     """A prompt of 2048 tokens, as long as the preset takes, and a step at each position from there to the end."""
-    options = {"context_encoding_buckets": [512, 2048], "token_generation_buckets": [512, 1024, 4096], **CAPTURING}
-    made = job(long_checkpoint, **options)
-    made["neuron_config"]["max_context_length"] = 2048
-    case = {"capture": tokens(2048), "forced": tokens(LENGTH)[2048:]}
-    (found,) = execute({**made, "cases": [case]}, tmp_path, timeout=3000)["logits"]
-    exact, rounded = (load_transformers_model(long_checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    check(found, tokens(LENGTH), 2048, exact, rounded)
+    checkpoint = stored(**LONG)
+    buckets = {"context_encoding_buckets": [512, 2048], "token_generation_buckets": [512, 1024, 4096]}
+    script = schedule.Captured(TOKENS[:2048], TOKENS[2048:])
+    (found,) = executed(checkpoint, [script], 3000, max_context_length=2048, **buckets)["logits"]
+    exact, rounded = (load_transformers_model(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    check(found, TOKENS, 2048, exact, rounded)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +12,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import environment
+import graphs
 import pytest
 import torch
-from harness import SLOW, bf16_preset, counts_of, launch, neuron_config, plain_model, run_executed
-from test_decode_layers import SIZES
+from cases import LINES, WHOLE, Stored
+from generations import generations
+from graphs import DRAFTED, counted, graph_of
+from harness import DRAWS, SLOW, bf16_preset, launch, neuron_config, plain_model
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
@@ -29,19 +31,14 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.neuron.compile import draft_options
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
-WORKER = Path(__file__).with_name("fused_worker.py")
-LOWERING = Path(__file__).with_name("fused_lowering_worker.py")
-PROMPTS = int(os.environ.get("KIMI_K2_DRAWS", "3"))
+PROMPTS = DRAWS or 3
 DRAFTS, LENGTH = 3, 96
 SAMPLED, LINES_SAMPLED = 640, 16
 QUALITIES = {"random": None, "half": 0.5, "perfect": 0.0}
 PRESETS = {"xla": "trn2-tp32-ep2", "layers": "trn2-tp32-ep2-nki-layers"}
 PRESETS |= {f"{decode}_tp": name.replace("tp32-ep2", "tp64-ep1") for decode, name in PRESETS.items()}
-LINES: dict[str, Any] = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
 
 
 class Target(NamedTuple):
@@ -52,19 +49,14 @@ class Target(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
+def targets(stored: Stored) -> Callable[[str], Target]:
     """By the form of decode: the kernel has sizes of its own, and are K2.5's, of which the text is drafted."""
-    made: dict[str, Target] = {}
 
+    @functools.cache
     def of(decode: str) -> Target:
-        kind = decode.partition("_")[0]
-        if kind not in made:
-            directory = tmp_path_factory.mktemp(kind)
-            member, sizes = ("kimi-k2-instruct-0905", {}) if kind == "xla" else ("kimi-k2.5", SIZES)
-            config = tiny_config(member, num_hidden_layers=4, **sizes)
-            write_synthetic_checkpoint(directory, with_format(config, "bf16"), seed=3)
-            made[kind] = Target(directory, plain_model(directory))
-        return made[kind]
+        whole = {} if decode.startswith("xla") else {"member": "kimi-k2.5", **WHOLE}
+        directory = stored(num_hidden_layers=4, **whole)
+        return Target(directory, plain_model(directory))
 
     return of
 
@@ -90,7 +82,7 @@ def batches_of(model: KimiK2ForCausalLM, batch: int, wrong: float | None) -> tup
     while prompts:
         some = [prompts.pop() for _ in range(min(rng.randint(1, batch), len(prompts)))]
         replies = generate(model, some, SamplingParams(20 + DRAFTS, ignore_eos=True)).token_ids
-        params = {"max_new_tokens": rng.choice([1, 2, 9, 20]), "ignore_eos": True}
+        params = {"max_new_tokens": rng.choice([1, 2, 9, 20])}
         one: dict[str, Any] = {"prompts": some, "params": params}
         if wrong is not None:
             one |= {"oracle": [a + b for a, b in zip(some, replies, strict=True)], "wrong": wrong}
@@ -132,7 +124,7 @@ def test_tokens_are_the_plain_models(
     made, expected = batches_of(target.model, batch, QUALITIES[quality])
     head = head_of(target.model, form, tmp_path)
     job = job_of(target, head, tmp_path, ranks, decode, batch)
-    *answers, last = launch({**job, "batches": made}, tmp_path, worker=WORKER, timeout=500 + 30 * PROMPTS)
+    *answers, last = launch(generations, job, made, ranks=ranks, timeout=500 + 30 * PROMPTS)
     plain = Eagle3Head.from_pretrained(head, target.model)
     for one, answer, wanted in zip(made, answers, expected, strict=True):
         assert answer["replies"] == wanted
@@ -143,8 +135,8 @@ def test_tokens_are_the_plain_models(
 
 def job_of(target: Target, head: Path, directory: Path, ranks: int, decode: str, batch: int = 1) -> dict[str, Any]:
     return {
-        "checkpoint": str(target.directory), "draft": str(head), "draft_tokens": DRAFTS,
-        "preset": bf16_preset(PRESETS[decode], directory), "neuron_config": {"tp_degree": ranks},
+        "checkpoint": target.directory, "draft": str(head), "draft_tokens": DRAFTS, "ranks": ranks,
+        "preset": bf16_preset(PRESETS[decode], directory), "sampling": {},
         "deployment": {"length": LENGTH, "batch_size": batch}, "overrides": LINES if batch > 1 else {},
     }  # fmt: skip
 
@@ -155,13 +147,12 @@ def test_executed_graphs(targets: Callable[[str], Target], tmp_path: Path, form:
     target = targets(decode)
     made, expected = batches_of(target.model, 1, None)
     job = job_of(target, head_of(target.model, form, tmp_path), tmp_path, ranks, decode)
-    output, path = tmp_path / "output.pt", tmp_path / "job.json"
-    path.write_text(json.dumps({**job, "batches": made, "executed": True, "output": str(output)}))
-    run_executed([str(WORKER), str(path)], ranks)
-    for answer, wanted in zip(torch.load(output), expected, strict=True):
+    asked = [{**one, "adapter": len(one["prompts"]) == 1} for one in made]
+    for answer, wanted in zip(launch(generations, job, asked, ranks=ranks, way="executed"), expected, strict=True):
         assert answer["replies"] == wanted
         # NxDI's adapter stops where a step might give too many tokens, or behind one that did.
-        assert all(one == other for one, other in zip(answer.get("adapted", []), wanted[0], strict=False))
+        found = answer.get("adapted", [[]])[0]
+        assert all(one == other for one, other in zip(found, wanted[0], strict=False))
 
 
 def test_sampled_tokens_have_the_targets_distribution(targets: Callable[[str], Target], tmp_path: Path) -> None:
@@ -172,14 +163,14 @@ def test_sampled_tokens_have_the_targets_distribution(targets: Callable[[str], T
     second = {token: likeliest(target.model, [*prompt, token], most) for token in first}
     batch = {
         "prompts": [prompt] * LINES_SAMPLED, "times": SAMPLED // LINES_SAMPLED,
-        "params": {"max_new_tokens": 2, "ignore_eos": True, "temperature": 1.5, "top_k": most},
+        "params": {"max_new_tokens": 2, "temperature": 1.5, "top_k": most},
         "table": {str(token): max(own, key=own.__getitem__) for token, own in second.items()},
     }  # fmt: skip
     job = job_of(target, head, tmp_path, 1, "xla") | {
         "sampling": {"do_sample": True, "dynamic": True, "global_topk": 64}
     }
     job |= {"draft_tokens": 1, "deployment": {"length": LENGTH, "batch_size": LINES_SAMPLED}}
-    answer, _ = launch({**job, "batches": [batch]}, tmp_path, worker=WORKER, timeout=500)
+    answer, _ = launch(generations, job, [batch], timeout=500)
     counts = Counter(map(tuple, answer["replies"]))
     pairs = {(one, two): p * q for one, p in first.items() for two, q in second[one].items()}
     assert set(counts) <= set(pairs)
@@ -205,21 +196,23 @@ def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels
     changes: dict[str, Any] = layers | ({"draft_vocab_size": 32000} if form == "llama" else {})
     fields = draft_fields(config, form, **changes)
     write_json(tmp_path / "config.json", fields)
-    counts = counts_of(LOWERING, preset, 4, tmp_path, DRAFTS, "fused_speculation_model")
+    graph = graph_of(preset, DRAFTED, 4, draft=tmp_path, drafts=DRAFTS)
+    counts, states = counted(graph), {name: list(kind[1]) for name, kind in graph.states.items()}
     draft = DraftConfig.from_dict(fields)
     shapes = head_shapes(draft, config) | {"embed_tokens.weight": (draft.vocab_size, 7168)}
     shapes |= {"lm_head.weight": (draft.draft_vocab_size, 7168)}
     held = (
         sum(math.prod(shape) * 2 // (64 if len(shape) > 1 else 1) for name, shape in shapes.items() if name != "d2t")
         + 4 * draft.draft_vocab_size
-        + 2 * sum(math.prod(shape) for name, shape in counts["states"].items() if name.startswith("draft_model."))
+        + 2 * sum(math.prod(shape) for name, shape in states.items() if name.startswith("draft_model."))
     )
-    assert counts["draft"]["held"] == pytest.approx(held, rel=1e-3)
-    assert counts["kernels"] == kernels
+    own = [size for name, size in counts["counts"].held.items() if name.startswith("draft_model.")]
+    assert sum(own) == pytest.approx(held, rel=1e-3)
+    assert graphs.kernels(graph) == kernels
     # Attention and MLP of a draft pass; the pass behind verification writes the cache alone.
     sums = {one["bytes"]: one["times"] for one in counts["collectives"] if one["kind"] == "all-reduce"}
     assert sums[7168 * 2] == 2 * DRAFTS
-    assert counts["states"]["hidden_state_rolling_buffer.hidden_states"] == [2, 2 * (DRAFTS + 1), 3 * 7168]
+    assert states["hidden_state_rolling_buffer.hidden_states"] == [2, 2 * (DRAFTS + 1), 3 * 7168]
 
 
 def configured(head: Path, target: Target, **options: Any) -> Any:

@@ -6,16 +6,16 @@ which need no attention. Two ranks split the cache between them (flash decoding)
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import schedule
 import torch
-from harness import SLOW, execute, neuron_config
+from applications import answers
+from cases import Case, Stored, job
+from harness import SLOW, distances, launch
 
 from kimi_k2.parity.reference import load_transformers_model
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
 
 STEPS = 4
 RESERVED = 128  # slots that NxDI adds with flash decoding
@@ -109,15 +109,12 @@ def parts(tensor: torch.Tensor, length: int, ranks: int) -> list[torch.Tensor]:
         pytest.param(131072, 2, 2, marks=SLOW),
     ],
 )
-def test_bf16_decode(tmp_path: Path, length: int, layers: int, ranks: int) -> None:
-    config = tiny_config(num_hidden_layers=layers, first_k_dense_replace=0, max_position_embeddings=262144)
-    checkpoint = tmp_path / "checkpoint"
-    write_synthetic_checkpoint(checkpoint, with_format(config, "bf16"), seed=11)
-    exact = load_transformers_model(checkpoint)
-    rounded = load_transformers_model(checkpoint, torch.bfloat16)
-    start = length - STEPS
+def test_bf16_decode(stored: Stored, length: int, layers: int, ranks: int) -> None:
+    sizes = {"num_hidden_layers": layers, "first_k_dense_replace": 0, "max_position_embeddings": 262144}
+    checkpoint = stored(**sizes, seed=11)
+    exact, rounded = (load_transformers_model(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    start, forced = length - STEPS, [5, 17, 300, 41]
     tokens = torch.randint(0, 512, (1, start), generator=torch.Generator().manual_seed(2))
-    forced = [5, 17, 300, 41]
     theirs_cached = cached(rounded, tokens)
     states: dict[str, list[torch.Tensor]] = {}
     for layer, one in enumerate(theirs_cached):
@@ -125,20 +122,15 @@ def test_bf16_decode(tmp_path: Path, length: int, layers: int, ranks: int) -> No
         interleaved = torch.stack((first, second), dim=-1).flatten(-2)
         states[f"kv_mgr.past_key_values.{2 * layer}"] = parts(interleaved, length, ranks)
         states[f"kv_mgr.past_key_values.{2 * layer + 1}"] = parts(one.latent, length, ranks)
-    torch.save(states, tmp_path / "caches.pt")
-    options = neuron_config(ranks, 1, 1, seq_len=length, torch_dtype="bfloat16", flash_decoding_enabled=ranks > 1)
-    options |= {"max_context_length": 128, "n_positions": length, "context_encoding_buckets": [128]}
-    options |= {"enable_bucketing": True, "token_generation_buckets": [length]}
-    case = {"caches": str(tmp_path / "caches.pt"), "start": start, "forced": [forced]}
-    job = {"checkpoint": checkpoint, "neuron_config": options, "cases": [case]}
-    (logits,) = execute(job, tmp_path / "run")["logits"]
+    options = {
+        "seq_len": length, "max_context_length": 128, "context_encoding_buckets": [128], "enable_bucketing": True,
+        "token_generation_buckets": [length], "torch_dtype": "bfloat16", "flash_decoding_enabled": ranks > 1,
+    }  # fmt: skip
+    made = job(Case(f"TP{ranks}", options, batch=1), checkpoint)
+    made["scripts"] = [schedule.Filled(states, start, forced)]
+    (logits,) = launch(answers, {"": made}, ranks=ranks, way="executed")[""]["logits"]
     expected = stepped(exact, cached(exact, tokens), forced)
-
-    def distance(found: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        return out
-
-    ours, theirs = distance(logits[:, 0]), distance(stepped(rounded, theirs_cached, forced))
+    ours, theirs = (distances(one, expected) for one in (logits, stepped(rounded, theirs_cached, forced)))
     print(f"\npositions {start}..{length - 1}, {layers} layers, {ranks} ranks, relative L2:")
     print(f"ours {[f'{float(x):.4f}' for x in ours]}, transformers in BF16 {[f'{float(x):.4f}' for x in theirs]}")
     assert float(ours.median()) <= float(theirs.median())

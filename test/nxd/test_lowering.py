@@ -1,54 +1,103 @@
-"""The real graphs at Kimi-K2's shapes, two layers (one dense, one with experts), lowered on this machine."""
+"""The real graphs at Kimi-K2's shapes, two layers (one dense, one with experts), lowered on this machine.
+
+KIMI_K2_SLOW lowers every Trainium preset for each stored form; graphs with images are test_compile_images.py's.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
-from harness import counts_of
+from graphs import DECODE, MEMBER, PREFILL, counted, fetches, graph_of, kernels, of_experts, of_folder, planned
+from harness import SLOW, launch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.deployment import Deployment, preset_names
+from kimi_k2.sharding.plan import make_plan
 
-WORKER = Path(__file__).with_name("lowering_worker.py")
-DECODE, PREFILL = "token_generation_model", "context_encoding_model"
-
-
-def lowered(*arguments: str) -> dict[str, Any]:
-    """Counts of one graph."""
-    return counts_of(WORKER, *arguments)
-
-
-def same_weights(counts: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a graph, whose weights it holds and reads (the graph's inputs are not planned)."""
-    planned: dict[str, Any] = counts["planned"]
-    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
-        assert counts[what] == pytest.approx(planned[what], rel=1e-3), what
-    return planned
+STORED = {  # members by what they store: FP8 blocks, and INT4
+    MEMBER: ("kimi-k2-instruct", MEMBER),
+    "kimi-k2-thinking": ("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code"),
+}
+PRESETS = [
+    name for name in preset_names() if name.startswith("trn2") and Deployment.load(name).torch_native is None
+]  # fmt: skip
+LAYERS, SPLIT = "trn2-tp32-ep2-nki-layers", "trn2-tp64-ep1-nki-layers-128k"
+QUICK = {
+    *((name, MEMBER, stage) for name in ("trn2-tp32-ep2", "trn2-tp64-ep1") for stage in (DECODE, PREFILL)),
+    *((name, MEMBER, DECODE) for name in ("trn2-tp64-ep1-128k", "trn2-tp64-ep1-b8", "trn2-tp64-ep1-nki-layers")),
+    *((name, MEMBER, stage) for name in (LAYERS, SPLIT) for stage in (DECODE, PREFILL)),
+    *((name, "kimi-k2-thinking", DECODE) for name in (LAYERS, "trn2-tp64-ep1-b32-4k", "trn2-tp32-ep2-1k")),
+}
 
 
 def expert_bytes(moe_tp: int) -> int:
     """Weights of one expert on one rank, FP8, without scales."""
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    config = KimiK2Config.from_preset(MEMBER)
     return 3 * config.hidden_size * config.moe_intermediate_size // moe_tp
 
 
+def test_members_of_a_stored_form_have_one_plan() -> None:
+    """So that graphs of one member of each say what those of all cost."""
+    layout = Deployment.load(LAYERS)
+    for stored, members in STORED.items():
+        plans = [make_plan(config, layout.layout(config)).tensors for config in map(KimiK2Config.from_preset, members)]
+        assert all(one == plans[0] for one in plans), stored
+
+
+@pytest.mark.parametrize(("preset", "stored", "stage"), [
+    pytest.param(*case, marks=() if case in QUICK else SLOW)
+    for name in PRESETS if "images" not in name for stored in STORED for stage in (DECODE, PREFILL)
+    for case in [(name, stored, stage)]
+])  # fmt: skip
+def test_graphs_cost_what_the_planner_says(preset: str, stored: str, stage: str) -> None:
+    whole = stage == DECODE and Deployment.load(preset).neuron_config.decode == "layers"
+    layers = 3 if whole else 2  # one dense, and of those with experts two where the kernel takes them
+    graph = graph_of(preset, stage, layers, stored)
+    found, plan = counted(graph), planned(preset, graph, layers, stored)
+    for what in ("weight_bytes_held", "weight_bytes_read", "routed_expert_bytes_read"):
+        assert found[what] == pytest.approx(plan[what], rel=1e-3), what
+    assert sorted(map(str, found["collectives"])) == sorted(map(str, plan["collectives"]))
+    # Scratch is planned as no less than what is alive at once in the graph, and not much more.
+    assert found["live"] <= plan["live"]
+    assert kernels(graph) == ({"decode_layers": 1} if whole else {})
+    # What chooses blocks and experts moves a little too; 1 % of the rows' 4 bytes a value.
+    assert found["bytes_moved"] == pytest.approx(plan["bytes_moved"], rel=0.01, abs=1e7)
+    if stored != MEMBER or (preset, stored, stage) not in QUICK:
+        return
+    if not whole:
+        assert plan["live"] <= 1.25 * found["live"]
+        assert found["flops"] == plan["flops"]
+        return
+    # Of the kernel the DMA and the collectives inside are counted.
+    assert found["bytes_moved"] < (500_000 if preset == SPLIT else 400_000)
+    sums = {(one["kind"], one["bytes"]): one["times"] for one in found["collectives"]}
+    if preset == SPLIT:  # an all-to-all brings a rank its head's parts, made of queries of 16 heads in FP8
+        assert sums["all-to-all", 16 * 2 * 513 * 4] == 2
+        assert fetches(graph)["ahead"] > 2 * 16 * (1536 * 192 + 512 * 128)
+    else:
+        # Both cores bring a summand of their own: attention's output with the logits, the experts' with the projections
+        # of the layer behind, in whole blocks, and the last layer's alone.
+        for size, times in ((7168 + 384, 2), (7168 + 17 * 128, 1), (7168, 1)):
+            assert sums["all-reduce", size * 8] == times
+        # 3 a layer, of the embedding, and of sampling; the third layer's down projections ride in one of the second's.
+        assert sum(sums.values()) == 3 * 3 - 1 + 3
+        # What the router chooses is read once, by the core whose expert it is.
+        chosen = 2 * 8 * 3 * 7168 * 32 + 8 * 32 * 2112 * 2
+        assert fetches(graph)["chosen"] == pytest.approx(chosen, rel=0.01)
+
+
 def test_expert_parallel_decode_reads_8_experts_not_192() -> None:
-    selective = lowered("trn2-tp32-ep2", "2", DECODE)
-    everything = lowered("trn2-tp32-ep2", "2", DECODE, "all-experts")
-    read, swept = selective["routed_expert_bytes_read"], everything["routed_expert_bytes_read"]
-    print(
-        f"\nbytes of routed experts a layer a rank: selective {read:,}, all experts {swept:,}, ratio {swept / read:.1f}"
-    )
+    graph = graph_of("trn2-tp32-ep2", DECODE)
+    read = counted(graph)["routed_expert_bytes_read"]
+    swept = counted(graph_of("trn2-tp32-ep2", DECODE, every_expert=True))["routed_expert_bytes_read"]
     assert 8 * expert_bytes(32) <= read <= 8 * expert_bytes(32) * 1.01  # the rest is scales
     assert 192 * expert_bytes(32) <= swept
     assert swept / read == pytest.approx(24, rel=1e-3)
-
-
-def test_blocks_are_multiplied_as_they_are_stored() -> None:
-    """Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written."""
-    counts = lowered("trn2-tp32-ep2", "2", DECODE)
-    arrays = counts["of_experts"]
+    # Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written.
+    arrays = of_experts(graph)
     assert {one["op"] for one in arrays if one["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}
     dots = [one for one in arrays if one["op"] == "dot"]
     assert [one["shape"] for one in dots] == [[8, 112, 1, 128], [8, 1, 1, 7168]]  # 8 slots, blocks of 64
@@ -58,65 +107,34 @@ def test_blocks_are_multiplied_as_they_are_stored() -> None:
 
 
 def test_tensor_parallel_decode_reads_8_experts() -> None:
-    counts = lowered("trn2-tp64-ep1", "2", DECODE)
+    counts = counted(graph_of("trn2-tp64-ep1", DECODE))
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05
     # Attention output and MLP output of both layers: one all-reduce each.
-    assert counts["kinds"]["all-reduce 64"] == 4
+    sums = [one["times"] for one in counts["collectives"] if (one["kind"], one["ranks"]) == ("all-reduce", 64)]
+    assert sum(sums) == 4
 
 
-@pytest.mark.parametrize(("preset", "stage"), [
-    ("trn2-tp32-ep2", PREFILL), ("trn2-tp64-ep1", PREFILL), ("trn2-tp32-ep2", DECODE), ("trn2-tp64-ep1", DECODE),
-    ("trn2-tp64-ep1-128k", DECODE), ("trn2-tp64-ep1-b8", DECODE),
-    ("trn2-tp32-ep2-nki-layers", PREFILL), ("trn2-tp64-ep1-nki-layers-128k", PREFILL),
-])  # fmt: skip
-def test_graphs_cost_what_the_planner_says(preset: str, stage: str) -> None:
-    counts = lowered(preset, "2", stage)
-    planned = same_weights(counts)
-    # What chooses blocks and experts moves a little too; 1 % of the rows' 4 bytes a value.
-    assert counts["bytes_moved"] == pytest.approx(planned["bytes_moved"], rel=0.01, abs=1e7)
-    # Scratch is planned as no less than what is alive at once in the graph, and not much more.
-    assert counts["live"] <= counts["planned_live"] <= 1.25 * counts["live"]
-    assert counts["flops"] == planned["flops"]
-    assert {frozenset(one.items()) for one in counts["collectives"]} == {
-        frozenset(one.items()) for one in planned["collectives"]
-    }
-
-
-def collectives_of(counts: dict[str, Any]) -> list[tuple[str, int, int, int]]:
-    return sorted((one["kind"], one["ranks"], one["bytes"], one["times"]) for one in counts["collectives"])
-
-
-@pytest.mark.parametrize("preset", ["trn2-tp64-ep1-nki-layers", "trn2-tp32-ep2-nki-layers"])
-def test_whole_layers_in_one_kernel_cost_what_the_planner_says(preset: str) -> None:
-    """One dense layer and two with experts; of the kernel the DMA and the collectives inside are counted."""
-    counts = lowered(preset, "3", DECODE)
-    planned = same_weights(counts)
-    assert counts["kernels"] == {"decode_layers": 1}
-    assert counts["bytes_moved"] < 400_000
-    assert counts["live"] <= counts["planned_live"]
-    assert collectives_of(counts) == collectives_of(planned)
-    # Both cores bring a summand of their own: attention's output with the logits, the experts' with the projections of
-    # the layer behind, in whole blocks, and the last layer's alone.
-    inside = [((7168 + 384) * 8, 2), ((7168 + 17 * 128) * 8, 1), (7168 * 8, 1)]
-    for size, times in inside:
-        assert ("all-reduce", 64, size, times) in collectives_of(counts)
-    # 3 a layer, of the embedding, and of sampling; the third layer's down projections ride in one of the second's.
-    assert sum(times for *_, times in collectives_of(counts)) == 3 * 3 - 1 + 3
-    # What the router chooses is read once, by the core whose expert it is.
-    folded = 8 * 32 * 2112 * 2
-    assert counts["fetches"][0]["chosen"] == pytest.approx(2 * 8 * 3 * 7168 * 32 + folded, rel=0.01)
-
-
-def test_whole_layers_over_a_part_of_the_cache_cost_what_the_planner_says() -> None:
-    """In the layers' kernel an all-to-all brings a rank its head's parts."""
-    counts = lowered("trn2-tp64-ep1-nki-layers-128k", "3", DECODE)
-    planned = same_weights(counts)
-    assert counts["kernels"] == {"decode_layers": 1}
-    assert counts["bytes_moved"] < 500_000
-    assert counts["live"] <= counts["planned_live"]
-    assert collectives_of(counts) == collectives_of(planned)
-    assert ("all-to-all", 16, 16 * 2 * 513 * 4, 2) in collectives_of(counts)
-    # Queries of 16 heads are made in FP8, and each core reads its half of them.
-    queries = 2 * 16 * (1536 * 192 + 512 * 128)
-    layers = next(one for one in counts["fetches"] if one["kernel"] == "decode_layers")
-    assert layers["ahead"] > queries
+@pytest.mark.parametrize(("tp", "ep", "quantized"), [(32, 2, True), (64, 1, False)], ids=["TP32xEP2", "TP64"])
+def test_the_folders_graphs(tp: int, ep: int, quantized: bool) -> None:
+    prefill, decode = launch(of_folder, tp, ep, quantized, way="lowered")
+    local, width = 384 // ep, 2 * 2048 // tp
+    for graph in (prefill, decode):
+        types: dict[str, Any] = {
+            name: re.findall(rf"(\w+)\[([\d,]*)\]\S* parameter\({number}\)", graph.hlo)[0]
+            for number, name in graph.parameters.items()
+        }
+        # Of each layer two sums, behind attention and feed-forward, and its down projections; embedding and logits.
+        sums = Counter(re.findall(r" (all-\w+|reduce-scatter)\(", graph.hlo))
+        assert sums == {"all-reduce": 4, "all-gather": 4}
+        assert "f64[" not in graph.hlo
+        # Trained values are parameters; none was folded, none but the router's bias and FP8's scales is float32.
+        assert [one.shape for one in graph.constants.values() if one.numel() > 128] == []
+        experts, bias = "layers.1.mlp.experts", "layers.1.mlp.router.e_score_correction_bias"
+        scales = {f"{experts}.gate_up_proj.scale", f"{experts}.down_proj.scale"} if quantized else set()
+        wide = {name for name, (kind, _) in types.items() if kind == "f32" and not name.startswith("input.")}
+        assert wide == {bias, *scales}
+        weight = "f8e4m3fn" if quantized else "bf16"
+        assert types[f"{experts}.gate_up_proj.weight"] == (weight, f"{local},7168,{width}")
+    # Experts that a step of one token loads.
+    assert re.findall(r"= \w+\[(\d+),7168,(\d+)\]\S* gather\(", decode.hlo)[0] == ("8", str(width))
+    assert len(prefill.hlo) < 500_000

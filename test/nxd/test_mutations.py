@@ -1,25 +1,23 @@
-"""Every fault of the tables is seen by the job that it is listed with, and the class as it is passes all of them."""
+"""Every fault of the tables is seen by the case that it is listed with, and the class as it is passes all of them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_decode_layers
 import test_lora
 import torch
-from cases import job
+from applications import Answer, answers
+from cases import CASES, Case, Stored, far, job, model_of
 from faults import FAULTS, patch
-from harness import SLOW, WAYS, expected_logits, plain_model, sequences
+from harness import SLOW, TOLERANCE, launch, ranks_of
 
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
-
-WORKER = Path(__file__).with_name("cases_worker.py")
-# The model of jobs that are executed.
+# Of the models: executed ones are small, and of whole layers the norms' epsilons differ.
 SIZES: dict[str, dict[str, Any]] = {
     "class": {"num_hidden_layers": 1, "first_k_dense_replace": 0}, "modes": {"num_hidden_layers": 2},
+    "whole layers": {"rms_norm_eps": 1e-3},
 }  # fmt: skip
 
 
@@ -31,46 +29,48 @@ def test_each_fault_still_applies() -> None:
                 patch(*replaced)
 
 
-def kernel_jobs(table: str, directory: Path) -> dict[str, tuple[dict[str, Any], torch.Tensor]]:
-    """Decode on kernels in CPU mode; norms whose epsilons differ."""
-    made, case = {}, sequences(1, 512, steps=3)
-    for name in FAULTS[table]:
-        layout, _, pairs = name.partition(" in ")
-        config = test_decode_layers.config_of(layout, rms_norm_eps=1e-3)
-        options = test_decode_layers.options(layout, 2, batch=1, **(test_decode_layers.PAIRS if pairs else {}))
-        source = directory / name
-        write_synthetic_checkpoint(source, with_format(config, "bf16"), seed=5)
-        one = {"checkpoint": str(source), "neuron_config": options, "cases": [case]}
-        made[name] = one, expected_logits(plain_model(source), case)
-    return made
+def seen(answer: Answer, expected: torch.Tensor) -> str:
+    """What is wrong with an answer: an error, logits, or the dtypes of modules and of the router's product."""
+    if "logits" not in answer:
+        return str(answer.get("error", answer)).strip().splitlines()[-1][:200]
+    kept = [
+        (kind == "torch.float32") == name.endswith("bias") and "inv_freq" not in name
+        for name, kind in answer.get("loaded", {}).items()
+    ]
+    decode = answer["graphs"][-1]["hlo"] if kept else "= f32[1,16] dot("
+    if not all(kept) or len(re.findall(r"= f32\[1,16\]\S* dot\(", decode)) != 1:
+        return "dtypes"
+    return "" if far(answer, expected) <= TOLERANCE else f"logits ({far(answer, expected):.1e})"
 
 
 @SLOW
-@pytest.mark.parametrize("table", FAULTS)
-def test_each_fault_is_seen(tmp_path: Path, table: str) -> None:
-    if table in SIZES:
-        source, way = tmp_path / "source", "executed"
-        write_synthetic_checkpoint(source, with_format(tiny_config(**SIZES[table]), "bf16"), seed=4)
-        adapters = test_lora.write_all(tmp_path / "lora") if table == "modes" else {}
-        jobs = {
-            name: test_lora.job(adapters, "source", 1, 2) if name == "adapters" else job(name, source)
-            for name in FAULTS[table]
-        }
-        groups = [jobs]
-    else:
-        way, groups = "CPU mode", [{name: one} for name, one in kernel_jobs(table, tmp_path).items()]
-    found: dict[str, Any] = {}
-    for number, group in enumerate(groups):
-        torch.save({name: expected for name, (_, expected) in group.items()}, tmp_path / "expected.pt")
-        given = {
-            "checkpoint": "", "jobs": {name: one for name, (one, _) in group.items()}, "faults": table,
-            "expected": str(tmp_path / "expected.pt"),
-            "neuron_config": {"tp_degree": max(one["neuron_config"]["tp_degree"] for one, _ in group.values())},
-        }  # fmt: skip
-        found |= WAYS[way](given, tmp_path / str(number), worker=WORKER, timeout=3000)
-    for name, seen in found.items():
-        print(f"\n{name}: {', '.join(seen['failing']) or 'not seen'}")
-    jobs_as_they_are = {name: found.pop(name)["failing"] for group in groups for name in group}
-    assert not any(jobs_as_they_are.values()), jobs_as_they_are
-    assert len(found) == sum(map(len, FAULTS[table].values()))
-    assert [fault for fault, seen in found.items() if not seen["failing"]] == []
+@pytest.mark.parametrize(("table", "names"), [
+    ("class", [*FAULTS["class"]]), ("modes", [*FAULTS["modes"]]),
+    *(("whole layers", [name]) for name in FAULTS["whole layers"]),
+])  # fmt: skip
+def test_each_fault_is_seen(stored: Stored, tmp_path: Path, table: str, names: list[str]) -> None:
+    """In the order of the table; of the class the dtypes too, as it is deployed in BF16."""
+    jobs, expected = dict[str, Any](), dict[str, torch.Tensor]()
+    for name in names:
+        if name == "adapters":
+            source = stored(**test_lora.SIZES)
+            jobs[name], expected[name] = test_lora.served(
+                test_lora.write_all(tmp_path, source), source, Case("EP2", {"decode": "xla"})
+            )
+            continue
+        case = CASES[name]._replace(source={**CASES[name].source, **SIZES[table], "seed": 4})
+        source = stored(**case.source)
+        jobs[name] = {**job(case, source), "dtypes": table == "class"}
+        expected[name] = jobs[name]["scripts"][0].expected(model_of(case, source))
+    way, ranks = (
+        "CPU mode" if table == "whole layers" else "executed",
+        max(ranks_of(CASES[name].layout) for name in names if name in CASES),
+    )
+    found = launch(answers, jobs, table, ranks=ranks, way=way, timeout=3000)
+    wrong = {name: seen(found.pop(name), expected[name]) for name in names}
+    assert not any(wrong.values()), wrong
+    of = {fault: name for name in names for fault, *_ in FAULTS[table][name]}
+    said = {fault: seen(answer, expected[of[fault]]) for fault, answer in found.items()}
+    print("\n" + "\n".join(f"{fault}: {what or 'not seen'}" for fault, what in said.items()))
+    assert said.keys() == of.keys()
+    assert [fault for fault, what in said.items() if not what] == []

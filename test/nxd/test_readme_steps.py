@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cases import CONTRIB
 from harness import plain_model
 
 from kimi_k2.engine.generate import generate
@@ -20,7 +21,6 @@ from kimi_k2.neuron import sdk
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 MOCKED = Path(__file__).with_name("mocked_neuron.py")
-CONTRIB = Path(__file__).parents[2] / "contrib" / "models" / "Kimi-K2-Instruct-0905"
 PRESET = {
     "instance": "trn2.48xlarge", "experts": "blockwise", "tp_degree": 1, "moe_tp_degree": 1, "moe_ep_degree": 1,
     "torch_dtype": "bfloat16", "batch_size": 1, "seq_len": 96, "max_context_length": 96,

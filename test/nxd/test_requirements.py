@@ -7,7 +7,7 @@ import importlib.util
 
 import environment
 import pytest
-from harness import run_executed
+from harness import launch
 
 from kimi_k2.neuron.requirements import EXECUTION, REQUIREMENTS, missing, state
 
@@ -34,4 +34,4 @@ def test_nothing_is_missing_where_nxd_runs() -> None:
 def test_without_jax_what_executes_graphs_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(pytest.skip.Exception, match="needs jax"):
-        run_executed(["never.py"], ranks=2)
+        launch(importlib.import_module, "never", ranks=2, way="executed")

@@ -1,174 +1,184 @@
-"""Our pre-sharded files against NxD's own `ModelBuilder.shard_checkpoint` of NeuronKimiK2ForCausalLM's state dict.
+"""Files of the ranks that the pre-sharder writes, what the loader gives the device, and what NxD cuts: the same bytes.
 
-NxD runs in a process of its own: its mocked ranks need NXD_CPU_MODE unset, the other tests of this folder set it.
+NxD's mocked ranks are no processes: NXD_CPU_MODE is unset where it cuts.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from applications import application
+from cases import FIVE, SLOTS, WHOLE, Case, Stored, job
+from environment import contrib
+from harness import launch
 from safetensors.torch import load_file
 
-from kimi_k2.sharding.experts.format import expert_formats
-from kimi_k2.sharding.layout import Decode, Layout
-from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config, with_format
+from kimi_k2.synthetic.config import TINY_VISION
 
-WORKER = """
-import json, os, sys
-from pathlib import Path
-from types import SimpleNamespace
-sys.path.insert(0, sys.argv[1])
-import environment
-environment.prepare(cpu=False)
-import torch
-from harness import neuron_config
-from safetensors.torch import save_file
-torch.set_num_threads(1)
-config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
-for job in json.loads(sys.argv[2]):
-    options = neuron_config(job["tp"], job["ep"], 1, torch_dtype=torch.bfloat16, **job["options"])
-    neuron = config.KimiK2NeuronConfig(on_cpu=False, **options)
-    hf = config.load_kimi_config(job["source"])
-    app = modeling.NeuronKimiK2ForCausalLM(job["source"], config.KimiK2InferenceConfig(neuron, load_config=hf))
-    app.get_builder().shard_checkpoint(serialize_path=job["out"])
-    app.neuron_config.save_sharded_checkpoint = True
-    app.shard_weights(job["out"])
-    loaded = []
-    device = SimpleNamespace(initialize=lambda weights, start: loaded.extend(weights))
-    app.traced_model = SimpleNamespace(nxd_model=device)
-    app.load_weights(job["out"])
-    for rank, (weights, cut) in enumerate(zip(loaded, app.rank_weights(0, len(loaded)), strict=True)):
-        save_file(weights, Path(job["out"]) / f"loaded{rank}.safetensors")
-        save_file(cut, Path(job["out"]) / f"cut{rank}.safetensors")
-"""
-
-SIZES = {
-    "tiny": {"num_hidden_layers": 2, "moe_intermediate_size": 256},
-    "medium": {
-        "num_hidden_layers": 3,
-        "hidden_size": 1024,
-        "intermediate_size": 1024,
-        "moe_intermediate_size": 512,
-        "n_routed_experts": 32,
+MEMBERS = {
+    "Instruct": ("kimi-k2-instruct", ""), "0905": ("kimi-k2-instruct-0905", ""), "Thinking": ("kimi-k2-thinking", ""),
+    "K2.5": ("kimi-k2.5", ""), "BF16": ("kimi-k2-instruct-0905", "bf16"),
+    "FP8 a channel": ("kimi-k2-instruct-0905", "fp8-channel"), "INT4": ("kimi-k2-instruct-0905", "int4"),
+}  # fmt: skip
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "moe_intermediate_size": 256, **HEADS}
+MEDIUM: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512,
+    "n_routed_experts": 32, "form": "bf16", **HEADS,
+}  # fmt: skip
+# The presets' 64 ranks: an expert's real width, heads and latents that 64 ranks can divide.
+WIDE: dict[str, Any] = {
+    "num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 64,
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "moe_intermediate_size": 2048, "form": "bf16",
+}  # fmt: skip
+TILED = {**WHOLE, **SIZES, "hidden_size": 512}
+LAYERS = {"decode": "layers", "seq_len": 8 * SLOTS}
+SHARED = {**LAYERS, "flash_decoding_enabled": True, "num_cores_per_group": 8}
+# Of whole layers, which are in tiles, from BF16, and from FP8 blocks for ranks that share a cache; and more ranks.
+OTHERS: dict[str, Case] = {
+    **{
+        f"{name} {layout} {held}": Case(layout, source=sizes, experts=held)
+        for name, sizes in (("tiny", {**SIZES, "form": "bf16"}), ("medium", MEDIUM))
+        for layout in ("TP4xEP2", "TP8") for held in ("per_channel", "blockwise", "bf16")
     },
-    # The presets' 64 ranks: an expert's real width, heads and latents that 64 ranks can divide.
-    "wide": {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "moe_intermediate_size": 2048,
-    },
-}
-# Of whole layers, which are in tiles; from BF16, and from FP8 blocks for ranks that share a cache.
-LAYERS = {"layers-bf16": "bf16", "layers-fp8": "fp8"}
-TILED = {
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": 256,
-    "hidden_size": 512,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "qk_rope_head_dim": 32,
-}
-SIZES |= dict.fromkeys(LAYERS, TILED)
-# Members by their presets, as they are stored: FP8 blocks, INT4, INT4 beside a tower.
-MEMBERS = {name: {"num_hidden_layers": 2} for name in ("kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5")}
-
-CASES = [
-    (size, tp, ep, experts)
-    for size in SIZES
-    for tp, ep in ((4, 2), (8, 1))
-    for experts in ("per_channel", "blockwise", "bf16")
-    if size in ("tiny", "medium")
-]
-CASES += [("wide", 32, 2, "blockwise"), ("wide", 64, 1, "per_channel")]
-CASES += [("layers-bf16", 4, 2, "tiles"), ("layers-bf16", 8, 1, "tiles"), ("layers-bf16", 4, 2, "bf16_tiles")]
-CASES += [("layers-fp8", 8, 1, "tiles")]
-CASES += [(member, 2, 2, experts) for member in MEMBERS for experts in ("per_channel", "blockwise", "bf16")]
+    "wide TP32xEP2": Case("TP32xEP2", source=WIDE, experts="blockwise"),
+    "wide TP64": Case("TP64", source=WIDE, experts="per_channel"),
+    "layers TP4xEP2": Case("TP4xEP2", LAYERS, source={**TILED, "form": "bf16"}, experts="tiles"),
+    "layers TP8": Case("TP8", LAYERS, source={**TILED, "form": "bf16"}, experts="tiles"),
+    "layers TP4xEP2 BF16": Case("TP4xEP2", LAYERS, source={**TILED, "form": "bf16"}, experts="bf16_tiles"),
+    "layers TP8 FP8": Case("TP8", SHARED, source={**TILED, "form": "fp8"}, experts="tiles"),
+}  # fmt: skip
 
 
-def layout_of(case: tuple[str, int, int, str]) -> Layout:
-    """The layout of a case."""
-    size, tp, ep, experts = case
-    group = 8 if size == "layers-fp8" else 0
-    decode: Decode = "layers" if size in LAYERS else "xla"
-    return Layout(tp, ep, experts=experts, decode=decode, query_group=group)
+class Device:
+    """What NxDI calls as `traced_model.nxd_model`."""
+
+    def initialize(self, weights: list[dict[str, torch.Tensor]], first: torch.Tensor) -> None:
+        self.weights = weights
 
 
-def label(case: tuple[str, int, int, str]) -> str:
-    """Name of a case and of its folder."""
-    return "-".join(str(part) for part in case)
+def differences(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> list[str]:
+    """Names that only one has, or whose dtype, shape or bits differ."""
+    wrong = [] if len(found) == len(expected) else [f"{len(found)} ranks"]
+    for rank, (one, other) in enumerate(zip(found, expected, strict=False)):
+        wrong += [f"{rank}: {name}" for name in one.keys() ^ other.keys()]
+        for name in one.keys() & other.keys():
+            same = (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
+            if not same or not torch.equal(*(each[name].contiguous().view(torch.uint8) for each in (one, other))):
+                wrong.append(f"{rank}: {name}")
+    return wrong
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources, and NxD's files for all cases from one process: importing NxD takes longer than the sharding."""
-    root = tmp_path_factory.mktemp("sharding")
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    jobs = []
-    for member, sizes in MEMBERS.items():
-        own = heads | sizes | {"moe_intermediate_size": 256}
-        write_synthetic_checkpoint(root / member, tiny_config(member, **own))
-    for name, sizes in SIZES.items():
-        write_synthetic_checkpoint(root / name, with_format(tiny_config(**heads | sizes), LAYERS.get(name, "bf16")))
-    for case in CASES:
-        size, tp, ep, experts = case
-        layout = layout_of(case)
-        out = str(root / f"theirs-{label(case)}")
-        options = {"decode": layout.decode, "seq_len": 2048, **expert_formats()[experts].neuron_options()}
-        if layout.query_group:
-            options |= {"flash_decoding_enabled": True, "num_cores_per_group": layout.query_group}
-        job = {"tp": tp, "ep": ep, "options": options}
-        jobs.append({**job, "source": str(root / size), "out": out})
-    env = {name: value for name, value in os.environ.items() if name != "NXD_CPU_MODE"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), json.dumps(jobs)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root
+def reserved(weights: list[dict[str, torch.Tensor]]) -> list[str]:
+    """FP8 tensors with a code that Trainium reads as NaN: exponent bits all ones, 0x78 to 0x7F without the sign."""
+    eights = {name: one for rank in weights for name, one in rank.items() if one.dtype == torch.float8_e4m3fn}
+    return [name for name, one in eights.items() if bool(((one.view(torch.uint8) & 0x78) == 0x78).any())]
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_the_application_shards_and_loads_the_same(root: Path, case: tuple[str, int, int, str]) -> None:
-    """Files of `shard_weights`, and what is cut as it is loaded without files: both are what NxD's own code cuts."""
-    out = root / f"theirs-{label(case)}"
-    ranks = case[1] * case[2]
-    assert len(list(out.glob("loaded*.safetensors"))) == ranks
-    for rank in range(ranks):
-        loaded = load_file(out / f"loaded{rank}.safetensors")
-        theirs = load_file(out / f"tp{rank}_sharded_checkpoint.safetensors")
-        assert_same_bytes(loaded, theirs)
-        assert_same_bytes(load_file(out / f"cut{rank}.safetensors"), theirs)
+def compared(jobs: dict[str, Any]) -> dict[str, list[str]]:
+    """A job: what differs between an application's files, what it loads with and without them, and NxD's cut."""
+    from neuronx_distributed.modules.moe import moe_process_group
+
+    found = {}
+    for name, one in jobs.items():
+        app = application(one)
+        neuron, device = app.neuron_config, Device()
+        theirs = app.get_builder().shard_checkpoint()
+        app.traced_model = SimpleNamespace(nxd_model=device)
+        with tempfile.TemporaryDirectory() as directory:
+            neuron.save_sharded_checkpoint = True
+            app.shard_weights(directory)
+            files = [
+                Path(directory, "weights", f"tp{rank}_sharded_checkpoint.safetensors") for rank in range(len(theirs))
+            ]
+            wrong = [f"file {each}" for each in differences([load_file(file) for file in files], theirs)]
+            app.load_weights(directory)
+            wrong += [f"loaded {each}" for each in differences(device.weights, theirs)]
+        neuron.save_sharded_checkpoint = False
+        app.load_weights("none")
+        wrong += [f"without files {each}" for each in differences(device.weights, theirs)]
+        found[name] = wrong + [f"NaN {each}" for each in reserved(theirs)]
+        print(name, len(theirs), found[name], flush=True)
+        moe_process_group.destroy_moe_model_parallel()
+    return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_every_tensor_of_every_rank(root: Path, tmp_path: Path, case: tuple[str, int, int, str]) -> None:
-    size, tp, ep, _ = case
-    Presharder(root / size, tmp_path, layout_of(case)).run()
-    for rank in range(tp * ep):
-        name = f"tp{rank}_sharded_checkpoint.safetensors"
-        ours, theirs = load_file(tmp_path / "weights" / name), load_file(root / f"theirs-{label(case)}" / name)
-        assert_same_bytes(ours, theirs)
+def check(stored: Stored, cases: dict[str, Case]) -> None:
+    """No case differs."""
+    jobs = {name: job(case, stored(**case.source)) for name, case in cases.items()}
+    for one in jobs.values():
+        one["neuron_config"]["torch_dtype"] = "bfloat16"
+    found = launch(compared, jobs, way="lowered", timeout=900)
+    assert found == {name: [] for name in cases}
 
 
-def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes, shapes and bits."""
-    assert ours.keys() == theirs.keys()
-    for key, expected in theirs.items():
-        found = ours[key]
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), key
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), key
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_member_and_layout(stored: Stored, member: str) -> None:
+    """The class in each form in which it holds experts, and the folder."""
+    name, form = MEMBERS[member]
+    source = {**SIZES, "member": name, "form": form}
+    cases = {f"{layout} {held}": Case(layout, source=source, experts=held) for layout in FIVE for held in HELD}
+    for layout in FIVE:
+        for held, options in FOLDER.items():
+            more = {"folder": "kimi_k2.contrib_model"}
+            cases[f"folder {layout} {held}"] = Case(layout, options, source=source, more=more)
+    check(stored, cases)
+
+
+HELD = ("bf16", "blockwise", "per_channel")
+FOLDER: dict[str, dict[str, Any]] = {
+    "BF16": {}, "blocks": {"quantized": True, "quantization_type": "blockwise_symmetric"},
+    "channels": {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"},
+}  # fmt: skip
+
+
+def test_more_ranks_and_whole_layers(stored: Stored) -> None:
+    check(stored, OTHERS)
+
+
+def test_tower(checkpoints: dict[str, Path], stored: Stored) -> None:
+    """Text and tower of K2.5, each on its own ranks."""
+    source = stored(member="kimi-k2.5", form="", vision={**TINY_VISION, "vt_num_attention_heads": 4})
+    given = job(Case("TP4", {"torch_dtype": "bfloat16"}), source)["neuron_config"]
+    assert launch(towers, source, given, way="lowered") == []
+
+
+def towers(source: Path, options: dict[str, Any]) -> list[str]:
+    """A job: the same of NxDI's image-to-text base with a tower on two ranks."""
+    module, config = contrib("image_to_text"), contrib("config")
+    more: dict[str, Any] = {"torch_dtype": torch.bfloat16, "save_sharded_checkpoint": True}
+    text = config.KimiK2NeuronConfig(**{**options, **more})
+    tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[16, 1]], tp_degree=2, **more)
+    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(source))
+    app = module.NeuronKimiK25ForImageToText(str(source), made)
+    devices = Device(), Device()
+    app.text_traced_model, app.vision_traced_model = (SimpleNamespace(nxd_model=device) for device in devices)
+    theirs = [builder().shard_checkpoint() for builder in (app.get_text_builder, app.get_vision_builder)]
+    with tempfile.TemporaryDirectory() as root:
+        paths = [f"{root}/text", f"{root}/vision"]
+        app.shard_text_weights(paths[0])
+        app.shard_vision_weights(paths[1])
+        app.load_weights(*paths)
+        wrong = [one for device, cut in zip(devices, theirs, strict=True) for one in differences(device.weights, cut)]
+    return wrong + [f"{len(cut)} ranks" for cut, ranks in zip(theirs, (4, 2), strict=True) if len(cut) != ranks]
+
+
+def test_a_missing_and_a_foreign_tensor_are_named(stored: Stored) -> None:
+    from kimi_k2.contrib_model.checkpoint import CheckpointError, CheckpointMapping, StateDictReader
+
+    checkpoint = stored(num_hidden_layers=2)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    config = application(job(Case("TP1", more={"folder": "kimi_k2.contrib_model"}), checkpoint)).config
+    foreign = {**tensors, "model.layers.1.mlp.extra.weight": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match=r"mlp\.extra"):
+        list(CheckpointMapping(config, StateDictReader(foreign)).parameters())
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    with pytest.raises(CheckpointError, match="e_score_correction_bias: missing"):
+        list(CheckpointMapping(config, StateDictReader(tensors)).parameters())

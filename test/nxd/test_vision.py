@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import LINES, Stored
 from environment import contrib
-from harness import SLOW, counts_of, launch, neuron_config
-from plain import decode_step
+from graphs import counted, of_media, of_tower
+from harness import SLOW, TOLERANCE, check, launch, neuron_config
+from media import Media, drawn_case, pixels_of
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.generate import prefill
-from kimi_k2.engine.vision import MediaRows
-from kimi_k2.errors import ConfigError, MediaError
-from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.errors import ConfigError, KimiK2Error, MediaError
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.plan.memory import tower_live_bytes
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, tower_rank_bytes
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import TINY_VISION, tiny_config, with_format
+from kimi_k2.synthetic.config import TINY_VISION
 from kimi_k2.vision_config import Grid
 
-WORKER, LOWERING, TEXT_WORKER = (
-    Path(__file__).with_name(f"vision{name}worker.py") for name in ("_", "_lowering_", "_text_")
-)
-IMAGE_TO_TEXT_WORKER = Path(__file__).with_name("image_to_text_worker.py")
-TOLERANCE = 2e-5
 BUCKETS = [[16, 1], [256, 1], [64, 4], [512, 4]]
 PACKS = [
     [[1, 2, 2]], [[1, 4, 4]], [[1, 6, 10], [1, 2, 2], [1, 12, 12]], [[4, 4, 4]], [[3, 2, 4], [2, 4, 4]],
@@ -38,117 +33,114 @@ PACKS = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("vision") / "k2.5"
-    sizes = {**TINY_VISION, "vt_num_attention_heads": 4}
-    write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2.5", vision=sizes), "bf16"), seed=8)
-    return directory
+def checkpoint(stored: Stored) -> Path:
+    return stored(member="kimi-k2.5", vision={**TINY_VISION, "vt_num_attention_heads": 4}, seed=8)
+
+
+def of_packs(checkpoint: Path, packs: list[Any]) -> list[torch.Tensor]:
+    """A job: the tower's features of each pack of pixels and grids."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    torch.distributed.init_process_group("gloo")
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, skip_collective_init=True)
+    buckets = [contrib("vision").VisionBucket(*bucket) for bucket in BUCKETS]
+    config = KimiK2Config.from_pretrained(checkpoint)
+    encoder = contrib("vision").NeuronKimiK25VisionEncoder(checkpoint, config, buckets, torch.float32)
+    return [encoder(pixels, sizes) for pixels, sizes in packs]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_cpu_mode_agrees_with_the_plain_tower(checkpoint: Path, tmp_path: Path, ranks: int) -> None:
-    job = {"checkpoint": checkpoint, "neuron_config": {"tp_degree": ranks}, "buckets": BUCKETS, "packs": PACKS}
-    plain = VisionModel.from_pretrained(checkpoint)
-    worst = 0.0
-    for grids, (pixels, found) in zip(PACKS, launch(job, tmp_path, WORKER), strict=True):
-        wanted = plain(pixels, [Grid(*grid) for grid in grids])
+def test_cpu_mode_agrees_with_the_plain_tower(checkpoint: Path, ranks: int) -> None:
+    draw, plain, worst = torch.Generator().manual_seed(0), VisionModel.from_pretrained(checkpoint), 0.0
+    packs = [(pixels_of(sizes, draw), sizes) for pack in PACKS for sizes in [[Grid(*one) for one in pack]]]
+    for given, found in zip(packs, launch(of_packs, checkpoint, packs, ranks=ranks), strict=True):
+        wanted = plain(*given)
         assert found.shape == wanted.shape
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     print(f"\nTP{ranks}: largest error over largest value {worst:.1e}")
     assert worst <= TOLERANCE
 
 
-def drawn_case(checkpoint: Path) -> dict[str, Any]:
-    """Text, one image, and a video chunk beside two images; six tokens that decode is fed."""
-    config = KimiK2Config.from_pretrained(checkpoint)
-    assert config.vision is not None
-    token, generator = config.vision.image_token_id, torch.Generator().manual_seed(3)
-    grids = [[], [Grid(1, 4, 6)], [Grid(3, 2, 4), Grid(1, 2, 2), Grid(1, 4, 4)], []]
-    prompts, media = [], []
-    for row, own in enumerate(grids):
-        prompts.append(torch.randint(0, 512, (3 + row,), generator=generator).tolist())
-        media.append([(torch.rand(grid.patches, 3, 14, 14, generator=generator) * 2 - 1, tuple(grid)) for grid in own])
-        for grid in own:
-            prompts[-1] += [*[token] * grid.tokens(), 5]
-    forced = torch.randint(0, 512, (4, 6), generator=generator).tolist()
-    return {"prompts": prompts, "media": media, "forced": forced}
-
-
-def plain_logits(checkpoint: Path, case: dict[str, Any]) -> torch.Tensor:
-    """Of prefill and of every forced step, [steps, B, vocab]."""
-    config = KimiK2Config.from_pretrained(checkpoint)
-    assert config.vision is not None
-    prompts, forced = case["prompts"], case["forced"]
-    tower, plain = VisionModel.from_pretrained(checkpoint), KimiK2ForCausalLM.from_pretrained(checkpoint)
-    features = [[tower(pixels, [Grid(*grid)]) for pixels, grid in own] for own in case["media"]]
-    rows = MediaRows.of(prompts, features, config.vision.media_token_ids)
-    cache = plain.new_cache(4, max(map(len, prompts)) + 6)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    wanted = [prefill(plain, prompts, cache, media=rows)]
-    for step in range(len(forced[0])):
-        tokens = torch.tensor([row[step] for row in forced])
-        wanted.append(decode_step(plain, tokens, lengths + step, cache))
-    return torch.stack(wanted)
+@torch.inference_mode()
+def with_media(checkpoint: Path, neuron_config: dict[str, Any], script: Media) -> torch.Tensor:
+    """A job: logits of the class that has its tower beside it, in CPU mode."""
+    config = contrib("config")
+    neuron = config.KimiK2NeuronConfig(on_cpu=True, **neuron_config, torch_dtype=torch.float32)
+    made = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(checkpoint))
+    app = contrib("modeling_kimi_k25").NeuronKimiK25ForConditionalGeneration(str(checkpoint), made)
+    app.to_cpu()
+    app.load_vision([contrib("vision").VisionBucket(*bucket) for bucket in BUCKETS])
+    return script.run(app)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
-def test_whole_model_with_media(checkpoint: Path, tmp_path: Path, tp: int, ep: int) -> None:
+def test_whole_model_with_media(checkpoint: Path, tp: int, ep: int) -> None:
     """A mixed batch against the plain model."""
-    case = drawn_case(checkpoint)
-    torch.save(case, tmp_path / "case.pt")
-    options = neuron_config(tp, ep, 4)
-    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
-    found = launch(job, tmp_path, TEXT_WORKER)
-    worst = float((found - plain_logits(checkpoint, case)).abs().max())
-    print(f"\nTP{tp} EP{ep}: max |logit difference| {worst:.1e} on logits up to {float(found.abs().max()):.2f}")
-    assert worst <= TOLERANCE
+    script = drawn_case(checkpoint)
+    found = launch(with_media, checkpoint, neuron_config(tp, ep, 4), script, ranks=tp * ep)
+    check(f"TP{tp} EP{ep}", found, script.expected(checkpoint))
 
 
-def test_compiled_through_the_image_to_text_base(checkpoint: Path, tmp_path: Path) -> None:
+@torch.inference_mode()
+def through_compile(
+    checkpoint: Path, neuron_config: dict[str, Any], scripts: list[Media], calls: dict[str, Any]
+) -> dict[str, Any]:
+    """A job: NxDI's own compile and load of its image-to-text base, compiler and device mocked."""
+    import mocked_neuron
+
+    mocked_neuron.install()
+    module, config = contrib("image_to_text"), contrib("config")
+    options = {"torch_dtype": torch.float32, "save_sharded_checkpoint": True, "skip_warmup": True}
+    text = config.KimiK2NeuronConfig(**neuron_config, **options)
+    tower = module.KimiK25VisionNeuronConfig(vision_buckets=BUCKETS, tp_degree=1, **options)
+    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
+    with tempfile.TemporaryDirectory() as compiled:
+        os.environ["BASE_COMPILE_WORK_DIR"] = f"{compiled}/built/"
+        module.NeuronKimiK25ForImageToText(str(checkpoint), made).compile(compiled)
+        app, errors = module.NeuronKimiK25ForImageToText(compiled), {}
+        app.load(compiled)
+        for name, (method, given, named) in calls.items():
+            with pytest.raises(KimiK2Error) as caught:
+                getattr(app, method)(*given, **named)
+            errors[name] = str(caught.value)
+        files = [str(path.relative_to(compiled)) for path in Path(compiled).rglob("*") if path.is_file()]
+        return {"logits": [one.run(app) for one in scripts], "errors": errors, "files": files}
+
+
+def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Compiled, saved, loaded and run by NxDI's own code with the compiler mocked; two prefill graphs, three calls."""
-    case = drawn_case(checkpoint)
-    text = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30]
-    shape = 4, 40
+    script = drawn_case(checkpoint)
+    text = Media([[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4, [[]] * 4)
+    shape, large = (4, 40), Grid(1, 40, 40)
     too_many = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "attention_mask": torch.ones(shape, dtype=torch.int32),
-        "position_ids": torch.arange(40).expand(shape),
-        "vision_embeddings": torch.zeros(4 * 48 + 1, 256),
+        "input_ids": torch.zeros(shape, dtype=torch.int64), "attention_mask": torch.ones(shape, dtype=torch.int32),
+        "position_ids": torch.arange(40).expand(shape), "vision_embeddings": torch.zeros(4 * 48 + 1, 256),
         "vision_mask": torch.full(shape, -1, dtype=torch.int32),
+    }  # fmt: skip
+    without_media = [*script.prompts[1], 7], *script.prompts[1:]
+    calls = {
+        "fit no compiled bucket": ("encode", (torch.zeros(large.patches, 3, 14, 14), [large]), {}),
+        "expected the compiled batch of 4": ("prefill", (script.prompts[1:3], script.media[1:3]), {}),
+        "rows of images": ("forward", (), too_many),
+        "media tokens": ("prefill", ([*without_media], [[], *script.media[1:]]), {}),
     }
-    torch.save({**case, "text": text, "too_many": too_many}, tmp_path / "case.pt")
     options = neuron_config(1, 1, 4, enable_bucketing=True, context_encoding_buckets=[24, 48])
-    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
-    found = launch(job, tmp_path, IMAGE_TO_TEXT_WORKER)
-    worst = float((found["logits"] - plain_logits(checkpoint, case)).abs().max())
-    wanted = plain_logits(checkpoint, {"prompts": text, "media": [[]] * 4, "forced": [[]] * 4})
-    worst_text = float((found["text"] - wanted[0]).abs().max())
-    print(f"\nthrough compile and load: {worst:.1e}; text alone {worst_text:.1e}")
-    assert max(worst, worst_text) <= TOLERANCE
+    found = launch(through_compile, checkpoint, options, [script, text], calls)
+    for name, one, logits in zip(("media", "text alone"), (script, text), found["logits"], strict=True):
+        check(name, logits, one.expected(checkpoint))
     weights = "weights/tp0_sharded_checkpoint.safetensors"
     assert {f"{part}_model/{file}" for part in ("text", "vision") for file in ("model.pt", weights)} <= {
         *found["files"]
     }
-    errors = found["errors"]
-    assert "fit no compiled bucket" in errors["bucket"]
-    assert "expected the compiled batch of 4" in errors["batch"]
-    assert "rows of images" in errors["rows"]
-    assert "media tokens" in errors["tokens"]
+    assert all(words in message for words, message in found["errors"].items()), found["errors"]
 
 
-def test_lines_in_any_order_through_the_image_to_text_base(checkpoint: Path, tmp_path: Path) -> None:
+def test_lines_in_any_order_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Continuous batching with images: prompts arrive in any order, steps are of some lines and of all."""
-    case = drawn_case(checkpoint)
-    steps = [[2, 0], [3, 0, 2, 1], [1, 3, 2], [3], [0, 1, 2, 3], [1, 2, 3, 0]]
-    torch.save({**case, "arrival": [2, 0, 3, 1], "steps": steps}, tmp_path / "case.pt")
-    lines = {"is_continuous_batching": True, "ctx_batch_size": 1, "tkg_batch_size": 4, "max_batch_size": 4}
-    options = neuron_config(1, 1, 4, **lines)
-    job = {"checkpoint": checkpoint, "neuron_config": options, "buckets": BUCKETS, "case": str(tmp_path / "case.pt")}
-    found, plain = launch(job, tmp_path, IMAGE_TO_TEXT_WORKER), plain_logits(checkpoint, case)
-    wanted = torch.stack([plain[step, line] for line, step in found["of"]])
-    worst = float((found["logits"] - wanted).abs().max())
-    print(f"\nlines in any order: {worst:.1e}")
-    assert worst <= TOLERANCE
+    script = drawn_case(checkpoint, [[2, 0], [3, 0, 2, 1], [1, 3, 2], [3], [0, 1, 2, 3], [1, 2, 3, 0]])
+    found = launch(through_compile, checkpoint, neuron_config(1, 1, 4, **LINES), [script], {})
+    check("lines in any order", found["logits"][0], script.expected(checkpoint))
 
 
 def test_the_smallest_bucket_that_fits() -> None:
@@ -181,7 +173,8 @@ def test_what_cannot_be_cut() -> None:
     ],
 )  # fmt: skip
 def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: int, frames: int) -> None:
-    counts = counts_of(LOWERING, ranks, patches, frames)
+    graph = launch(of_tower, patches, frames, ranks, way="lowered")
+    counts = counted(graph)
     config = KimiK2Config.from_preset("kimi-k2.5")
     side = {256: 16, 1024: 32, 4096: 64, 16384: 128}[patches // frames]
     planned = image_cost(config, Grid(frames, side, side))
@@ -191,9 +184,12 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
     # Norms, the patches' embedding and the biases of rows are every rank's; learned positions stay on the host.
     replicated = 1152 * 589 + (27 * 4 + 2 * 2) * 1152 + 27 * 2 * 1152 + 7168
     divided = tower_bytes(config) // 2 - 64 * 64 * 1152 - replicated
-    assert counts["held"] == pytest.approx(2 * (divided / ranks + replicated), rel=0.01)
-    assert counts["held"] == pytest.approx(tower_rank_bytes(config, ranks, neuron=True), rel=0.001)
-    assert counts["kinds"] == {f"all-reduce {ranks}": 27 * 2 + 1}
+    held = sum(size for name, size in counts["counts"].held.items() if not name.startswith("input."))
+    assert held == pytest.approx(2 * (divided / ranks + replicated), rel=0.01)
+    assert held == pytest.approx(tower_rank_bytes(config, ranks, neuron=True), rel=0.001)
+    sums = [(one["kind"], one["ranks"], one["times"]) for one in counts["collectives"]]
+    assert {(kind, over) for kind, over, _ in sums} == {("all-reduce", ranks)}
+    assert sum(times for *_, times in sums) == 27 * 2 + 1
     target = replace(load_target("trn2-tp64-ep1-images", config), tower_ranks=ranks, tower_buckets=((patches, frames),))
     assert counts["live"] <= tower_live_bytes(config, target) <= 1.25 * counts["live"]
 
@@ -201,12 +197,14 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
 @SLOW
 def test_prefill_with_media_at_real_shapes() -> None:
     """A row of media for every token, and its index; the products are the text graph's."""
-    found = counts_of(LOWERING, "trn2-tp64-ep1", 2)
-    text, media = found["text"], found["media"]
-    assert media["bucket"] == text["bucket"]
-    batch, length = media["inputs"]["input.0"]
-    assert media["inputs"]["input.22"] == [batch * length, 7168]
-    assert media["inputs"]["input.23"] == [batch, length]
-    assert "input.22" not in text["inputs"]
-    assert media["flops"] == pytest.approx(text["flops"], rel=1e-4)
-    assert media["collectives"] == text["collectives"]
+    text, media = launch(of_media, "trn2-tp64-ep1", 2, way="lowered")
+    assert media.bucket == text.bucket
+    shapes = {name: list(shape) for name, (_, shape) in media.inputs.items()}
+    batch, length = shapes["input.0"]
+    assert shapes["input.22"] == [batch * length, 7168]
+    assert shapes["input.23"] == [batch, length]
+    assert "input.22" not in text.inputs
+    one, other = counted(text), counted(media)
+    assert other["flops"] == pytest.approx(one["flops"], rel=1e-4)
+    times, again = (sum(one["times"] for one in found["collectives"]) for found in (one, other))
+    assert times == again

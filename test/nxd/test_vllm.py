@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import plain_model
-from test_experts import requantized
+from harness import launch
+from reference import reference
 
-from kimi_k2.engine.generate import generate
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.sharding.experts.per_channel import ChannelExperts
-
-WORKER = Path(__file__).with_name("vllm_worker.py")
 ABSENT = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
     bool(ABSENT), reason=f"needs vllm 0.11 and vllm-neuron 0.2 (docs/trainium.md): not importable: {', '.join(ABSENT)}"
@@ -28,11 +20,16 @@ pytestmark = pytest.mark.skipif(
 
 MAX_MODEL_LEN = 64
 MAX_NUM_SEQS = 3
-# Checkpoint, override_neuron_config beside on_cpu, and the quantization that must result.
-CASES: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "K2, FP8 blocks kept": ("fp8", {}, "blockwise_symmetric"),
-    "K2-Thinking, INT4 to FP8 a channel": ("thinking", {}, "expert_wise_per_channel_symmetric"),
-    "K2.5, INT4 dequantized": ("k2.5", {"experts": "bf16"}, None),
+SHORT = {"context_encoding_buckets": [16], "prefix_buckets": [16, 48], "max_context_length": 16}
+CACHED = {**SHORT, "context_encoding_buckets": [16, 48], "max_context_length": 48}
+BLOCKS = {"enable_prefix_caching": True, "block_size": 8, "num_gpu_blocks_override": 40}
+# Checkpoint, override_neuron_config beside on_cpu, further arguments of vLLM, and the quantization that must result.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str | None]] = {
+    "K2, FP8 blocks kept": ("fp8", {}, {}, "blockwise_symmetric"),
+    "K2-Thinking, INT4 to FP8 a channel": ("thinking", {}, {}, "expert_wise_per_channel_symmetric"),
+    "K2.5, INT4 dequantized": ("k2.5", {"experts": "bf16"}, {}, None),
+    "prompts longer than a prefill": ("bf16", {**SHORT, "token_generation_buckets": [64]}, BLOCKS, None),
+    "cached prefixes": ("bf16", {**CACHED, "token_generation_buckets": [64]}, BLOCKS, None),
 }
 
 
@@ -49,16 +46,63 @@ def requests(seed: int, count: int = 8) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def expected(model: Any, job: list[dict[str, Any]]) -> list[list[int]]:
-    """Greedy tokens of the plain model, each request alone."""
-    return [
-        generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
-    ]
+    """transformers' greedy tokens, each request alone."""
+    found = []
+    for one in job:
+        text = list(one["prompt"])
+        for _ in range(one["new_tokens"]):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        found.append(text[len(one["prompt"]) :])
+    return found
+
+
+def requested(job: dict[str, Any]) -> dict[str, Any]:
+    """A job: tokens of each request, and what the engine was made of.
+
+    Nothing of vLLM or vllm-neuron is replaced: its platform, scheduler, worker, runner and loader run as installed, and
+    find the model through the entry points of `kimi_k2.neuron.vllm`.
+    """
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        os.environ.pop(name)
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    llm = LLM(job["directory"], **job["arguments"], additional_config={"override_neuron_config": job["override"]})
+    engine: Any = llm.llm_engine
+    waiting, step, most = list(enumerate(job["requests"])), 0, 0
+    tokens: dict[str, list[int]] = {}
+    cached: dict[str, int] = {}
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0][1]["arrival"] <= step:
+            number, request = waiting.pop(0)
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, detokenize=False
+            )
+            engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, sampling)
+        most = max(most, engine.get_num_unfinished_requests())
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached[output.request_id] = output.num_cached_tokens
+        step += 1
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    neuron = runner.model.neuron_config
+    return {
+        "tokens": [tokens[str(number)] for number in range(len(job["requests"]))],
+        "cached": [cached[str(number)] for number in range(len(job["requests"]))],
+        "most_at_once": most,
+        "platform": type(current_platform).__name__,
+        "runner": type(runner).__module__,
+        "model": type(runner.model.model).__name__,
+        "quantization": neuron.quantization_type if neuron.quantized else None,
+    }
 
 
 def serve(
     directory: Path, override: dict[str, Any], job: list[dict[str, Any]], tmp_path: Path, **more: Any
 ) -> dict[str, Any]:
-    """What vllm_worker.py answers for a directory of links: the plugin puts its artifacts beside config.json.
+    """What `requested` answers for a directory of links: the plugin puts its artifacts beside config.json.
 
     `more` are further arguments of vLLM.
     """
@@ -71,53 +115,25 @@ def serve(
         "enable_prefix_caching": False, "skip_tokenizer_init": True, **more,
     }  # fmt: skip
     given = {"directory": str(model), "arguments": arguments, "override": {"on_cpu": True, **override}}
-    path, output = tmp_path / "job.json", tmp_path / "output.json"
-    path.write_text(json.dumps({**given, "requests": job, "output": str(output)}))
-    env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-    env["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(path)], env=env, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(output.read_text())
+    answer: dict[str, Any] = launch(requested, {**given, "requests": job})
     return answer
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_eight_requests_at_random_times(checkpoints: dict[str, Path], tmp_path: Path, case: str) -> None:
-    name, override, quantization = CASES[case]
+    """vLLM's own block tables and hashes too; prompts longer than a prefill graph go through it in parts."""
+    name, override, arguments, quantization = CASES[case]
     job = requests(seed=len(case))
-    answer = serve(checkpoints[name], override, job, tmp_path)
+    for number, one in enumerate(job if case == "cached prefixes" else ()):
+        one["prompt"] = (job[number % 2]["prompt"][:16] + one["prompt"])[:44]
+    answer = serve(checkpoints[name], override, job, tmp_path, **arguments)
     assert answer["platform"] == "NeuronPlatform"
     assert answer["runner"] == "vllm_neuron.worker.neuronx_distributed_model_runner"
     assert answer["model"] == "ServedKimiK2ForCausalLM"
     assert answer["quantization"] == quantization
     assert answer["most_at_once"] >= MAX_NUM_SEQS  # else nothing was batched
-    if quantization == "expert_wise_per_channel_symmetric":
-        # Requantized: the plain model must hold the same values to choose the same tokens.
-        model = requantized(checkpoints[name], ChannelExperts())
-    else:
-        model = plain_model(checkpoints[name])
+    if case == "cached prefixes":
+        assert sum(count >= 8 for count in answer["cached"]) >= 4, answer["cached"]
+    # What is requantized must be so in the reference too, to choose the same tokens.
+    model = reference(checkpoints[name], (1, 0) if str(quantization).startswith("expert") else None)
     assert answer["tokens"] == expected(model, job)
-
-
-def test_cached_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """vLLM's own block tables and hashes: prompts that begin like earlier ones are prefilled behind their blocks."""
-    job = requests(seed=5)
-    for number, one in enumerate(job):
-        one["prompt"] = (job[number % 2]["prompt"][:16] + one["prompt"])[:44]
-    override = {"context_encoding_buckets": [16, 48], "prefix_buckets": [16, 48], "token_generation_buckets": [64]}
-    blocks = {"enable_prefix_caching": True, "block_size": 8, "num_gpu_blocks_override": 40}
-    answer = serve(checkpoints["bf16"], {**override, "max_context_length": 48}, job, tmp_path, **blocks)
-    assert sum(count >= 8 for count in answer["cached"]) >= 4, answer["cached"]
-    assert answer["tokens"] == expected(plain_model(checkpoints["bf16"]), job)
-
-
-def test_prompts_longer_than_a_prefill(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """vLLM hands over whole prompts; they go through a prefill graph of 16 tokens in parts."""
-    job = requests(seed=6)
-    override = {"context_encoding_buckets": [16], "prefix_buckets": [16, 48], "token_generation_buckets": [64]}
-    blocks = {"enable_prefix_caching": True, "block_size": 8, "num_gpu_blocks_override": 40}
-    answer = serve(checkpoints["bf16"], {**override, "max_context_length": 16}, job, tmp_path, **blocks)
-    assert sum(len(one["prompt"]) > 16 for one in job) >= 4
-    assert answer["tokens"] == expected(plain_model(checkpoints["bf16"]), job)

@@ -86,7 +86,7 @@ def test_effective_tpot_adds_the_heads_runs(form: Form, plain: dict[str, Any]) -
     assert drafts["bytes_read"] == pytest.approx(read + cache + rows, rel=5e-3)  # and norms
     assert embedding // 64 < drafts["weights"]
     assert drafts["collectives"] == (18 if form == "llama" else 22)
-    if form == "llama":  # of the lowered graph, test/nxd/fused_lowering_worker.py
+    if form == "llama":  # of the lowered graph, test/nxd/graphs.py
         assert drafts["weights"] + 4096 * 512 == 76_198_912  # with its cache
 
 

@@ -106,7 +106,7 @@ def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) ->
     [("trn2-tp64-ep1", 2, 2048, 150696394752), ("trn2-tp64-ep1-32k", 2, 8192, 465747345408)],
 )  # fmt: skip
 def test_prefill_flops_are_those_counted_in_lowered_hlo(preset: str, layers: int, prompt: int, counted: int) -> None:
-    """Counted by `kimi-k2 compile --hlo-only` and test/nxd/lowering_worker.py, which need NxD's source."""
+    """Counted by `kimi-k2 compile --hlo-only` and test/nxd/graphs.py, which need NxD's source."""
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=layers)
     target = replace(load_target(preset, config), prompt=prompt)
     assert prefill_counts(config, target, make_plan(config, target.layout)).flops == counted
@@ -123,7 +123,7 @@ def test_prefill_flops_are_those_counted_in_lowered_hlo(preset: str, layers: int
 def test_scratch_is_what_lowered_hlo_has_alive_at_once(
     config: KimiK2Config, preset: str, rows: int | None, counted: int
 ) -> None:
-    """Of prefill in groups of `rows`, or decode; by test/nxd/lowering_worker.py, whose test bounds the presets'."""
+    """Of prefill in groups of `rows`, or decode; by test/nxd/graphs.py, whose test bounds the presets'."""
     target = load_target(preset, config)
     planned = live_bytes(config, replace(target, prefill_rows_at_once=rows or 16384))[0 if rows else 1]
     assert counted <= planned <= 1.11 * counted

@@ -1,0 +1,156 @@
+"""Graphs at Kimi-K2's real shapes with fewer layers, lowered in a process of their own; what is counted in them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import launch
+from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, summary
+from kernel_calls import kernel_name
+
+from kimi_k2.config import KimiK2Config, raw_preset
+from kimi_k2.neuron import contrib
+from kimi_k2.plan.cost import decode_counts, prefill_counts
+from kimi_k2.plan.deployment import STAGES, Deployment
+from kimi_k2.plan.memory import live_bytes
+from kimi_k2.plan.target import make_target
+from kimi_k2.sharding.plan import make_plan
+
+DECODE, PREFILL, DRAFTED = "token_generation_model", "context_encoding_model", "fused_speculation_model"
+MEMBER = "kimi-k2-instruct-0905"
+
+
+def _lowered(app: Any, stages: Sequence[str]) -> list[Any]:
+    """Graphs without what the text tells already."""
+    return [replace(contrib.load("lowering").lower(app, stage), proto=b"") for stage in stages]
+
+
+def of_preset(
+    name: str, member: str, layers: int, stages: Sequence[str], draft: Path | None, drafts: int, every_expert: bool
+) -> list[Any]:
+    """A job: graphs of a preset, with a draft in them, or with upstream's own path of expert parallelism."""
+    from kimi_k2.neuron.compile import build_application, draft_options
+
+    preset = Deployment.load(name)
+    if every_expert:
+        KimiK2Experts = importlib.import_module("kimi_k2.contrib_model.moe").KimiK2Experts
+
+        def forward_selective(self: Any, tokens: Any, slots: Any, weights: Any) -> Any:
+            every = torch.zeros(len(tokens), self.num_local_experts, device=tokens.device)
+            return self.forward_all(tokens, every.scatter_add(1, slots, weights))
+
+        KimiK2Experts.forward_selective = forward_selective
+    options = draft_options(drafts) if draft else {}
+    config = KimiK2Config.from_preset(member, num_hidden_layers=layers)
+    app = build_application(preset, config, member, draft=draft, disable_argmax_kernel=True, **options)
+    return _lowered(app, stages)
+
+
+def of_folder(tp: int, ep: int, quantized: bool) -> list[Any]:
+    """A job: both graphs of the folder of contrib/models, two layers, 512 tokens of prompt and 1,024 in all."""
+    src = importlib.import_module("kimi_k2.contrib_model")
+    neuron = src.KimiK2NeuronConfig(
+        tp_degree=tp * ep, moe_tp_degree=tp, moe_ep_degree=ep, seq_len=1024, max_context_length=512, quantized=quantized
+    )
+    config = src.KimiK2InferenceConfig(
+        neuron, load_config=src.load_kimi_config({**raw_preset(), "num_hidden_layers": 2})
+    )
+    return _lowered(src.NeuronKimiK2ForCausalLM("none", config), STAGES)
+
+
+def of_tower(patches: int, frames: int, ranks: int) -> Any:
+    """A job: the vision tower's graph of a bucket."""
+    bucket = contrib.load("vision").VisionBucket(patches, frames)
+    lower = contrib.load("vision_lowering").lower_vision
+    return replace(lower(KimiK2Config.from_preset("kimi-k2.5"), bucket, ranks), proto=b"")
+
+
+def of_media(name: str, layers: int) -> list[Any]:
+    """A job: the prefill graphs of the text class and of that with media."""
+    from kimi_k2.neuron.compile import build_application
+
+    preset = Deployment.load(name)
+    config = KimiK2Config.from_preset("kimi-k2.5", num_hidden_layers=layers)
+    text = build_application(preset, config, "kimi-k2.5", disable_argmax_kernel=True)
+    module = contrib.load("image_to_text")
+    tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[1024, 1]], tp_degree=16, torch_dtype=torch.bfloat16)
+    load = contrib.load("config").load_kimi_config(config)
+    whole = module.KimiK25InferenceConfig(text.config.neuron_config, tower, load_config=load)
+    media = module.NeuronKimiK25ForImageToText("kimi-k2.5", whole)
+    return [graph for app in (text, media) for graph in _lowered(app, [PREFILL])]
+
+
+def graph_of(
+    preset: str, stage: str, layers: int = 2, member: str = MEMBER, draft: Path | None = None, drafts: int = 0,
+    every_expert: bool = False,
+) -> Any:  # fmt: skip
+    """One graph of a preset."""
+    return launch(of_preset, preset, member, layers, [stage], draft, drafts, every_expert, way="lowered")[0]
+
+
+def kernels(graph: Any) -> dict[str, int]:
+    """How often each kernel of ours is called."""
+    return dict(Counter(re.findall(r'custom_call_target="kimi_k2\.nki\.(\w+)"', graph.hlo)))
+
+
+def counted(graph: Any) -> dict[str, Any]:
+    """What a graph reads, computes and sends, and how much is alive at once."""
+    counts = count(graph.hlo, graph.parameters)
+    return {**summary(counts), "counts": counts, "live": peak_live_bytes(graph.hlo).nbytes}
+
+
+def planned(preset: str, graph: Any, layers: int = 2, member: str = MEMBER) -> dict[str, Any]:
+    """The same of the plan."""
+    config = KimiK2Config.from_preset(member, num_hidden_layers=layers)
+    prompt = graph.bucket if graph.stage == PREFILL else None
+    target = make_target(Deployment.load(preset), config).with_lengths(None, None, prompt)
+    sharding = make_plan(config, target.layout)
+    plan = prefill_counts(config, target, sharding) if prompt else decode_counts(config, target, sharding, graph.bucket)
+    live = dict(zip((*STAGES,), live_bytes(config, target), strict=True))[graph.stage]
+    return {**summary(plan), "live": live}
+
+
+def of_experts(graph: Any) -> list[dict[str, Any]]:
+    """What the routed experts' weights become, up to and with the products that they go into, in order."""
+    instructions = list(entry_instructions(graph.hlo))
+    users = Counter(operand for one in instructions for operand in one.operands)
+    weights = {str(n) for n, name in graph.parameters.items() if ".mlp.experts." in name and name.endswith("weight")}
+    seen = {one.name for one in instructions if one.op == "parameter" and one.operands[0] in weights}
+    found = []
+    for one in instructions:
+        if one.op != "parameter" and seen.intersection(one.operands):
+            if one.op != "dot":
+                seen.add(one.name)
+            if len(one.shapes) == 1:  # else a kernel's results
+                (shape,) = one.shapes
+                found.append({"op": one.op, "type": shape.dtype, "shape": list(shape.dims), "users": users[one.name]})
+    return found
+
+
+def fetches(graph: Any) -> dict[str, int]:
+    """Bytes that the first call of a kernel of ours reads from HBM.
+
+    `ahead`: of parameters, at addresses that are known before the step: such reads (weights, the cache) can be under
+    way while a collective is. `chosen`: of parameters, through a run-time index (the experts that the router chose).
+    `computed`: of what the step computes.
+    """
+    instructions = {one.name: one for one in entry_instructions(graph.hlo)}
+    calls = [one for one in instructions.values() if one.op == "custom-call" and kernel_name(one.attributes)]
+    call = next(one for one in calls if kernel_cost(one, instructions) is not None)
+    cost = kernel_cost(call, instructions)
+    assert cost is not None
+    found = Counter[str]()
+    for operand, size, indexed in zip(call.operands, cost.read, cost.indexed, strict=True):
+        if is_parameter(operand, instructions):
+            found["ahead"] += size - indexed
+            found["chosen"] += indexed
+        else:
+            found["computed"] += size
+    return dict(found)
