@@ -51,6 +51,8 @@ def served_config(directory: Path, model_class: Any, **options: Any) -> Any:
         "max_context_length": 64,
         "enable_bucketing": True,
     }
+    always |= {"lora_config": None, "pa_num_blocks": 8, "pa_block_size": 32}  # of vllm-neuron 0.2, blocks or none
+    always |= dict.fromkeys(("is_block_kv_layout", "is_prefix_caching"), False)
     always |= {"is_continuous_batching": True, "quantized": False, "torch_dtype": "bfloat16", "padding_side": "right"}
     sampling = OnDeviceSamplingConfig(dynamic=True, deterministic=False)
     neuron = model_class.get_neuron_config_cls()(**{**always, "on_device_sampling_config": sampling, **options})
