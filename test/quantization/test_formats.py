@@ -43,14 +43,6 @@ def test_fp8_dequantization_is_transformers(shape: tuple[int, int], seed: int) -
     assert torch.equal(dequantize_fp8_block(weight, scale), expected)
 
 
-def test_fp8_ragged_last_block_row_of_kv_a_proj() -> None:
-    """kv_a_proj_with_mqa has 576 rows: 4.5 blocks."""
-    weight, scale = random_fp8(576, 256, 1)
-    assert scale.shape == (5, 2)
-    out = dequantize_fp8_block(weight, scale)
-    assert torch.equal(out[512:, 128:], weight[512:, 128:].float() * scale[4, 1])
-
-
 def test_fp8_expert_dimension() -> None:
     stacked = [random_fp8(256, 128, seed) for seed in range(3)]
     weight = torch.stack([w.view(torch.uint8) for w, _ in stacked]).view(torch.float8_e4m3fn)
@@ -71,10 +63,22 @@ def test_fp8_quantization_error_is_half_a_step(shape: tuple[int, int], seed: int
     assert quantized.float().abs().max() == 448 or not weight.any()
 
 
-def test_fp8_zero_block_and_wrong_grid() -> None:
+@pytest.mark.parametrize("name", [name for name, held in formats().items() if held.method])
+def test_zeros_stay_zero_beside_others(name: str) -> None:
+    """A block, a group, a row of them; their scales are none that a check refuses."""
+    weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] = weight[200] = 0
+    held = formats()[name](**{"checkpoint_format": "gptq_v2"} if name == "gptq" else {})
+    stored = held.quantize(weight)
+    assert held.impossible_scales(stored) is None
+    found = held.dequantize(stored, torch.float32)
+    assert not found[:128, :128].any() and not found[200].any()
+    assert found.count_nonzero() > 0.7 * weight.count_nonzero()
+    assert all((stored[suffix].float() > 0).all() for suffix in held.scales)
+
+
+def test_fp8_wrong_grid() -> None:
     quantized, scale = quantize_fp8_block(torch.zeros(130, 5))
-    assert torch.equal(scale, torch.ones(2, 1))
-    assert not dequantize_fp8_block(quantized, scale).any()
     with pytest.raises(ValueError, match=r"expected shape \[2, 1\], got \[1, 1\]"):
         dequantize_fp8_block(quantized, scale[:1])
 
@@ -94,24 +98,6 @@ def test_int4_packing_is_compressed_tensors(shape: tuple[int, int], seed: int) -
     assert torch.equal(helpers.unpack_from_int32(packed, 4, torch.Size(shape)), unpack_int4(packed, shape[1]))
 
 
-# 8 groups a row, and as many as the published experts have: 224.
-@pytest.mark.parametrize("shape", [(96, 256), (12, 7168)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int4_dequantization_is_compressed_tensors(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    compressed_tensors_helpers()
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    packed, scale, stated = quantize_int4_group(weight)
-    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-    stored = {"weight_packed": packed, "weight_scale": scale.to(dtype), "weight_shape": stated}
-    expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
-    assert expected.dtype == dtype
-    assert torch.equal(dequantize_int4_group(packed, scale, stated, dtype=dtype), expected)
-
-
 def test_int4_quantization_packs_as_compressed_tensors() -> None:
     compressed_tensors_helpers()
     from compressed_tensors.compressors import PackedQuantizationCompressor
@@ -123,11 +109,6 @@ def test_int4_quantization_packs_as_compressed_tensors() -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
     stored = {"weight": weight, "weight_scale": scale}
     assert torch.equal(packed, PackedQuantizationCompressor.compress(stored, scheme)["weight_packed"])
-
-
-def test_int4_groups_reach_their_largest_code() -> None:
-    packed, _, _ = quantize_int4_group(torch.randn(8, 256))
-    assert (unpack_int4(packed, 256).abs().unflatten(-1, (-1, 32)).amax(-1) == 7).all()
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-zero", "awq", "gptq"])
@@ -150,27 +131,8 @@ def test_columns_that_do_not_divide_into_groups(name: str, place: str) -> None:
     assert caught.value.field == f"quantization_config.{place}group_size"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-packed"])
-def test_nvfp4_group_of_zeros_stays_zero(name: str) -> None:
-    weight = torch.randn(4, 64)
-    weight[1, 16:32] = 0
-    held = formats()[name]()
-    stored = held.quantize(weight)
-    assert not held.dequantize(stored, torch.float32)[1, 16:32].any()
-    assert (stored["weight_scale"].float() > 0).all()
-
-
 def test_chunks_of_rows_have_a_bounded_size() -> None:
     assert [part for part, _ in row_chunks(torch.empty(3, CHUNK_VALUES // 2))] == [slice(0, 2), slice(2, 4)]
-
-
-def test_int4_group_of_zeros_stays_zero() -> None:
-    weight = torch.randn(2, 64)
-    weight[0, :32] = 0
-    packed, scale, shape = quantize_int4_group(weight)
-    assert torch.isfinite(scale).all() and (scale > 0).all()
-    values = dequantize_int4_group(packed, scale, shape)
-    assert (values[0, :32] == 0).all() and (values[0, 32:] != 0).any()
 
 
 def test_int4_wrong_shapes() -> None:

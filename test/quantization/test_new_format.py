@@ -25,12 +25,10 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import routed_experts
-from kimi_k2.parallel.apply import load_rank
 from kimi_k2.quantization.stored import Stored
 from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import rank_file_name
-from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -39,7 +37,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in the toy format; the only thing that knows of it is its file."""
+    """A checkpoint in the toy format; the only thing that knows of it is its file. `test_stored_forms` runs it."""
     spec = importlib.util.spec_from_file_location("toy_format", Path(__file__).with_name("toy_format.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -48,70 +46,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("toy")
     write_synthetic_checkpoint(directory, with_format(tiny_config(), "toy-int8"), seed=7)
     return directory
-
-
-def test_checkpoint_and_config_are_read_back(toy: Path) -> None:
-    config = KimiK2Config.from_pretrained(toy)
-    assert config.quantization is not None
-    assert config.quantization.name == "toy-int8"
-    reader = CheckpointReader.for_config(toy, config)
-    assert reader.tensors[f"{EXPERT}.weight"].dtype == torch.int8
-    stored = {suffix: reader.get(f"{EXPERT}.{suffix}") for suffix in config.quantization.suffixes}
-    weight = config.quantization.dequantize(stored, torch.float32)
-    assert weight.std() == pytest.approx(config.hidden_size**-0.5, rel=0.05)
-
-
-def test_the_model_runs_and_holds_it_as_stored(toy: Path) -> None:
-    ids = torch.arange(9)[None]
-    plain, kept = (KimiK2ForCausalLM.from_pretrained(toy, keep_quantized=keep) for keep in (False, True))
-    assert kept.get_submodule("model.layers.1.mlp.shared_experts.up_proj").weight.dtype == torch.int8
-    torch.testing.assert_close(plain(ids), kept(ids), rtol=1e-4, atol=1e-4)
-
-
-def test_generate_and_inspect_commands(toy: Path) -> None:
-    from kimi_k2.cli.app import app
-
-    done = CliRunner().invoke(app, ["generate", str(toy), "--prompt", "Hello", "--max-new-tokens", "3"])
-    assert done.exit_code == 0, done.output
-    assert CliRunner().invoke(app, ["inspect", str(toy)]).exit_code == 0
-
-
-@pytest.mark.parametrize("experts", ["bf16", "blockwise", "per_channel"])
-def test_conversion_for_neuron(toy: Path, tmp_path: Path, experts: str) -> None:
-    config = KimiK2Config.from_pretrained(toy)
-    manifest = Presharder(toy, tmp_path, Layout(1, 2, experts=experts)).run()
-    assert manifest["errors"]["total"]["relative_l2"] < 0.05
-    held = load_file(tmp_path / "weights" / rank_file_name(0))
-    root = "layers.1.mlp.experts.gate_up_proj"
-    up = held[f"{root}.weight"].to(torch.float32)[3, :, config.moe_intermediate_size :].T
-    if f"{root}.scale" in held:
-        scale = held[f"{root}.scale"][3, :, held[f"{root}.scale"].shape[-1] // 2 :].T
-        for dim in (0, 1):
-            scale = scale.repeat_interleave(up.shape[dim] // scale.shape[dim], dim)
-        up = up * scale
-    reader = CheckpointReader.for_config(toy, config)
-    assert config.quantization is not None
-    stored = {suffix: reader.get(f"{EXPERT}.{suffix}") for suffix in config.quantization.suffixes}
-    plain = config.quantization.dequantize(stored, torch.float32)
-    assert float((up - plain).norm() / plain.norm()) < 0.04
-
-
-def test_conversion_for_gpus_keeps_it(toy: Path, tmp_path: Path) -> None:
-    config = KimiK2Config.from_pretrained(toy)
-    layout = Layout(1, 1, "cuda", "stored")
-    Presharder(toy, tmp_path / "one", layout).run()
-    rank = load_rank(tmp_path / "one", config, layout, 0, dtype=torch.float32)
-    ids = torch.arange(9)[None]
-    torch.testing.assert_close(
-        rank(ids), KimiK2ForCausalLM.from_pretrained(toy, keep_quantized=True)(ids), rtol=1e-2, atol=1e-2
-    )
-    Presharder(toy, tmp_path / "two", Layout(2, 1, "cuda", "stored")).run()
-    whole = load_file(tmp_path / "one" / "weights" / rank_file_name(0))
-    halves = [load_file(tmp_path / "two" / "weights" / rank_file_name(number)) for number in (0, 1)]
-    root = "model.layers.1.mlp.experts.down_proj"
-    assert torch.equal(torch.cat([half[root] for half in halves], dim=2), whole[root])
-    for half in halves:  # a row's scale belongs to both halves of the row
-        assert torch.equal(half[f"{root}_row_scale"], whole[f"{root}_row_scale"])
 
 
 def test_damage_is_named(toy: Path, tmp_path: Path) -> None:

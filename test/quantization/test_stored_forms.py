@@ -6,6 +6,7 @@ The tiny checkpoints are written by the library that defines a format, where the
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,17 @@ from kimi_k2.synthetic.config import tiny_config
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 IDS = torch.arange(3, 20)[None]
-LIBRARY = ("fp8-channel", "fp8-tensor", "fp8-block", "nvfp4-packed", "mxfp4-packed", "int4-zero", "int4-channel")
-FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq", "int4-64", "int4-128")
+LIBRARY = (
+    "fp8-channel",
+    "fp8-tensor",
+    "fp8-block",
+    "nvfp4-packed",
+    "mxfp4-packed",
+    "int4-zero",
+    "int4-channel",
+    "int4",
+)
+FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq", "int4-64", "int4-128", "toy-int8")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
@@ -158,7 +168,8 @@ def test_nvfp4_of_modelopt_by_its_rule() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny checkpoint in each format."""
+    """A tiny checkpoint in each format; all that knows of the toy's is its file."""
+    importlib.import_module("toy_format")
     root = tmp_path_factory.mktemp("forms")
     for seed, name in enumerate(FORMS):
         preset = "kimi-k2.5" if name == "nvfp4" else "kimi-k2-instruct-0905"

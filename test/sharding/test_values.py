@@ -58,7 +58,7 @@ def source_of(checkpoints: dict[str, Path], wide: Path, tmp_path_factory: pytest
     def find(name: str) -> tuple[Path, dict[str, Tensor]]:
         path = {**checkpoints, "wide": wide}.get(name, root / name)
         if not path.exists():
-            sizes, fmt = name.split("-")
+            sizes, fmt = name.split("-", 1)
             layers = {"num_hidden_layers": 11 if fmt == "bf16" else 3} | SIZES[sizes]
             write_synthetic_checkpoint(path, with_format(tiny_config(**layers), fmt), seed=2)
         return path, reference_state_dict(path)
@@ -288,7 +288,11 @@ def test_neuron(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout
 STORED = [(name, Layout(1, 2, "cuda", e)) for name in ("wide", *PUBLISHED[1:]) for e in ("stored", "bf16")]
 
 
-@pytest.mark.parametrize(("source", "layout"), [*STORED, ("wide", Layout(2, 1, "cuda", "stored"))], ids=named)
+# Scales of blocks are cut, those of rows are every rank's.
+STORED += [(name, Layout(2, 1, "cuda", "stored")) for name in ("wide", "layers-fp8-channel")]
+
+
+@pytest.mark.parametrize(("source", "layout"), STORED, ids=named)
 def test_cuda(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout) -> None:
     """The checkpoint's own bytes, or its weights in BF16, with routed experts stacked."""
     directory, state = source_of(source)
