@@ -43,7 +43,9 @@ def write_adapter(
                 add(f"{layer}.mlp.experts.{expert}.{name}", *(wide[::-1] if name == "down_proj" else wide))
     out.mkdir(parents=True)
     save_file(tensors, out / "adapter_model.safetensors")
-    about = {"r": rank, "lora_alpha": 3 * rank, "target_modules": "all-linear", "peft_type": "LORA", "bias": "none"}
+    # NxDI reads no text here but a list.
+    modules = sorted({name.rpartition(".")[2] for name in only}) or "all-linear"
+    about = {"r": rank, "lora_alpha": 3 * rank, "target_modules": modules, "peft_type": "LORA", "bias": "none"}
     (out / "adapter_config.json").write_text(json.dumps(about))
     return out
 

@@ -44,6 +44,11 @@ def write_all(root: Path, source: Path) -> dict[str, Path]:
     for seed, name in enumerate(("first", "second")):
         write_adapter(model, root / name, RANK, seed, experts=False, only=tuple(f"self_attn.{one}" for one in TARGETS))
     write_adapter(model, root / "other", RANK, 2, experts=False, only=("self_attn.kv_b_proj",))
+    about = (
+        write_adapter(model, root / "patterned", RANK, 3, experts=False, only=("self_attn.o_proj",))
+        / "adapter_config.json"
+    )
+    about.write_text(about.read_text().replace('"bias"', '"alpha_pattern": {"o_proj": 64}, "bias"'))
     return {path.name: path for path in root.iterdir()}
 
 
@@ -89,6 +94,7 @@ def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplo
 
 @pytest.mark.parametrize(("given", "field"), [
     ({"lora_ckpt_paths": "other"}, "target_modules.*absorbed"),
+    ({"lora_ckpt_paths": "patterned"}, r"adapter_config\.json: field 'alpha_pattern'"),  # which NxDI passes over
     ({"dynamic_multi_lora": True}, "dynamic_multi_lora"),
     ({"batch_size": 2}, "lora_config.batch_size"),
 ])  # fmt: skip

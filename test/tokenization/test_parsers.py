@@ -233,6 +233,11 @@ def test_reasoning_loses_nothing(pieces: list[str], prefilled: bool, place: int)
     assert "".join(p.content for p in parts) == out.content
 
 
+@pytest.mark.parametrize("prefilled", [True, False])
+def test_reasoning_that_the_prompt_opened_is_open_before_anything_came(prefilled: bool) -> None:
+    assert ReasoningStream(prefilled=prefilled).feed("").closed is not prefilled
+
+
 NESTED = [
     "<|tool_call_" + CALL_END + "begin|>",
     "a<|tool_call_" + "<|tool_calls_sec" + CALL_END + "tion_end|>" + "begin|>b",
