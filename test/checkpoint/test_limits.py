@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -115,9 +116,8 @@ def test_a_field_twice_is_refused(fp8: Path, file: str) -> None:
     """Readers differ in which they take; ours and a library's must not."""
     content = (fp8 / file).read_text()
     (fp8 / file).write_text('{"deep": [{"\\u0061b": 1, "ab": 2}], ' + content.lstrip()[1:])
-    with pytest.raises(KimiK2Error, match=r"not valid JSON: field 'ab' twice") as caught:
+    with pytest.raises(KimiK2Error, match=rf"{re.escape(file)}: not valid JSON: field 'ab' twice"):
         KimiK2.open(fp8).__enter__()
-    assert caught.value.file == str(fp8 / file)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])

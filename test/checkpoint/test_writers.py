@@ -275,7 +275,7 @@ def test_draft_heads_by_the_templates_of_who_trains_them(
 ) -> None:
     config = tiny_config(num_hidden_layers=3, n_routed_experts=4, num_experts_per_tok=2, quantization_config=None)
     target = KimiK2ForCausalLM(config)
-    changes = {} if vocabulary is None or form == "mla" else {"draft_vocab_size": vocabulary}
+    changes: dict[str, Any] = {} if vocabulary is None or form == "mla" else {"draft_vocab_size": vocabulary}
     write_synthetic_head(tmp_path / "source", config, form, seed=7, **changes)
     (tmp_path / "other").mkdir()
     write(tmp_path / "source", config, form, tmp_path / "other")
@@ -332,7 +332,9 @@ def tree(state: dict[str, Tensor]) -> nn.Module:
         for depth, part in enumerate(path, 1):
             if not hasattr(owner, part):
                 matrix = depth == len(path) and leaf == "weight" and tensor.dim() == 2 and part != "embed_tokens"
-                owner.add_module(part, nn.Linear(*tensor.shape[::-1], bias=False) if matrix else nn.Module())
+                owner.add_module(
+                    part, nn.Linear(tensor.shape[1], tensor.shape[0], bias=False) if matrix else nn.Module()
+                )
             owner = getattr(owner, part)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
@@ -341,9 +343,9 @@ def tree(state: dict[str, Tensor]) -> nn.Module:
 def scaled(weight: Tensor, scheme: dict[str, Any]) -> Tensor:
     """The largest value of each group, channel, block or all, over what the type holds."""
     rows, columns = weight.shape
-    down, across = {
-        "tensor": (rows, columns), "channel": (1, columns), "block": (128, 128), "group": (1, scheme.get("group_size")),
-    }[scheme["strategy"]]  # fmt: skip
+    size = scheme.get("group_size", 1)
+    sides = {"tensor": (rows, columns), "channel": (1, columns), "block": (128, 128), "group": (1, size)}
+    down, across = sides[scheme["strategy"]]
     most = weight.float().abs().reshape(rows // down, down, columns // across, across).amax(dim=(1, 3))
     made = most / (448 if scheme["type"] == "float" else 2 ** (scheme["num_bits"] - 1) - 1)
     return made.reshape(-1) if scheme["strategy"] == "tensor" else made
@@ -369,11 +371,11 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     ]
     groups = {"group_0": {"targets": ["Linear"], "weights": scheme}}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=kept))
-    for module in model.modules():
-        if hasattr(module, "weight_scale"):
-            module.weight_scale = nn.Parameter(scaled(module.weight, scheme).to(torch.bfloat16), requires_grad=False)
-            if scheme.get("symmetric") is False:
-                module.weight_zero_point.data.random_(-3, 4)
+    quantized: list[Any] = [module for module in model.modules() if hasattr(module, "weight_scale")]
+    for module in quantized:
+        module.weight_scale = nn.Parameter(scaled(module.weight, scheme).to(torch.bfloat16), requires_grad=False)
+        if scheme.get("symmetric") is False:
+            module.weight_zero_point.data.random_(-3, 4)
     compressor = compressors.ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     for directory in (out, plain):
@@ -385,9 +387,8 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
         with pytest.raises(KimiK2Error, match=refused):
             KimiK2ForCausalLM.from_pretrained(out)
         return
-    for module in model.modules():
-        if hasattr(module, "weight_scale"):  # so that the library's own values are not rounded to BF16
-            module.weight_scale.data = module.weight_scale.float()
+    for module in quantized:  # so that the library's own values are not rounded to BF16
+        module.weight_scale.data = module.weight_scale.float()
     compressor.decompress_model(model)
     save_file({key: one for key, one in model.state_dict().items() if key in stored}, plain / "model.safetensors")
     assert same_logits(out, plain)

@@ -147,7 +147,11 @@ def raw_header(directory: Path, text: bytes, shard: str = SHARD) -> None:
 
 def entry(tensor: str, **changes: object) -> Damage:
     """Members of a tensor's entry in the header."""
-    return header(lambda entries: [put(entries, f"{tensor}/{key}", value) for key, value in changes.items()])
+    return header(lambda entries: entries.update({tensor: _changed(entries[tensor], changes)}))
+
+
+def _changed(entry: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
+    return {key: value for key, value in (entry | changes).items() if value is not DELETED}
 
 
 @damaging

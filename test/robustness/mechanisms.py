@@ -48,7 +48,7 @@ _PLACED: dict[str, Callable[[Path], object]] = {
     "a socket": _bound,
     "a directory": Path.mkdir,
     "a link to its directory": lambda path: path.symlink_to("."),
-    "nothing to be read": lambda path: (path.touch(), path.chmod(0)),
+    "nothing to be read": lambda path: path.touch(0),
 }
 _LINKS = (
     *("nothing", "/dev/zero", "/dev/urandom", "/dev/full", "/dev/null", "/dev/tty", "/proc/kmsg", "/proc/self/mem"),
@@ -93,7 +93,8 @@ def _file(draw: random.Random, shards: list[str]) -> Kind:
             os.truncate(path, _SIZES[way])
         else:
             path.unlink()
-            _PLACED.get(way, lambda path: path.symlink_to(way))(path)
+            make = _PLACED.get(way)
+            make(path) if make else path.symlink_to(way)
 
     if way in _EDITS:
         of_json, of_text, of_shard = _EDITS[way][1]

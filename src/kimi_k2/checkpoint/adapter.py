@@ -54,10 +54,10 @@ def adapter_scale(directory: str | Path) -> tuple[int, float]:
     harmless = {name for names in _WITHOUT_EFFECT.values() for name in names.split()}
     try:
         refuse_unknown(raw, {"r", "lora_alpha", "target_modules"}, only=_ONLY, harmless=harmless)
-        rank, alpha, modules = (raw.get(name) for name in ("r", "lora_alpha", "target_modules"))
-        if type(rank) is not int or rank < 1:
+        rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ConfigError(f"expected an integer of at least 1, got {rank!r:.100}", field="r")
-        if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
             raise ConfigError(f"expected a number above 0, got {alpha!r:.100}", field="lora_alpha")
         if not isinstance(modules, (str, list)) or not all(isinstance(one, str) for one in modules):
             raise ConfigError(f"expected names of modules, got {modules!r:.100}", field="target_modules")
