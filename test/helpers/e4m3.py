@@ -1,9 +1,19 @@
-"""What rounding a GEMM's tokens to FP8 costs, before any kernel is asked."""
+"""FP8 values as kernels take them, and what rounding a GEMM's tokens to them costs."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import torch
 from torch import Tensor
+
+
+def to_kernel(values: Tensor) -> Any:
+    """Trainium's name for e4m3 within 240, where both formats have the same bits; and torch for the rest."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
+    return values.contiguous()
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -1,19 +1,11 @@
-"""Tensors to kernels, and how far a kernel's results are from exact ones."""
+"""How far a kernel's results are from exact ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
-
-
-def to_kernel(values: torch.Tensor) -> Any:
-    """Trainium's name for e4m3 within 240, where both formats have the same bits; and torch for the rest."""
-    if values.dtype == torch.float8_e4m3fn:
-        return values.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
-    return values.contiguous()
 
 
 def relative(got: Any, wanted: Any) -> float:

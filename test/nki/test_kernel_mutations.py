@@ -84,7 +84,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "whole": lambda: layers.test_layers_in_float32(Case(1)),
     "absorbed": lambda: layers.test_layers_in_float32(Case(2)),
     "drafts": lambda: layers.test_layers_in_float32(Case(2, 2, cores=1)),
-    "grouped": lambda: layers.test_layers_in_float32(Case(2, 2, group=2)),
+    "grouped": lambda: layers.test_layers_in_float32(Case(2, 2, group=4)),
     "fp8": lambda: layers.test_layers_in_float32(Case(2, group=2, stored="fp8")),
 }
 
@@ -99,7 +99,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("linear", "offset=first * chunks", "offset=0", "groups"),
     ("projections", "offset=1 - element", "offset=element", "whole"),
     ("projections", "group, place = self.heads + head", "group, place = head", "fp8"),
-        ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "latent"),
+    ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "latent"),
     ("latent_attention", "offset=self.first * BLOCK", "offset=0", "latent"),
     ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", "latent"),
     ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", "latent"),
@@ -126,11 +126,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("latent_cache", "self.tokens, self.heads = tokens,", "self.tokens, self.heads = 1,", "drafts"),
     ("layer_attention", "q_b_scales = q_b_scales[core]", "q_b_scales = q_b_scales[0]", "fp8"),
     ("residual", "if whole < self.count:", "if whole < 0:", "whole"),
-)  # fmt: skip
-
-
-# In the whole-layer kernel, which four ranks run: about 3 s each.
-LAYER_FAULTS: tuple[tuple[str, str, str, str], ...] = (
+    # In the whole-layer kernel, which four ranks run.
     ("residual", "add_over_cores(self.total)", "pass", "whole"),
     ("residual", "(self.first + block) * BLOCK", "block * BLOCK", "whole"),
     ("residual", "scalar_offset=ncc.rank_id(), ", "", "whole"),
@@ -151,10 +147,10 @@ LAYER_FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("layer_attention", "part = mine if nl.program_id() == core", "part = mine if core == 0", "grouped"),
     ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", "grouped"),
     ("layer_attention", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", "grouped"),
-)
+)  # fmt: skip
 
 
-# Every third fault always; all of them, and the sound kernels, take 15 s of CPU.
+# Every fifth fault always; all of them take some minutes of CPU.
 ALL = bool(os.environ.get("KIMI_K2_SLOW"))
 
 
@@ -166,7 +162,7 @@ def test_sound_kernels_pass_at_small_sizes(check: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "check"),
-    [*FAULTS, *LAYER_FAULTS] if ALL else [*FAULTS[::3], *LAYER_FAULTS[:1]],
+    FAULTS[:: 1 if ALL else 5],
 )
 def test_a_fault_is_seen(file: str, old: str, new: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with mutant(file, old, new, monkeypatch), pytest.raises((AssertionError, NkiError)) as error:

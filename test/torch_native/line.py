@@ -8,15 +8,20 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import ml_dtypes
+import pytest
 import torch
+from e4m3 import to_kernel
 from lowering import Lowering
 from torch import Tensor
 
@@ -30,92 +35,79 @@ from nki_emulator import install
 BLOCK = 4
 BUCKETS = (32,), (8,)  # tokens of a prompt, lines of a step: each has a graph
 ALL_BUCKETS = (8, 16, 32, 64), (1, 2, 4, 8)
-
-
-class Meeting:
-    """Where the ranks of a group, threads of one process, exchange tensors."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier, self.values = threading.Barrier(size, timeout=300), [torch.empty(0)] * size
-
-
+WANTED = 8
 HERE = threading.local()  # this rank's groups: tp, dp, ep
+ROUTER, EXPERTS = "noaux_tc_router", "selective_experts"
 
 
-def exchange(x: Tensor, group: str) -> list[Tensor]:
-    """Every rank's x, in the order of ranks."""
+# An operator, so that a captured graph has it as a node, the same one on all ranks.
+@torch.library.custom_op("line::collective", mutates_args=())
+def collective(x: Tensor, kind: str, dim: int, size: int, group: str) -> Tensor:
     here = getattr(HERE, group)
-    here.meeting.values[here.rank_in_group] = x
-    here.meeting.barrier.wait()
-    found = list(here.meeting.values)
-    here.meeting.barrier.wait()
-    return found
+    here.values[here.rank_in_group] = x
+    here.barrier.wait()
+    found = list(here.values)
+    here.barrier.wait()
+    if kind == "all-gather":
+        return torch.cat(found, dim)
+    total = torch.stack(found).sum(0)
+    return total if kind == "all-reduce" else total.chunk(size, dim)[here.rank_in_group].contiguous()
 
 
-# Operators, so that a captured graph has them as nodes, the same ones on all ranks.
-@torch.library.custom_op("line::all_gather", mutates_args=())
-def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    return torch.cat(exchange(x, group), dim)
-
-
-@torch.library.custom_op("line::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, group: str) -> Tensor:
-    return torch.stack(exchange(x, group)).sum(0)
-
-
-@torch.library.custom_op("line::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    mine: Tensor = torch.stack(exchange(x, group)).sum(0).chunk(size, dim)[getattr(HERE, group).rank_in_group]
-    return mine.contiguous()
-
-
-all_gather.register_fake(lambda x, dim, size, group: torch.cat([x] * size, dim))
-all_reduce.register_fake(lambda x, group: torch.empty_like(x))
-reduce_scatter.register_fake(lambda x, dim, size, group: x.chunk(size, dim)[0].contiguous())
+@collective.register_fake
+def _(x: Tensor, kind: str, dim: int, size: int, group: str) -> Tensor:
+    if kind == "all-gather":
+        return torch.cat([x] * size, dim)
+    return torch.empty_like(x) if kind == "all-reduce" else x.chunk(size, dim)[0].contiguous()
 
 
 class Group:
-    """vLLM's GroupCoordinator."""
+    """vLLM's GroupCoordinator; ranks are threads of one process, which meet at `barrier` and exchange `values`."""
 
-    def __init__(self, meeting: Meeting, rank: int, name: str = "tp") -> None:
-        self.meeting, self.rank_in_group, self.world_size, self.name = meeting, rank, len(meeting.values), name
-        self.device_group = self
+    def __init__(self, barrier: threading.Barrier, values: list[Any], rank: int, name: str = "tp") -> None:
+        self.barrier, self.values, self.rank_in_group, self.world_size = barrier, values, rank, len(values)
+        self.name, self.device_group = name, self
+
+    @classmethod
+    def several(cls, size: int, name: str = "tp") -> list[Group]:
+        barrier, values = threading.Barrier(size, timeout=300), [None] * size
+        return [cls(barrier, values, rank, name) for rank in range(size)]
+
+    def _collective(self, x: Tensor, kind: str, dim: int = 0) -> Tensor:
+        return x if self.world_size == 1 else torch.ops.line.collective(x, kind, dim, self.world_size, self.name)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.world_size == 1 else torch.ops.line.all_gather(x, dim, self.world_size, self.name)
+        return self._collective(x, "all-gather", dim)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.world_size == 1 else torch.ops.line.all_reduce(x, self.name)
+        return self._collective(x, "all-reduce")
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.world_size == 1 else torch.ops.line.reduce_scatter(x, dim, self.world_size, self.name)
+        return self._collective(x, "reduce-scatter", dim)
 
 
 def on_ranks(tp: int, dp: int, ep: int, run: Callable[[int], Any]) -> list[Any]:
     """`run` on all ranks, a thread each; their results, or the first error."""
     expert_formats()  # found before there are threads
-    heads, replicas = [Meeting(tp) for _ in range(dp)], [Meeting(dp) for _ in range(tp)]
-    results: list[Any] = [None] * (tp * dp)
-    errors: list[BaseException] = []
+    heads, replicas = [Group.several(tp) for _ in range(dp)], [Group.several(dp, "dp") for _ in range(tp)]
 
-    def rank(number: int) -> None:
+    def rank(number: int) -> Any:
         replica, at = divmod(number, tp)
-        HERE.tp, HERE.dp, HERE.ep = Group(heads[replica], at), Group(replicas[at], replica, "dp"), ep
+        HERE.tp, HERE.dp, HERE.ep = heads[replica][at], replicas[at][replica], ep
         try:
-            results[number] = run(number)
-        except BaseException as error:
-            errors.append(error)
-            for meeting in (*heads, *replicas):
-                meeting.barrier.abort()
+            return run(number)
+        except BaseException:
+            for group in (*heads, *replicas):
+                group[0].barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(tp * dp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+    with ThreadPoolExecutor(tp * dp) as threads:
+        ranks = [threads.submit(rank, number) for number in range(tp * dp)]
+    for error in sorted(
+        filter(None, (one.exception() for one in ranks)), key=lambda e: isinstance(e, threading.BrokenBarrierError)
+    ):
         raise error
-    return results
+    return [one.result() for one in ranks]
 
 
 @dataclass
@@ -131,6 +123,9 @@ class NeuronConfig:
     modules_to_not_convert: list[str] | None = None
     num_seqs_buckets: list[int] | None = None
     _model_supports_windowed_prefill: bool = False
+
+
+SAMPLED: dict[str, Any] = {"on_device_sampling_config": SimpleNamespace(max_top_k=256), "max_logprobs": -1}
 
 
 @torch.library.custom_op("line::uniform", mutates_args=())
@@ -169,12 +164,11 @@ class Sampler(torch.nn.Module):
         top_k, top_p, temperature = sampling_params.split(1, dim=-1)
         least = values.gather(-1, (top_k.to(torch.long) - 1).clamp(0, values.shape[-1] - 1))
         values = values.masked_fill((values < least) & (top_k > 0), float("-inf"))
-        weights = (values / torch.where(temperature < 1e-5, torch.ones_like(temperature), temperature)).softmax(-1)
-        weights = weights.masked_fill(weights.cumsum(-1) - weights >= top_p, 0.0)
-        sums = weights.cumsum(-1)
-        drawn = (torch.ops.line.uniform(weights) * sums[:, -1:] >= sums).sum(-1, keepdim=True)
-        chosen = torch.where(temperature < 1e-5, torch.zeros_like(drawn), drawn)
-        return numbers.gather(-1, chosen).squeeze(-1)
+        greedy = temperature < 1e-5
+        weights = (values / temperature.masked_fill(greedy, 1.0)).softmax(-1)
+        sums = weights.masked_fill(weights.cumsum(-1) - weights >= top_p, 0.0).cumsum(-1)
+        drawn = (torch.ops.line.uniform(sums) * sums[:, -1:] >= sums).sum(-1, keepdim=True)
+        return numbers.gather(-1, drawn.masked_fill(greedy, 0)).squeeze(-1)
 
 
 def rejection_sampler(metadata: Any, sampled: Tensor) -> Tensor:
@@ -190,36 +184,29 @@ def launched(name: str, cores: int) -> Any:
     return getattr(importlib.import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
 
 
-def to_kernel(value: Tensor) -> Any:
-    """Trainium's name for e4m3 below 256, and torch for the rest."""
-    if value.dtype == torch.float8_e4m3fn:
-        return value.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
-    return value.contiguous()
-
-
 @torch.library.custom_op("line::nki", mutates_args=())
 def nki(name: str, cores: int, tensors: list[Tensor], named: str, numbers: list[float], at: int) -> list[Tensor]:
     """A kernel's positional tensors and, among them from `at` on, its numbers; the last tensors go by name."""
-    parts: list[Any] = [to_kernel(one) for one in tensors]
-    names = [one for one in named.split(",") if one]
-    count = len(parts) - len(names)
+    given: list[Any] = [to_kernel(one) for one in tensors]
+    names = named.split(",") if named else []
+    count = len(given) - len(names)
     whole = [int(one) if one == int(one) else one for one in numbers]
-    made = launched(name, cores)(*parts[:at], *whole, *parts[at:count], **dict(zip(names, parts[count:], strict=True)))
-    many = [torch.as_tensor(one) for one in (made if isinstance(made, tuple | list) else [made])]
-    return [one.to(like.dtype).reshape(like.shape) for one, like in zip(many, _like(name, tensors), strict=True)]
+    others = dict(zip(names, given[count:], strict=True))
+    made = launched(name, cores)(*given[:at], *whole, *given[at:count], **others)
+    many = made if isinstance(made, tuple | list) else [made]
+    return [
+        torch.as_tensor(one).to(like.dtype).reshape(like.shape)
+        for one, like in zip(many, _like(name, 0, tensors), strict=True)
+    ]
 
 
-def _like(name: str, tensors: list[Tensor]) -> list[Tensor]:
-    x, other = tensors[0], tensors[1]
-    if name == "noaux_tc_router":
-        top = x.new_empty(len(x), 8, dtype=torch.float32)
-        return [top.to(torch.int32), top, x.new_empty(len(x), other.shape[1], dtype=torch.float32)]
-    if name == "selective_experts":
-        return [x.new_empty(x.shape, dtype=torch.float32)]
-    return [x.new_empty(*x.shape[:2], tensors[4].shape[1], dtype=torch.float32)]  # mla_decode_pages
-
-
-nki.register_fake(lambda name, cores, tensors, named, numbers, at: _like(name, tensors))
+@nki.register_fake
+def _like(name: str, cores: int, tensors: list[Tensor], *_: Any) -> list[Tensor]:
+    x, other = tensors[0].float(), tensors[1]
+    if name == ROUTER:
+        top = x.new_empty(len(x), 8)
+        return [top.int(), top, x.new_empty(len(x), other.shape[1])]
+    return [torch.empty_like(x) if name == EXPERTS else x.new_empty(*x.shape[:2], tensors[4].shape[1])]
 
 
 @torch.library.custom_op("line::write_pages", mutates_args=("former", "latter"))
@@ -228,16 +215,14 @@ def write_pages(former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, c
 
 
 @torch.library.custom_op("line::written_pages", mutates_args=())
-def written_pages(
-    former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, cores: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def written_pages(former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, cores: int) -> list[Tensor]:
     """The same where nothing is written in place: what the kernel gives."""
-    made = former.clone(), latter.clone()
+    made = [former.clone(), latter.clone()]
     write_pages(*made, entries, rows, cores)
     return made
 
 
-written_pages.register_fake(lambda former, latter, *_: (torch.empty_like(former), torch.empty_like(latter)))
+written_pages.register_fake(lambda former, latter, *_: [torch.empty_like(former), torch.empty_like(latter)])
 
 
 class Launch:
@@ -271,10 +256,8 @@ def stand_ins(*, kernels: bool | None = None) -> dict[str, ModuleType]:
         },
         "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: HERE.ep},
         "vllm_neuron.model.kv_cache": {
-            "KVSpec": lambda layers: SimpleNamespace(layers=layers),
-            "LayerSpec": lambda name, heads, size, dtype: SimpleNamespace(
-                name=name, num_kv_heads=heads, head_size=size, dtype=dtype
-            ),
+            "KVSpec": SimpleNamespace,
+            "LayerSpec": namedtuple("LayerSpec", "name num_kv_heads head_size dtype"),
         },
         "vllm_neuron.nn": {"Sampler": Sampler},
         "vllm_neuron.nn.rejection_sampler": {"rejection_sampler": rejection_sampler},
@@ -283,13 +266,24 @@ def stand_ins(*, kernels: bool | None = None) -> dict[str, ModuleType]:
         install()
         contents["vllm_neuron.utils.neuron_utils"] = {"can_run_kernel": lambda tensor: kernels}
         contents["libtorch_neuronx_lite.nki.nki_hop"] = {"wrap_nki": Launch}
+    return modules(contents)
+
+
+def modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
+    """Modules of these contents, and the packages that they are in."""
     made: dict[str, ModuleType] = {}
     for name, values in contents.items():
-        steps = name.split(".")
-        for end in range(1, len(steps) + 1):
-            made.setdefault(".".join(steps[:end]), ModuleType(".".join(steps[:end])))
-        vars(made[name]).update(values)
+        while name:
+            made.setdefault(name, ModuleType(name)).__spec__ = ModuleSpec(name, None, is_package=True)
+            vars(made[name]).update(values)
+            name, values = name.rpartition(".")[0], {}
     return made
+
+
+def put(monkeypatch: pytest.MonkeyPatch, made: dict[str, ModuleType]) -> None:
+    """Let them be imported."""
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @dataclass
@@ -297,7 +291,7 @@ class Request:
     """One sequence: its prompt, what came of it, and its pages."""
 
     prompt: list[int]
-    wanted: int
+    wanted: int = WANTED
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     cached: int = 0  # tokens that the pages hold
@@ -315,273 +309,195 @@ def eager(model: Any) -> Callable[..., list[Any]]:
 
     def call(**named: Any) -> list[Any]:
         made = model(**named)
-        return [part for part in made if part is not None] if isinstance(made, tuple) else [made]
+        return [one for one in made if one is not None] if isinstance(made, tuple) else [made]
 
     return call
 
 
 class Runner:
-    """Loads the model and runs requests as the line's runner does.
+    """NeuronModelRunner: it makes, loads, compiles and calls the model, and owns the pages.
 
     Args:
+        directory: of the checkpoint; None for a model on the meta device, which is captured, not run.
+        hf_config, neuron_config: of the model.
+        rank: this one.
+        blocks: pages of a layer, of `block` slots; `width` of them a line.
         padding: how a padded slot is spelled, 0 (0.24 and later) or -1 (0.21).
         segment: tokens of a prompt's segment; 0 reads prompts in one piece.
         buckets: sizes that a prompt's tokens and a step's lines are padded to.
         compile_with: what makes of the model what is called, which gives its results in a list.
-        poison: fill the null block with what would be seen.
         structured: `enable_structured_outputs`: every call has a mask.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        hf_config: Any,
-        neuron_config: Any,
-        *,
-        rank: int = 0,
-        blocks: int = 64,
-        padding: int = 0,
-        segment: int = 0,
-        width: int = 8,
-        buckets: tuple[tuple[int, ...], tuple[int, ...]] = BUCKETS,
-        compile_with: Callable[[Any], Any] | None = None,
-        poison: bool = True,
-        structured: bool = False,
-    ) -> None:
+        self, directory: Path | None, hf_config: Any, neuron_config: NeuronConfig, *, rank: int = 0, blocks: int = 64,
+        block: int = BLOCK, padding: int = 0, segment: int = 0, width: int = 8, buckets: Any = BUCKETS,
+        compile_with: Callable[[Any], Any] | None = None, structured: bool = False,
+    ) -> None:  # fmt: skip
         from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron
 
+        device = torch.device("meta" if directory is None else "cpu")
         with torch.device("meta"):
-            model = KimiK2ForVllmNeuron.from_configs(hf_config, neuron_config)
-        model.load_weights(directory, torch.device("cpu"), None)
+            self.model = model = KimiK2ForVllmNeuron.from_configs(hf_config, neuron_config).eval()
+        if directory is None:
+            model.inv_freq, model.first_expert = model.inv_freq.to(device), model.first_expert.to(device)
+        else:
+            model.load_weights(directory, device, None)
         specs = model.get_kv_spec().layers
         self.names = [spec.name for spec in specs]
-        shape = (blocks, specs[0].num_kv_heads, BLOCK, specs[0].head_size)
-        # The null block is nobody's: were its values read, they would be seen. K and V are one buffer's.
-        self.pages = {spec.name: list(torch.zeros(2, *shape, dtype=spec.dtype)) for spec in specs}
-        if poison:
-            for halves in self.pages.values():
-                for half in halves:
-                    half[0] = 1e4
+        shape = 2, blocks, specs[0].num_kv_heads, block, specs[0].head_size
+        # K and V are one buffer's. The null block is nobody's: were its values read, they would be seen.
+        self.pages = {spec.name: list(torch.zeros(shape, dtype=spec.dtype, device=device)) for spec in specs}
+        for halves in self.pages.values():
+            for half in halves:
+                half[0] = 1e4
         model.bind_kv_cache(self.pages)
-        self.model, self.compiled = model.eval(), (compile_with or Lowering())(model.eval())
-        self.free, self.padding, self.segment = list(range(1, blocks)), padding, segment
+        self.compiled = (compile_with or Lowering())(model)
+        self.free, self.block, self.padding, self.segment = list(range(1, blocks)), block, padding, segment
         self.prompt_buckets, self.line_buckets = ((segment,), buckets[1]) if segment else buckets
-        self.rank, self.width = torch.tensor(rank, dtype=torch.int32), width
-        self.neuron_config, self.logits, self.aux = neuron_config, [], []  # type: ignore[var-annotated]
+        self.rank, self.width, self.structured = rank, width, structured
+        self.logits: list[Tensor] = []
+        self.aux: list[Tensor] = []
         self.threshold = 1  # tokens a line of a decode step
-        self.structured = structured
 
-    def slot(self, request: Request, position: int) -> int:
-        return request.blocks[position // BLOCK] * BLOCK + position % BLOCK
-
-    def table(self, requests: list[Request], rows: int) -> Tensor:
-        table = torch.full((rows, self.width), -1, dtype=torch.int32)
-        for row, request in enumerate(requests):
-            table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
-        return table
-
-    def call(
-        self,
-        requests: list[Request],
-        ids: list[int],
-        positions: list[int],
-        slots: list[int],
-        at: Sequence[int],
-        longest: int,
-        spec_decode_metadata: Any = None,
-    ) -> Tensor:
-        """A step: tokens of lines that `requests` begin; `at` are those whose logits are wanted."""
+    def inputs(
+        self, requests: list[Request], ids: list[int], positions: list[int], slots: list[int], at: Sequence[int],
+        longest: int, spec_decode_metadata: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Of the model: tokens of lines that `requests` begin; `at` are those whose logits are wanted."""
         prompt = longest > self.threshold
-        table = self.table(requests, 1 if prompt else len(ids) // longest)
-        HERE.step = getattr(HERE, "step", 0) + 1
+        table = torch.full((1 if prompt else len(ids) // longest, self.width), -1, dtype=torch.int32)
         params, mask = torch.tensor([[1.0, 1.0, 0.0]]).repeat(len(at), 1), None
-        for row, request in enumerate(requests):
-            params[row] = torch.tensor(request.params)
         if self.structured:
             mask = torch.ones(len(at), self.model.config.vocab_size, dtype=torch.bool)
-            for row, request in enumerate(requests):
-                if request.allowed is not None:
-                    mask[row] = request.allowed()
+        for row, request in enumerate(requests):
+            table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+            params[row] = torch.tensor(request.params)
+            if mask is not None and request.allowed is not None:
+                mask[row] = request.allowed()
         metadata = {
             "block_table_tensor": table,
-            "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+            "slot_mapping": torch.tensor(slots),
             "max_query_len": longest,
-            "block_size": BLOCK,
+            "block_size": self.block,
             "max_blocks_per_seq": self.width,
             "decode_token_threshold": self.threshold,
             "cached_seq_len": torch.zeros(1, 1, dtype=torch.int32),
             "kv_segment_size": self.segment if prompt else 0,
         }
-        results = self.compiled(
-            input_ids=torch.tensor(ids, dtype=torch.int32),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            attn_metadata=dict.fromkeys(self.names, metadata),
-            sampling_positions=torch.tensor(at, dtype=torch.int64),
-            sampling_params=params,
-            spec_decode_metadata=spec_decode_metadata,
-            logit_mask=mask,
-            rank=self.rank,
-        )
-        first, *others = results
+        return {
+            "input_ids": torch.tensor(ids, dtype=torch.int32),
+            "positions": torch.tensor(positions),
+            "attn_metadata": dict.fromkeys(self.names, metadata),
+            "sampling_positions": torch.tensor(at),
+            "sampling_params": params,
+            "spec_decode_metadata": spec_decode_metadata,
+            "logit_mask": mask,
+            "rank": torch.tensor(self.rank, dtype=torch.int32),
+        }
+
+    def step(
+        self,
+        lines: Sequence[tuple[Request, list[int]]],
+        total: int,
+        longest: int,
+        at: Sequence[int],
+        drafts: Any = None,
+    ) -> Tensor:
+        """The next tokens of requests, padded to `total`."""
+        ids, positions, slots = [], [], []  # type: ignore[var-annotated]
+        for request, tokens in lines:
+            for place, token in enumerate(tokens, request.cached):
+                if place == len(request.blocks) * self.block:
+                    request.blocks.append(self.free.pop(0))
+                ids.append(token)
+                positions.append(place)
+                slots.append(request.blocks[place // self.block] * self.block + place % self.block)
+        pad = total - len(ids)
+        ids, slots = ids + [0] * pad, slots + [self.padding] * pad
+        positions += [positions[-1] if longest > self.threshold else 0] * pad
+        HERE.step = getattr(HERE, "step", 0) + 1
+        named = self.inputs([request for request, _ in lines], ids, positions, slots, at, longest, drafts)
+        first, *others = self.compiled(**named)
         if self.model.aux_layers:
             self.aux.append(others.pop(0))
         if self.model.sampling is None:
-            self.logits.append(first)
-            return first.argmax(-1)  # type: ignore[no-any-return]
+            others, first = [first], first.argmax(-1)
         self.logits += others
         return first  # type: ignore[no-any-return]
 
-    def grow(self, request: Request, length: int) -> None:
-        while len(request.blocks) * BLOCK < length:
-            request.blocks.append(self.free.pop(0))
+    def _keep(self, requests: list[Request], tokens: Tensor) -> None:
+        for row, request in enumerate(requests):
+            request.output.append(int(tokens[row]))
+            if self.logits:
+                request.logits.append(self.logits[-1][row])
 
     def prefill(self, request: Request) -> None:
         """A prompt (after a preemption with its own output), whole or in segments; the last gives a token."""
-        tokens = request.tokens
-        while request.cached < len(tokens):
-            start = request.cached
-            end = min(len(tokens), start + self.segment) if self.segment else len(tokens)
-            self.grow(request, end)
-            count = end - start
-            wide = next(size for size in self.prompt_buckets if size >= count)
-            pad = wide - count
-            positions = list(range(start, end))
-            slots = [self.slot(request, at) for at in positions] + [self.padding] * pad
-            ids = tokens[start:end] + [0] * pad
-            sampled = self.call([request], ids, positions + [end - 1] * pad, slots, [count - 1], wide)
-            request.cached = end
-        request.output.append(int(sampled[0]))
-        self._keep(request, 0)
-
-    def _keep(self, request: Request, row: int) -> None:
-        if self.logits:
-            request.logits.append(self.logits[-1][row])
+        while request.cached < len(request.tokens):
+            part = request.tokens[request.cached :][: self.segment or None]
+            wide = next(size for size in self.prompt_buckets if size >= len(part))
+            sampled = self.step([(request, part)], wide, wide, [len(part) - 1])
+            request.cached += len(part)
+        self._keep([request], sampled)
 
     def decode(self, requests: list[Request]) -> None:
         """A token for each; lines are padded to a bucket with nothing."""
         rows = next(size for size in self.line_buckets if size >= len(requests))
+        sampled = self.step([(request, request.tokens[-1:]) for request in requests], rows, 1, range(rows))
         for request in requests:
-            self.grow(request, len(request.tokens))
-        pad = rows - len(requests)
-        positions = [len(request.tokens) - 1 for request in requests]
-        slots = [self.slot(request, at) for request, at in zip(requests, positions, strict=True)]
-        ids = [request.tokens[-1] for request in requests] + [0] * pad
-        sampled = self.call(requests, ids, positions + [0] * pad, slots + [self.padding] * pad, range(rows), 1)
-        for row, (request, token) in enumerate(zip(requests, sampled.tolist(), strict=False)):
             request.cached += 1
-            request.output.append(token)
-            self._keep(request, row)
+        self._keep(requests, sampled)
 
     def verify(self, requests: list[Request], drafts: list[list[int]]) -> None:
         """A step of one token and as many drafts a line; keeps what the rejection sampler gives."""
-        count = self.threshold
-        ids = [token for one, drafted in zip(requests, drafts, strict=True) for token in (one.tokens[-1], *drafted)]
-        positions: list[int] = []
-        slots: list[int] = []
-        for request in requests:
-            start = len(request.tokens) - 1
-            self.grow(request, start + count)
-            positions += range(start, start + count)
-            slots += [self.slot(request, at) for at in range(start, start + count)]
+        count, total = self.threshold, self.threshold * len(requests)
         metadata = SimpleNamespace(
             num_draft_tokens=[count - 1] * len(requests), draft_token_ids=torch.tensor(drafts).flatten()
         )
-        accepted = self.call(requests, ids, positions, slots, range(len(ids)), count, metadata)
+        lines = [(one, [one.tokens[-1], *drafted]) for one, drafted in zip(requests, drafts, strict=True)]
+        accepted = self.step(lines, total, count, range(total), metadata)
         for request, tokens in zip(requests, accepted.tolist(), strict=True):
             request.output += [token for token in tokens if token >= 0]
-
-    def preempt(self, request: Request) -> None:
-        self.free += request.blocks
-        request.blocks, request.cached = [], 0
-
-    def share(self, request: Request, other: Request, tokens: int) -> None:
-        """A prefix hit: whole blocks of the other's prompt."""
-        whole = tokens // BLOCK
-        request.blocks, request.cached = other.blocks[:whole], whole * BLOCK
+            request.cached = len(request.tokens) - 1
 
 
-def serve(runner: Runner, prompts: list[list[int]], wanted: int) -> list[Request]:
+def serve(runner: Runner, prompts: list[list[int]], wanted: int = WANTED) -> list[Request]:
     """Requests at different times, one of them preempted in the middle and one with a shared prefix."""
     requests = [Request(list(prompt), wanted) for prompt in prompts]
-    waiting: list[Request] = list(requests)
-    running: list[Request] = []
-    step = 0
+    waiting, running, step = list(requests), [], 0  # type: ignore[var-annotated]
     while waiting or running:
         if waiting and step % 2 == 0:
             request = waiting.pop(0)
-            common = next(
-                (
-                    other
-                    for other in running
-                    if runner.segment and other.prompt[:BLOCK] == request.prompt[:BLOCK] and not request.blocks
-                ),
-                None,
-            )
-            if common is not None:
-                runner.share(request, common, BLOCK)
+            for other in running:
+                if runner.segment and not request.blocks and other.prompt[:BLOCK] == request.prompt[:BLOCK]:
+                    request.blocks, request.cached = other.blocks[:1], BLOCK  # a prefix hit
             runner.prefill(request)
             running.append(request)
         elif running:
             runner.decode(running)
         if step == 5 and len(running) > 1:
             waiting.insert(0, victim := running.pop(0))
-            runner.preempt(victim)
-        running = [request for request in running if len(request.output) < request.wanted]
+            runner.free += victim.blocks
+            victim.blocks, victim.cached = [], 0
+        running = [request for request in running if len(request.output) < wanted]
         step += 1
     return requests
 
 
-def on_meta(config: KimiK2Config, target: Target, rank: int) -> Any:
-    """The model of a planned deployment's rank on tensors without memory; one replica."""
-    from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
-
+def on_meta(config: KimiK2Config, target: Target, rank: int = 0) -> Runner:
+    """A planned deployment's rank on tensors without memory; one replica."""
     layout, line = target.layout, target.torch_native
     assert line is not None
-    HERE.tp, HERE.dp, HERE.ep = Group(Meeting(layout.ranks), rank), Group(Meeting(1), 0), layout.moe_ep
+    HERE.tp, (HERE.dp,), HERE.ep = Group.several(layout.ranks)[rank], Group.several(1, "dp"), layout.moe_ep
     neuron = NeuronConfig(ep_degree=layout.moe_ep, quantization=layout.experts)
     if line.on_device_sampling_config is not None:
         neuron.on_device_sampling_config = SimpleNamespace(**line.on_device_sampling_config)
-    hf = SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16)
-    with torch.device("meta"):
-        model = KimiK2ForVllmNeuron.from_configs(hf, neuron)
-        model.inv_freq, model.first_expert = model.inv_freq.to("meta"), model.first_expert.to("meta")
-        half = torch.empty(256, 1, line.block_size, config.cache_dim // 2, dtype=torch.bfloat16)
-        layers = range(config.num_hidden_layers)
-        model.bind_kv_cache({layer_name(layer): [half.clone(), half.clone()] for layer in layers})
-    return model
-
-
-def call_on_meta(config: KimiK2Config, target: Target, tokens: int, lines: int, slots: int) -> dict[str, Any]:
-    """What the runner would call with: a step of `lines` sequences of `slots` slots each, or a prompt."""
-    from kimi_k2.neuron.torch_native.model import layer_name
-
-    line = target.torch_native
-    assert line is not None
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    metadata = {
-        "block_table_tensor": empty(lines, slots // line.block_size, dtype=torch.int32),
-        "slot_mapping": empty(tokens),
-        "max_query_len": tokens // lines,
-        "block_size": line.block_size,
-        "decode_token_threshold": 1,
-        "kv_segment_size": (line.kv_segment_size_buckets or (0,))[0] if tokens > lines else 0,
-    }
-    structured = line.enable_structured_outputs
-    return {
-        "input_ids": empty(tokens, dtype=torch.int32),
-        "positions": empty(tokens),
-        "attn_metadata": {layer_name(layer): metadata for layer in range(config.num_hidden_layers)},
-        "sampling_positions": empty(lines),
-        "sampling_params": empty(lines, 3, dtype=torch.float32),
-        "logit_mask": empty(lines, config.vocab_size, dtype=torch.bool) if structured else None,
-        "rank": empty(dtype=torch.int32),
-    }
-
-
-WANTED = 8
+    return Runner(
+        None, SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16), neuron, rank=rank, blocks=256,
+        block=line.block_size, segment=(line.kv_segment_size_buckets or (0,))[0],
+        structured=line.enable_structured_outputs, compile_with=eager,
+    )  # fmt: skip
 
 
 def hf_config(directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> SimpleNamespace:
@@ -607,61 +523,42 @@ def prompts(directory: Path, seed: int = 5) -> list[list[int]]:
 def plain(directory: Path, seed: int = 5) -> tuple[list[list[int]], list[Tensor]]:
     """The plain model's greedy tokens of `prompts`, each alone, and the logits of each."""
     model, tokens, logits = KimiK2ForCausalLM.from_pretrained(directory, dtype=torch.float32), [], []
-    with torch.no_grad():
-        for prompt in prompts(directory, seed):
-            ids = list(prompt)
-            for _ in range(WANTED):
-                out = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0]
-                ids.append(int(out[-1].argmax()))
-            tokens.append(ids[len(prompt) :])
-            logits.append(out[len(prompt) - 1 :])
+    for prompt in prompts(directory, seed):
+        ids = list(prompt)
+        for _ in range(WANTED):
+            out = model(torch.tensor([ids]))[0]
+            ids.append(int(out[-1].argmax()))
+        tokens.append(ids[len(prompt) :])
+        logits.append(out[len(prompt) - 1 :])
     return tokens, logits
 
 
 def differences(directory: Path, requests: list[Request], seed: int = 5) -> tuple[int, float]:
-    """Tokens that are not the plain model's, and how far logits are off."""
+    """Requests whose tokens are not the plain model's, and how far logits are off."""
     tokens, logits = plain(directory, seed)
-    wrong = sum(one != two for request, right in zip(requests, tokens, strict=True)
-                for one, two in zip(request.output, right, strict=True))  # fmt: skip
+    wrong = sum(request.output != right for request, right in zip(requests, tokens, strict=True))
     off = [torch.stack(one.logits) - right for one, right in zip(requests, logits, strict=True) if one.logits]
     return wrong, float(torch.cat(off).abs().max()) if off else 0.0
 
 
-def alone(
-    directory: Path,
-    config: NeuronConfig,
-    *,
-    dtype: torch.dtype = torch.float32,
-    changes: dict[str, Any] | None = None,
-    **options: Any,
-) -> Runner:
-    """A runner on one rank."""
-    HERE.tp, HERE.dp, HERE.ep = Group(Meeting(1), 0), Group(Meeting(1), 0), 1
-    return Runner(directory, hf_config(directory, dtype, **(changes or {})), config, **options)
+def alone(directory: Path, *, dtype: torch.dtype = torch.float32, changes: Any = None, **options: Any) -> Runner:
+    """A runner on one rank; options are the runner's, or of NeuronConfig."""
+    (HERE.tp,), (HERE.dp,), HERE.ep = Group.several(1), Group.several(1, "dp"), 1
+    fields = {name: options.pop(name) for name in NeuronConfig.__dataclass_fields__ if name in options}
+    return Runner(directory, hf_config(directory, dtype, **(changes or {})), NeuronConfig(**fields), **options)
 
 
 def served(
-    directory: Path,
-    *,
-    tp: int = 1,
-    dp: int = 1,
-    ep: int = 1,
-    held: str = "bf16",
-    sample: bool = False,
-    seed: int = 5,
-    lowering: Callable[[Any], Any] | None = None,
+    directory: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, held: str = "bf16", sample: bool = False, seed: int = 5,
     **options: Any,
-) -> list[list[Request]]:
+) -> list[list[Request]]:  # fmt: skip
     """`prompts` as each rank served them."""
-    compile_with = lowering or Lowering()
+    options.setdefault("compile_with", Lowering())
 
     def run(rank: int) -> list[Request]:
-        config = NeuronConfig(ep_degree=ep, quantization=held)
-        if sample:
-            config.on_device_sampling_config, config.max_logprobs = SimpleNamespace(max_top_k=256), -1
-        made = Runner(
-            directory, hf_config(directory), config, rank=rank % tp, compile_with=compile_with, **options
-        )  # fmt: skip
-        return serve(made, prompts(directory, seed), WANTED)
+        config = NeuronConfig(ep_degree=ep, quantization=held, **(SAMPLED if sample else {}))
+        return serve(
+            Runner(directory, hf_config(directory), config, rank=rank % tp, **options), prompts(directory, seed)
+        )
 
     return on_ranks(tp, dp, ep, run)

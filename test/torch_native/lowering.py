@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "
 OTHERS = {"transpose", "permute", "select", "narrow", "expand", "chunk", "split", "detach", "getitem", "getattr"}
 VIEWS = RESHAPES | OTHERS
 KERNEL = "line.write_pages"  # a kernel that gives its operands back: in the graph as `view_as` of themselves
+PRODUCTS = {"linear", "bmm", "matmul", "einsum"}
 
 
 def name_of(node: Node) -> str:
@@ -81,6 +83,18 @@ def stale_readers(graph: GraphModule) -> list[str]:
     return found
 
 
+def copied(x: Tensor, source: Tensor) -> Tensor:
+    """`x.copy_(source)` as a new value."""
+    return source.to(x.dtype).expand_as(x).clone()
+
+
+def assigned(x: Tensor, index: Any, value: Tensor) -> Tensor:
+    """`x[index] = value` as a new value: what select_scatter, slice_scatter, index_put, or pad and `where` make."""
+    made = x.clone()
+    made[index] = value
+    return made
+
+
 def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[GraphModule, list[int], int]:
     """A graph without writes: its inputs' new values follow its outputs.
 
@@ -94,7 +108,7 @@ def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[G
         The graph, the numbers of the inputs that its last outputs replace, and how many outputs were there before.
 
     Raises:
-        NotImplementedError: a write that the passes have another form for, which this model does not use.
+        NotImplementedError: the later pass has no value of the whole for a write through such a view.
     """
     made = GraphModule(graph, copy.deepcopy(graph.graph))
     inputs, values = made.graph.find_nodes(op="placeholder"), {}
@@ -116,9 +130,11 @@ def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[G
                         made.graph.erase_node(result)
         elif targets:
             (written,), root = targets, root_of(targets[0])
-            if node.op != "call_method" or node.target == "copy_":
-                raise NotImplementedError(f"{name_of(node)} is not played")
-            node.target, value = node.target[:-1], node
+            value = node
+            if node.op == "call_function" or node.target == "copy_":
+                node.op, node.target = "call_function", copied if node.target == "copy_" else assigned
+            else:
+                node.target = node.target[:-1]
             rewire(written, node)
             if root is not written:
                 through = written
@@ -153,6 +169,19 @@ def with_device_casts(graph: GraphModule) -> GraphModule:
     for node in graph.graph.find_nodes(op="call_method", target="to"):
         if node.args[0].meta["example_value"].dtype == torch.float8_e4m3fn:
             node.op, node.target = "call_function", as_device_reads
+    graph.recompile()
+    return graph
+
+
+def with_auto_cast(graph: GraphModule) -> GraphModule:
+    """Operands of every product as BF16, as the compiler has them unless --auto-cast=none tells it not to."""
+
+    def rounded(product: Callable[..., Tensor], *operands: Any) -> Tensor:
+        return product(*(one.bfloat16().to(one.dtype) if isinstance(one, Tensor) else one for one in operands))
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and name_of(node) in PRODUCTS:
+            node.target = functools.partial(rounded, node.target)
     graph.recompile()
     return graph
 
@@ -218,7 +247,10 @@ def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> C
         if without == "epilogue":  # which carries writes over to the inputs
             return lambda *arguments: compiled(*[one.clone() for one in arguments])
         return compiled
-    return _overlaid(*functional(graph, later=kind == "later", without=without), casts=without != "casts")
+    made, replaced, count = functional(graph, later=kind == "later", without=without)
+    if without != "casts":
+        with_device_casts(made)
+    return _overlaid(with_auto_cast(made) if without == "precision" else made, replaced, count)
 
 
 class Lowering:
@@ -226,7 +258,8 @@ class Lowering:
 
     Args:
         routes: of `route`, the first of which gives the results.
-        without: a rewrite to leave out, see `functional`; also `casts` and AOTAutograd's `epilogue`.
+        without: a rewrite to leave out, see `functional`; also `casts`, AOTAutograd's `epilogue`, and the `precision`
+            of products that --auto-cast=none keeps.
 
     Attributes:
         graphs: by what tells the calls apart: shapes, and the values of what is no tensor.
@@ -277,10 +310,8 @@ def _copied(arguments: list[Any], written: list[int]) -> list[Any]:
     return made
 
 
-def _overlaid(graph: GraphModule, replaced: list[int], count: int, casts: bool = True) -> Callable[..., Any]:
+def _overlaid(graph: GraphModule, replaced: list[int], count: int) -> Callable[..., Any]:
     """The graph as the runtime calls it: the last outputs take the memory of inputs, which hold nothing meanwhile."""
-    if casts:
-        with_device_casts(graph)
 
     def run(*arguments: Any) -> Any:
         outputs = graph(*arguments)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
+import line
 import pytest
 
 from kimi_k2.neuron import vllm
 from kimi_k2.neuron.torch_native import plugin
-
-
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **values: Any) -> None:
-    steps = name.split(".")
-    for end in range(1, len(steps) + 1):
-        path = ".".join(steps[:end])
-        if path not in sys.modules or end == len(steps):
-            made = ModuleType(path)
-            made.__path__ = []
-            made.__spec__ = ModuleSpec(path, None, is_package=True)
-            monkeypatch.setitem(sys.modules, path, made)
-    vars(sys.modules[name]).update(values)
 
 
 def test_the_torch_native_line_gets_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +18,13 @@ def test_the_torch_native_line_gets_its_model(monkeypatch: pytest.MonkeyPatch) -
 
     registered: dict[str, str] = {}
     registry = SimpleNamespace(register_model=registered.__setitem__)
-    module(monkeypatch, "vllm.model_executor.models.registry", ModelRegistry=registry)
-    module(monkeypatch, "vllm_neuron.vllm.platform", NeuronPlatform=NeuronPlatform)
+    line.put(
+        monkeypatch,
+        line.modules({
+            "vllm.model_executor.models.registry": {"ModelRegistry": registry},
+            "vllm_neuron.vllm.platform": {"NeuronPlatform": NeuronPlatform},
+        }),
+    )  # fmt: skip
     vllm.register()
     vllm.register()  # at times vLLM calls twice
     assert registered == dict.fromkeys(plugin.ARCHITECTURES, plugin.TARGET)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,27 +15,13 @@ from lowering import Lowering
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.neuron.torch_native.loading import rank_tensors
-from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron, layer_name
 from kimi_k2.neuron.torch_native.settings import Ranks, planned_tensors
 from kimi_k2.parity.reference import load_transformers_model
-from kimi_k2.plan import torch_native as cut
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config
 
 SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
-
-
-@pytest.fixture
-def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of a few tokens pass their experts in blocks, several a time, as those of thousands do."""
-    monkeypatch.setattr(cut, "BLOCK", 4)
-    monkeypatch.setattr(cut, "COLUMNS", 1024)
-
-
 FULL = {"buckets": line.ALL_BUCKETS}
 
 
@@ -63,7 +48,7 @@ def test_every_route_gives_the_plain_models_tokens(
     """
     lowering = Lowering()
     for seed in range(5, 5 + int(os.environ.get("KIMI_K2_DRAWS", "8")) // 8):
-        for rank in served(checkpoints[name], seed=seed, lowering=lowering, **options):
+        for rank in served(checkpoints[name], seed=seed, compile_with=lowering, **options):
             wrong, off = line.differences(checkpoints[name], rank, seed)
             assert wrong == 0
             assert off < 2e-5
@@ -71,38 +56,34 @@ def test_every_route_gives_the_plain_models_tokens(
 
 def test_the_device_draws_what_the_mask_and_the_request_allow(checkpoints: dict[str, Path]) -> None:
     """TP2, lines of a step with requests of their own: masks, top-k, top-p, temperature, and one that is greedy."""
-    directory = checkpoints["bf16"]
-    drawn, steps = line.prompts(directory)[:3], 6
+    directory, lowering = checkpoints["bf16"], Lowering()
     vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
-    allowed = torch.rand(steps, vocabulary, generator=torch.Generator().manual_seed(3)) < 0.02
-    lowering = Lowering()
+    allowed = torch.rand(6, vocabulary, generator=torch.Generator().manual_seed(3)) < 0.02
 
     def run(rank: int) -> list[line.Request]:
-        config = line.NeuronConfig(quantization="bf16", max_logprobs=-1)
-        config.on_device_sampling_config = SimpleNamespace(max_top_k=256)
+        config = line.NeuronConfig(quantization="bf16", **line.SAMPLED)
         runner = line.Runner(directory, hf_config(directory), config, rank=rank, compile_with=lowering, structured=True)
-        masked, narrow, greedy = (line.Request(list(prompt), steps) for prompt in drawn)
+        masked, narrow, greedy = (line.Request(prompt) for prompt in prompts(directory)[:3])
         masked.params, masked.allowed = (-1.0, 0.95, 1.5), lambda: allowed[len(masked.output)]
         narrow.params = (3.0, 1.0, 2.0)
         for request in (masked, narrow, greedy):
             runner.prefill(request)
-        for _ in range(steps - 1):
+        for _ in range(5):
             runner.decode([masked, narrow, greedy])
         return [masked, narrow, greedy]
 
-    ranks = line.on_ranks(2, 1, 1, run)
-    masked, narrow, greedy = ranks[0]
-    assert [one.output for one in ranks[1]] == [one.output for one in ranks[0]]
+    (masked, narrow, greedy), other = line.on_ranks(2, 1, 1, run)
+    assert [one.output for one in other] == [masked.output, narrow.output, greedy.output]
     assert all(allowed[step, token] for step, token in enumerate(masked.output))
     best = [logits.topk(3).indices.tolist() for logits in narrow.logits]
     assert all(token in three for token, three in zip(narrow.output, best, strict=True))
     assert narrow.output != [three[0] for three in best]  # it is drawn
-    assert greedy.output == line.plain(directory)[0][2][:steps]
+    assert greedy.output == line.plain(directory)[0][2][:6]
 
 
 def forced(runner: line.Runner, ids: list[int], start: int) -> torch.Tensor:
     """Logits of tokens `start` - 1 to the last but one: `start` in a prompt, the others one by one."""
-    request = line.Request(ids[:start], len(ids))
+    request = line.Request(ids[:start])
     runner.prefill(request)
     for token in ids[start:-1]:
         request.output[-1] = token
@@ -110,7 +91,7 @@ def forced(runner: line.Runner, ids: list[int], start: int) -> torch.Tensor:
     return torch.stack(request.logits)
 
 
-def test_one_graph_a_bucket(tmp_path: Path) -> None:
+def test_one_graph_a_bucket(checkpoints: dict[str, Path]) -> None:
     """fullgraph, and no recompilation after each bucket was seen once."""
     graphs = []
 
@@ -123,10 +104,8 @@ def test_one_graph_a_bucket(tmp_path: Path) -> None:
         return lambda **named: [call(**named)]
 
     torch._dynamo.reset()
-    write_synthetic_checkpoint(tmp_path, tiny_config("kimi-k2-instruct-0905", num_hidden_layers=2), seed=0)
-    config = line.NeuronConfig(quantization="blockwise")
-    runner = alone(tmp_path, config, segment=8, width=4, compile_with=compiled)
-    ids = prompts(tmp_path)[1][:14]
+    runner = alone(checkpoints["fp8"], quantization="blockwise", segment=8, width=4, compile_with=compiled)
+    ids = prompts(checkpoints["fp8"])[1][:14]
     forced(runner, ids[:9], 7)
     assert len(graphs) == 2
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -136,8 +115,7 @@ def test_one_graph_a_bucket(tmp_path: Path) -> None:
 def test_bf16_is_no_farther_from_float32_than_transformers(checkpoints: dict[str, Path]) -> None:
     directory = checkpoints["bf16"]
     ids = prompts(directory)[1][:20]
-    runner = alone(directory, line.NeuronConfig(quantization="bf16"), dtype=torch.bfloat16, compile_with=line.eager)
-    mine = forced(runner, ids, 8)
+    mine = forced(alone(directory, quantization="bf16", dtype=torch.bfloat16, compile_with=line.eager), ids, 8)
     with torch.inference_mode():
         exact, theirs = (
             load_transformers_model(directory, dtype)(torch.tensor([ids])).logits[0, 7:-1].float()
@@ -146,98 +124,51 @@ def test_bf16_is_no_farther_from_float32_than_transformers(checkpoints: dict[str
     assert (mine - exact).norm() <= 1.05 * (theirs - exact).norm()
 
 
-def of_plain(weights: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
-    """The plain model's slice of a tensor of one rank of four: TP2 x EP2, cut by hand."""
-    root, _, last = name.removesuffix(".weight").rpartition(".")
-    layer = root.partition(".mlp.")[0]
-    if last == "qkv_a_proj":
-        whole = torch.cat([weights[f"{root}.{one}.weight"] for one in ("q_a_proj", "kv_a_proj_with_mqa")])
-        return whole.chunk(4)[rank]
-    if ".router." in name:
-        return weights[f"{layer}.mlp.gate." + ("weight" if name.endswith("weight") else "e_score_correction_bias")]
-    if ".mlp.experts." in name:
-        group, share = divmod(rank, 2)
-        of_group = {one: weights[f"{layer}.mlp.experts.{one}"].chunk(2)[group] for one in ("gate_up_proj", "down_proj")}
-        if last == "down_proj":
-            return of_group[last].chunk(2, dim=2)[share].mT
-        return torch.cat([one.chunk(2, dim=1)[share] for one in of_group[last].chunk(2, dim=1)], dim=1).mT
-    whole = weights[f"{root}.{last}.weight" if root else f"{last}.weight"]
-    if last in ("embed_tokens", "o_proj", "down_proj"):
-        return whole.chunk(4, dim=1)[rank]
-    return whole if "norm" in last else whole.chunk(4)[rank]
-
-
 @pytest.mark.parametrize(
     ("name", "experts"),
     [("fp8", "per_channel"), ("fp8", "blockwise"), ("thinking", "per_channel"), ("thinking", "bf16")],
 )
-def test_both_loaders_give_the_plain_models_weights(
+def test_a_checkpoint_loads_as_its_conversion(
     checkpoints: dict[str, Path], tmp_path: Path, name: str, experts: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of every rank of TP2 x EP2: the checkpoint's and the rank's file's the same bits, and the plain model's slice.
-
-    Experts' FP8 values end at 240: blocks are halved, exact but for the last bit of the smallest; a scale a channel
-    rounds, and says by how much.
-    """
+    """The same bits for every rank of TP2 x EP2; test_presharder holds the conversion to the plain model's weights."""
     directory, dtype = checkpoints[name], torch.bfloat16
     config = KimiK2Config.from_pretrained(directory)
-    Presharder(directory, tmp_path / "ranks", Layout(2, 2, experts=experts)).run()
+    Presharder(directory, tmp_path / "ranks", Layout(2, 2, experts=experts, dtype=dtype)).run()
     caplog.set_level("INFO", "vllm.kimi_k2")
-    plain, exact = (
-        {one.removeprefix("model."): tensor for one, tensor in model.state_dict().items()}
-        for model in (KimiK2ForCausalLM.from_pretrained(directory, dtype=one) for one in (dtype, torch.float32))
-    )
     for rank in range(4):
         ranks = Ranks(SimpleNamespace(world_size=4, rank_in_group=rank), None, 2)
         planned = planned_tensors(config, ranks, experts, dtype)
-        both = [
+        checkpoint, converted = (
             dict(rank_tensors(source, config, planned, ranks, experts, dtype))
             for source in (directory, tmp_path / "ranks")
-        ]
-        assert set(both[0]) == set(both[1]) == {tensor.name for tensor in planned}
-        for key, tensor in both[0].items():
-            other = both[1][key]
-            assert tensor.dtype == other.dtype
-            assert torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), key
-            if key.endswith("scale"):
-                continue
-            scale = both[0].get(key.removesuffix("weight") + "scale")
-            if scale is None:
-                assert torch.equal(tensor, of_plain(plain, key, rank)), key
-                continue
-            spread = scale
-            for dim in (1, 2):
-                spread = spread.repeat_interleave(tensor.shape[dim] // spread.shape[dim], dim)
-            wanted = of_plain(exact, key, rank)
-            off, size = (tensor.float() * spread - wanted).abs() / spread, wanted.abs() / spread
-            normal = size >= 2.0**-6  # of e4m3; below a step is 2^-9
-            assert bool((off[~normal] <= 2.0**-10 * (1 + 2.0**-18)).all()), key
-            assert bool((off[normal] <= (0 if experts == "blockwise" else size[normal] * 2.0**-4)).all()), key
-    assert "relative L2 error" in caplog.text
+        )
+        assert set(checkpoint) == set(converted) == {tensor.name for tensor in planned}
+        for key, tensor in checkpoint.items():
+            assert tensor.dtype == converted[key].dtype
+            mine, other = (one.reshape(-1).view(torch.uint8) for one in (tensor, converted[key]))
+            assert torch.equal(mine, other), key
     assert ("relative L2 error 0.00e+00" in caplog.text) == (experts == "bf16")
 
 
 def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, Path]) -> None:
     """Two drafts a line, every other one wrong: the plain model's tokens; the residual stream is transformers'."""
     directory = checkpoints["bf16"]
-    tokens, sampling = line.plain(directory)[0][:2], SimpleNamespace(max_top_k=256)
-    runner = alone(directory, line.NeuronConfig(quantization="bf16", on_device_sampling_config=sampling))
+    tokens = line.plain(directory)[0][:2]
+    runner = alone(directory, quantization="bf16", on_device_sampling_config=SimpleNamespace(max_top_k=256))
     runner.model.set_aux_hidden_state_layers((0, 1))
-    requests = [line.Request(prompt, 8) for prompt in prompts(directory)[:2]]
+    requests = [line.Request(prompt) for prompt in prompts(directory)[:2]]
+    theirs = load_transformers_model(directory, torch.float32)
     with torch.no_grad():
         for request in requests:
             runner.prefill(request)
-            ids = torch.tensor([request.prompt])
-            theirs = load_transformers_model(directory, torch.float32)(ids, output_hidden_states=True).hidden_states
-            wanted = torch.cat((theirs[0], theirs[1]), dim=-1)[0]
+            states = theirs(torch.tensor([request.prompt]), output_hidden_states=True).hidden_states
+            wanted = torch.cat(states[:2], dim=-1)[0]
             assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
     runner.threshold, steps = 3, 0
     while min(len(request.output) for request in requests) < 6:
-        drafts = []
-        for request, right in zip(requests, tokens, strict=True):
-            ahead = [*right, 0, 0][len(request.output) :][:2]
-            drafts.append([ahead[0], ahead[1] + steps % 2])
-        runner.verify(requests, drafts)
+        ahead = [[*right, 0, 0][len(one.output) :] for one, right in zip(requests, tokens, strict=True)]
+        runner.verify(requests, [[first, second + steps % 2] for first, second, *_ in ahead])
         steps += 1
     assert steps < 4
     for request, right in zip(requests, tokens, strict=True):
@@ -254,39 +185,30 @@ def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, 
         ({"modules_to_not_convert": ["o_proj"]}, "modules_to_not_convert"),
         ({"quantization": "mxfp4"}, "quantization"),
         ({"ep_degree": 2}, "ep_degree"),
+        ({"changes": {"scoring_func": "softmax"}}, "scoring_func"),
+        ({"dcp": 2}, "decode_context_parallel_size"),
     ],
 )
-def test_options_are_obeyed_or_refused(checkpoints: dict[str, Path], changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(KimiK2Error, match=field):
-        alone(checkpoints["fp8"], line.NeuronConfig(**changes))
-
-
-def test_a_divided_cache_and_other_models_are_refused(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_options_are_obeyed_or_refused(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(KimiK2Error, match="scoring_func"):
-        alone(checkpoints["fp8"], line.NeuronConfig(), changes={"scoring_func": "softmax"})
-    monkeypatch.setattr(line.HERE, "dcp", 2, raising=False)
-    with pytest.raises(KimiK2Error, match="decode_context_parallel_size"):
-        alone(checkpoints["fp8"], line.NeuronConfig())
+    monkeypatch.setattr(line.HERE, "dcp", changes.get("dcp", 1), raising=False)
+    with pytest.raises(KimiK2Error, match=field):
+        alone(checkpoints["fp8"], **{name: value for name, value in changes.items() if name != "dcp"})
 
 
-def test_vllm_accepts_the_class(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own registry, which a front end asks before there is a worker."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    registry = pytest.importorskip("vllm.model_executor.models.registry", reason="vLLM is not installed")
-    registry.ModelRegistry.register_model("KimiK2ForVllmNeuron", KimiK2ForVllmNeuron)
-    config = SimpleNamespace(hf_config=hf_config(checkpoints["fp8"]), runner_type="generate", model_impl="vllm")
-    assert registry.is_text_generation_model(KimiK2ForVllmNeuron), config
+def test_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
+    runner = alone(checkpoints["fp8"], compile_with=line.eager)
+    pages = {name: [half.to(torch.float8_e4m3fn) for half in halves] for name, halves in runner.pages.items()}
+    with pytest.raises(KimiK2Error, match="kv_cache_dtype"):
+        runner.model.bind_kv_cache(pages)
 
 
 def test_padding_of_every_line_changes_nothing(checkpoints: dict[str, Path]) -> None:
     """A padded decode of one request has the logits of the request alone, whatever the null block holds."""
-    directory = checkpoints["fp8"]
-    made = []
+    directory, made = checkpoints["fp8"], []
     for padding in (0, -1):
-        runner = alone(directory, line.NeuronConfig(quantization="bf16"), padding=padding, compile_with=line.eager)
+        runner = alone(directory, quantization="bf16", padding=padding, compile_with=line.eager)
         made.append(forced(runner, prompts(directory)[1][:12], 11))
-        assert all(bool((half[0] == 1e4).all()) for half in runner.pages[layer_name(0)])
+        assert all(bool((half[0] == 1e4).all()) for halves in runner.pages.values() for half in halves)
     assert torch.equal(*made)

@@ -292,8 +292,7 @@ def _gather_heads(queries: Any, batch: int) -> None:
     mine = nl.ndarray((rows, chunks + 1, batch, each), dtype=dtype, buffer=nl.sbuf)
     target = mine.ap(pattern=[[(chunks + 1) * count, rows], [count, chunks], [1, count]])
     nisa.tensor_copy(dst=target, src=queries.latent)
-    if used < rows:
-        nisa.memset(dst=mine[:, chunks], value=0.0, engine=nisa.engine.gpsimd)
+    assert used == rows, "expected 32 or 64 rotary values where ranks share a cache"
     for copy in range(copies):
         begin, end = copy * size, (copy + 1) * size
         nisa.tensor_copy(dst=mine[begin:end, chunks], src=queries.rope[begin:end, copy])

@@ -209,6 +209,5 @@ def _load_downs(rows: Any, exact: Any) -> Any:
     whole, rest = width // BLOCK, width % BLOCK
     columns = nl.ndarray((BLOCK, (width + BLOCK - 1) // BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=columns[:, 0:whole, :], src=turn_rows(loaded[:, 0 : whole * BLOCK], exact))
-    if rest > 0:
-        turn_short_rows(loaded[:, whole * BLOCK :], exact, columns[0:rest, whole, :])
+    turn_short_rows(loaded[:, whole * BLOCK :], exact, columns[0:rest, whole, :])  # the rotary key's
     return columns

@@ -37,7 +37,7 @@ def project(
         factor: float32 [128, T, heads] in SBUF, by which each token's sums are multiplied: those of `head`; not
             with `scales`.
         out: where the result goes, of `dtype`, in SBUF; None: a new tile.
-        beside: what is added then, of the result's shape in SBUF; None: nothing.
+        beside: what is added then, of the result's shape in SBUF, beside a factor of one token; None: nothing.
         head: see `factor`.
     """
     inputs, chunks, count = columns.shape
@@ -72,7 +72,7 @@ def _multiply(out: Any, sums: Any, factor: Any, head: int) -> None:
 
 def finish(out: Any, sums: Any, factor: Any, beside: Any, head: int = 0) -> None:
     """Sums [n, pieces, T] into SBUF, as `project` has it."""
-    rows, count = out.shape[0], out.shape[2]
+    rows = out.shape[0]
     if factor == None:
         if beside == None:
             nisa.tensor_copy(dst=out, src=sums)
@@ -80,12 +80,9 @@ def finish(out: Any, sums: Any, factor: Any, beside: Any, head: int = 0) -> None
             nisa.tensor_tensor(dst=out, data1=sums, data2=beside, op=nl.add)
     elif beside == None:
         _multiply(out, sums, factor, head)
-    elif count == 1:
+    else:  # of one token
         own = factor[0:rows, 0, head : head + 1]
         nisa.scalar_tensor_tensor(dst=out, data=sums, op0=nl.multiply, operand0=own, op1=nl.add, operand1=beside)
-    else:
-        _multiply(out, sums, factor, head)
-        nisa.tensor_tensor(dst=out, data1=out, data2=beside, op=nl.add)
 
 
 def _summed(columns: Any, weight: Any, factor: Any, result: Any, beside: Any, head: int) -> None:
