@@ -134,7 +134,7 @@ def test_quantization(tokens: int, columns: int) -> None:
     fp8, scale = quantize_groups(torch.cat((gate, up), dim=1), swiglu=True)
     close_to_rounding(restored(fp8, scale), F.silu(gate.double()) * up.double(), 0.8)
     if columns > 8192:
-        with pytest.raises(KernelError, match="at most 8192"):
+        with pytest.raises(KernelError, match="G <= 8192"):
             quantize_groups(x, torch.ones(columns, device="cuda").bfloat16())
         return
     norm = torch.rand(columns, device="cuda").bfloat16() + 0.5
@@ -161,17 +161,3 @@ def test_graph_replay_follows_its_inputs() -> None:
         return (multiply(quantize_groups(x, norm, terms=2), weight, weight_scale),)
 
     assert_graph_follows(run, x.normal_)
-
-
-def test_refusals() -> None:
-    x = torch.randn(20, 512, device="cuda").bfloat16()
-    fp8, scale = quantize_groups(x)
-    weight, weight_scale = random_weight(256, 512)
-    with pytest.raises(KernelError, match="weight_scale_inv is"):
-        block_gemm(fp8, scale, weight, weight_scale[:1].contiguous(), [1, 32, 1])
-    with pytest.raises(KernelError, match="scale is"):
-        block_gemm(fp8, scale[:, :20].contiguous(), weight, weight_scale, [1, 32, 1])
-    with pytest.raises(KernelError, match="no instance"):
-        block_gemm(fp8, scale, weight, weight_scale, [1, 48, 1])
-    with pytest.raises(KernelError, match="multiple of 128"):
-        quantize_groups(x[:, :64])

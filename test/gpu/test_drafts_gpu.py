@@ -10,10 +10,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from kimi_k2.bench.kernels.drafts import synthetic_head
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.config import KimiK2Config
+from kimi_k2.drafts.config import DraftConfig, Form
+from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine import drafters, speculate
 from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.draft_length import DraftLength
@@ -22,7 +24,9 @@ from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
 from kimi_k2.engine.sampler import Proposal, SamplingParams, Step
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.linear import Linear
 from kimi_k2.sharding.layout import Layout
+from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -34,6 +38,38 @@ pytestmark = [
 PROMPTS = [[5, 6, 7, 8] * 20, list(range(300, 317)), [9]]
 DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "0"))  # more of them, of drawn lengths
 PARAMS = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
+
+
+def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int = 1, seed: int = 0) -> Eagle3Head:
+    """A head of the published sizes with random weights on the target's device, or one rank's part of it.
+
+    Args:
+        target: whole, or a rank's part.
+        form: which attention.
+        parts: ranks that its heads, MLP and lm_head are divided among; `fc` is whole on each, as in vLLM.
+        seed: of the weights.
+    """
+    config, device = target.config, target.lm_head.weight.device
+    sizes = {
+        "intermediate_size": config.intermediate_size // parts,
+        "num_attention_heads": config.num_attention_heads // parts,
+        "num_key_value_heads": config.num_attention_heads // parts,
+        "draft_vocab_size": min(PUBLISHED_VOCABULARY // parts, len(target.lm_head.weight)),
+    }
+    own_config = DraftConfig.from_dict(draft_fields(config, form, **sizes))
+    with torch.device("meta"):
+        head = Eagle3Head(own_config, target, target.dtype)
+        plain = own_config.attention_config(config)
+        head.lm_head = Linear(plain, "lm_head", own_config.draft_vocab_size, own_config.hidden_size, dtype=target.dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in list(head.named_parameters()):
+        if parameter.is_meta:
+            made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            made = made.fill_(1.0) if made.dim() == 1 else made.normal_(0, made.shape[1] ** -0.5, generator=generator)
+            module, _, leaf = name.rpartition(".")
+            setattr(head.get_submodule(module), leaf, nn.Parameter(made, requires_grad=False))
+    head.tokens = torch.arange(own_config.draft_vocab_size, device=device)
+    return head.eval()
 
 
 @pytest.fixture(scope="module", params=["kimi-k2-instruct-0905", "kimi-k2-thinking"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.router.entries import route
 from kimi_k2.kernels.rowwise import next_step, pairs
 from kimi_k2.kernels.rowwise.prefill import (
@@ -117,15 +116,11 @@ def test_sums_and_products_of_two(shape: tuple[int, int]) -> None:
     wanted = torch.nn.functional.silu(gate) * up
     assert pairs.supports_silu_and_mul(a) and not pairs.supports_silu_and_mul(a[:, 8:])
     assert torch.equal(pairs.silu_and_mul(a).nan_to_num(7.0), wanted.nan_to_num(7.0))
-    with pytest.raises(KernelError, match="one shape"):
-        pairs.add(a, b[:, :4])
-    with pytest.raises(KernelError, match="gate_up"):
-        pairs.silu_and_mul(a[:, :8])
 
 
 @pytest.mark.parametrize("batch", [1, 64, 300])
 def test_next_step_of_sequences_in_pages(batch: int) -> None:
-    """The bits of the plain function, again and again from a graph; other dtypes are refused."""
+    """The bits of the plain function, again and again from a graph."""
     lengths = torch.randint(0, 300, (batch,), dtype=torch.int32, device="cuda")
     table = torch.randint(1, 99, (batch, 7), dtype=torch.int32, device="cuda")
     ids, written = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda"), lengths.long() + 77
@@ -140,5 +135,3 @@ def test_next_step_of_sequences_in_pages(batch: int) -> None:
         graph.replay()
         mla.next_step(one, two, three, four, five, 64)
         assert all(torch.equal(found.cpu(), one) for found, one in zip(given, wanted, strict=True))
-    with pytest.raises(KernelError, match=r"positions is torch\.int32"):
-        next_step.next_step(lengths, ids, written.int(), written, table, 64)

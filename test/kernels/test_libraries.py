@@ -16,7 +16,7 @@ from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 def test_every_library_that_a_module_loads_is_listed() -> None:
     asked = set()
     for path in build.KERNELS.glob("*/*.py"):
-        asked |= set(re.findall(r'\b(?:launch|load_library)\(\s*"([\w/]+)"', path.read_text()))
+        asked |= set(re.findall(r'\b(?:launch|launch_product|load_library)\(\s*"([\w/]+)"', path.read_text()))
     asked |= {one.library for one in FORMATS}
     assert asked == set(libraries.LIBRARIES)
     for library in libraries.LIBRARIES:

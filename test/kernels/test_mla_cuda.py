@@ -99,12 +99,6 @@ def test_queries_are_folded_into_requests(tokens: int, heads: int) -> None:
         assert lengths[:, request].tolist() == [100 - behind, max(0, 2 - behind)]
 
 
-def test_too_many_queries_are_refused() -> None:
-    for tokens, heads in ((9, 8), (0, 8), (2, 12)):
-        with pytest.raises(KernelError, match="queries of"):
-            mla_decode.folding(tokens, heads)
-
-
 @pytest.mark.parametrize("scales", [(-0.1, 1.0), (0.1, 0.0), (float("nan"), 1.0)])
 def test_rounded_queries_want_positive_scales(scales: tuple[float, float]) -> None:
     """The largest score is found before it is multiplied."""

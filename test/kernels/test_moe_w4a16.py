@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import (
     RECORD,
-    check_arguments,
     check_choice,
     expert_mode,
     moe_w4a16,
@@ -157,55 +155,6 @@ def test_weights_that_cannot_be_prepared_are_named(checkpoint: Checkpoint, place
         prepare_w4a16(*given)
 
 
-def arguments(**changes: Any) -> dict[str, Any]:
-    made = {
-        "x": torch.zeros(T, H, dtype=torch.bfloat16),
-        "gate_up_proj_packed": torch.zeros(E, 2 * INTER, H // 8, dtype=torch.int32),
-        "gate_up_proj_scale": torch.zeros(E, 2 * INTER, H // 32, dtype=torch.bfloat16),
-        "down_proj_packed": torch.zeros(E, H, INTER // 8, dtype=torch.int32),
-        "down_proj_scale": torch.zeros(E, H, INTER // 32, dtype=torch.bfloat16),
-        "topk_indices": torch.zeros(T, K, dtype=torch.int64),
-        "topk_weights": torch.zeros(T, K),
-        "expert_map": None,
-    }
-    return made | changes
-
-
-def test_good_arguments_give_the_shape() -> None:
-    assert check_arguments(**arguments()) == (T, K, E, H, INTER)
-    assert check_arguments(**arguments(expert_map=torch.zeros(9, dtype=torch.int32))) == (T, K, E, H, INTER)
-    mixed = {"down_proj_packed": torch.zeros(E, H, INTER, dtype=torch.bfloat16), "down_proj_scale": None}
-    assert check_arguments(**arguments(**mixed)) == (T, K, E, H, INTER)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("x", torch.zeros(T, H), "x is"),
-        ("x", torch.zeros(T, 384, dtype=torch.bfloat16), "hidden 384"),
-        ("gate_up_proj_packed", torch.zeros(E, 2 * INTER, H // 8), "gate_up_proj_packed"),
-        ("gate_up_proj_scale", torch.zeros(E, 2 * INTER, H // 32), "gate_up_proj_scale"),
-        ("down_proj_packed", torch.zeros(E, H, INTER, dtype=torch.bfloat16), "down_proj_packed"),
-        ("down_proj_scale", None, "down_proj_packed"),
-        ("topk_indices", torch.zeros(T, K, dtype=torch.int16), "topk_indices"),
-        ("topk_weights", torch.zeros(K, T).t(), "topk_weights"),
-        ("expert_map", torch.zeros(9), "expert_map"),
-    ],
-)
-def test_bad_arguments_are_named(name: str, value: Any, said: str) -> None:
-    with pytest.raises(KernelError, match=said):
-        check_arguments(**arguments(**{name: value}))
-
-
-def test_fake_implementation_matches_the_contract() -> None:
-    with FakeTensorMode() as mode:
-        given = {k: mode.from_tensor(v) if v is not None else None for k, v in arguments().items()}
-        out = moe_w4a16(**given)
-        assert (out.shape, out.dtype) == ((T, H), torch.bfloat16)
-        with pytest.raises(KernelError, match="topk_weights"):
-            moe_w4a16(**(given | {"topk_weights": torch.zeros(T, K, dtype=torch.float16)}))
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_workspace_covers_the_worst_routing(fused: bool) -> None:
     rows = 16 if fused else 32
@@ -263,7 +212,7 @@ def test_support_needs_a_hopper_gpu() -> None:
 
 
 def test_prepared_order_is_that_of_the_operation() -> None:
-    names = moe_w4a16.schema.arguments[1:5]
+    names = moe_w4a16.registered._opoverload._schema.arguments[1:5]
     assert tuple(argument.name for argument in names) == PreparedW4A16._fields
 
 

@@ -100,7 +100,7 @@ def drawn(count: int, seed: int) -> list[Batch]:
 def layers(batch: Batch) -> list[Inputs]:
     """As a model's layers: queries and caches of their own; lengths, pages and plan are the same, so stay in the L2."""
     dtype = torch.float8_e4m3fn if batch.fp8 else torch.bfloat16
-    count = max(2, min(40, 2**28 // (sum(batch.lengths) * ROW * 2)))
+    count = max(2, min(256, 2**28 // (sum(batch.lengths) * ROW * (1 if batch.fp8 else 2))))
     first = ragged_inputs(batch.lengths, batch.heads, dtype)
     queries = [torch.randn_like(first.q) for _ in range(count)]
     caches = [torch.randn(first.cache.shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(count)]

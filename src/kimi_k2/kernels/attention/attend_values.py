@@ -11,10 +11,8 @@ from torch import Tensor
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, value_rows
 from kimi_k2.kernels.attention.mla_sizes import LATENT
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
-
-WIDTH = 128
 
 
 def supports(
@@ -24,19 +22,16 @@ def supports(
     """What both take, and the kernel of a BF16 cache; values of 128."""
     return (
         value_rows.supports(query[..., :LATENT], w_uv)
-        and w_uv.shape[1] == WIDTH
+        and attend_values.fits(w_uv=w_uv)
         and mla_decode.supports(query, cache, seq_lens, block_table)
         and cache.dtype == torch.bfloat16
     )
 
 
-def _check(query: Tensor, w_uv: Tensor) -> Tensor:
-    """The empty result, if the arguments are what the second launch takes."""
-    expect("w_uv", w_uv, query.device, (query.shape[1], WIDTH, LATENT), torch.bfloat16)
-    return query.new_empty(query.shape[0], query.shape[1] * WIDTH)
-
-
-@kernel_operation("attend_values")
+@kernel_operation(
+    "attend_values",
+    f"query bf16[B,H,576], {mla_decode.CACHED}, w_uv bf16[H,128,512] -> out bf16[B,128*H]; {mla_decode.LIMITS}",
+)
 def attend_values(
     query: Tensor,
     cache: Tensor,
@@ -46,28 +41,27 @@ def attend_values(
     plan: Tensor | None = None,
     block_table: Tensor | None = None,
     uniform: bool = False,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> Tensor | None:
     """`value_rows(mla_decode(query, cache, seq_lens, softmax_scale, plan=plan), w_uv)`.
 
     Args:
         query, cache, seq_lens, softmax_scale, plan, block_table: as `mla_decode` takes them; a bfloat16 cache.
-        w_uv: bfloat16 [H, 128, 512].
         uniform: with a plan of 8 heads, join a context's parts in the steps of `mla_cuda.run_planned`'s `uniform`.
 
     Returns:
-        bfloat16 [B, H * 128]; the latents in between are rounded to bfloat16.
+        The latents in between are rounded to bfloat16.
     """
-    out = _check(query, w_uv)
     (batch, heads) = query.shape[:2]
     capacity = mla_cuda.capacity_of(cache, block_table)
     requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
     splits = mla_cuda.choose_splits(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
     even = plan is None and splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
-    if not (even or (plan is not None and heads == few)) or not batch or not capacity:
+    if not (even or (plan is not None and heads == few)) or not capacity:
         latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
         result: Tensor = value_rows.value_rows(latent, w_uv)
         return result
-    mla_decode.check_arguments(query, cache, seq_lens, block_table)
     if plan is None:
         parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, splits, block_table)
     else:
@@ -76,7 +70,4 @@ def attend_values(
     operands = parts, sums, w_uv, out, plan
     sizes = batch, heads, splits, mla_plan.SOME_PARTS[True] if uniform else 0
     launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *operands, *sizes)
-    return out
-
-
-attend_values.fake(_check)
+    return None

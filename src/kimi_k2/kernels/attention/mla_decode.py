@@ -15,61 +15,28 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_plan, tuning
-from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE, ROW
+from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE, ROW
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.line import Line
 from kimi_k2.kernels.common.operation import kernel_operation
+
+# A block of rows read whole must not run into the next sequence, so without pages sequences are the cache's.
+CACHED = f"cache bf16|e4m3[N,R,{ROW}], seq_lens i32[B], block_table i32[B,W]?"
+LIMITS = f"H in {HEADS}; N == B if block_table is None else R == {PAGE}; N * R < 2**31"
+PLAN = Line(f"q bf16[B,H,{ROW}], plan i32[L,4]; L >= rows")
 
 
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
     """Whether `mla_decode` takes these arguments: a Hopper GPU, nvcc, dtypes, sizes within the limits."""
-    if not is_hopper(q.device) or find_nvcc() is None:
-        return False
-    try:
-        check_arguments(q, cache, seq_lens, block_table)
-    except KernelError:
-        return False
-    return True
-
-
-def check_arguments(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
-    """KernelError naming the argument that the kernel does not take, and what was expected."""
-    for name, tensor, dtypes in (("q", q, CACHE_DTYPES[:1]), ("cache", cache, CACHE_DTYPES)):
-        if tensor.dim() != 3 or tensor.dtype not in dtypes or tensor.shape[-1] != ROW:
-            actual, wanted = f"{tensor.dtype} {tuple(tensor.shape)}", " or ".join(map(str, dtypes))
-            raise KernelError(f"{name} is {actual}, expected {wanted} of 3 dimensions, the last {ROW}")
-    if q.shape[1] not in HEADS:
-        raise KernelError(f"{q.shape[1]} heads: expected one of {HEADS}")
-    batch = q.shape[0]
-    if tuple(seq_lens.shape) != (batch,) or seq_lens.dtype != torch.int32:
-        actual = f"{seq_lens.dtype} {tuple(seq_lens.shape)}"
-        raise KernelError(f"seq_lens is {actual}, expected torch.int32 {(batch,)}")
-    if block_table is None:
-        # A block of rows read whole must not run into the next sequence.
-        if cache.shape[0] != batch:
-            raise KernelError(f"cache has {cache.shape[0]} sequences, expected {batch}")
-    else:
-        if cache.shape[1] != PAGE:
-            raise KernelError(f"cache has pages of {cache.shape[1]} rows, expected {PAGE}")
-        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
-            actual = f"{block_table.dtype} {tuple(block_table.shape)}"
-            raise KernelError(f"block_table is {actual}, expected torch.int32 ({batch}, pages)")
-    if cache.shape[0] * cache.shape[1] >= 2**31:
-        raise KernelError(f"cache has {cache.shape[0] * cache.shape[1]} rows, expected fewer than 2**31")
-    for name, operand in (("q", q), ("cache", cache), ("seq_lens", seq_lens), ("block_table", block_table)):
-        if operand is not None and (not operand.is_contiguous() or operand.device != q.device):
-            raise KernelError(f"{name} must be contiguous and on {q.device}")
+    tensors = {"q": q, "cache": cache, "seq_lens": seq_lens, "block_table": block_table}
+    return is_hopper(q.device) and find_nvcc() is not None and mla_decode.fits(**tensors)
 
 
 def check_plan(q: Tensor, plan: Tensor) -> None:
     """KernelError unless it can be the plan of so many requests, on their device."""
     rows = mla_plan.plan_rows(q.shape[0], hopper(q.device.index, "mla_decode")[1])
-    if plan.dim() != 2 or plan.shape[0] < rows or plan.shape[1] != 4 or plan.dtype != torch.int32:
-        raise KernelError(
-            f"plan is {plan.dtype} {list(plan.shape)}, expected torch.int32 [{rows} or more, 4] for B {q.shape[0]}"
-        )
-    if plan.device != q.device or not plan.is_contiguous():
-        raise KernelError(f"plan must be contiguous and on {q.device}")
+    PLAN.bind({"q": q, "plan": plan, "rows": rows})
 
 
 MAX_TOKENS = 8
@@ -114,16 +81,19 @@ def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
     return (seq_lens[:, None] - behind).clamp_min(0).flatten()
 
 
-def check_lse(q: Tensor, lse: Tensor) -> None:
-    """KernelError unless it takes the logarithms of these queries' sums, one query a sequence."""
-    if q.dim() != 3 or lse.shape != q.shape[:2] or lse.dtype != torch.float32:
-        actual = f"{lse.dtype} {tuple(lse.shape)}"
-        raise KernelError(f"lse is {actual}, expected torch.float32 [B, H] of q [B, H, {ROW}], here {tuple(q.shape)}")
-    if lse.device != q.device or not lse.is_contiguous():
-        raise KernelError(f"lse must be contiguous and on {q.device}")
+def _check_queries(S: tuple[int, ...], H: int) -> None:
+    """A folding of several queries."""
+    if len(S) == 2:
+        folding(S[1], H)
 
 
-@kernel_operation("mla_decode", mutates_args=("lse",))
+@kernel_operation(
+    "mla_decode",
+    f"q bf16[*S,H,{ROW}], {CACHED}, lse f32[*S,H]? -> out bf16[*S,H,{LATENT}]; len(S) < 3 and S[:1] == (B,);"
+    f" lse is None or len(S) == 1; {LIMITS}",
+    also=_check_queries,
+    mutates_args=("lse",),
+)
 def mla_decode(
     q: Tensor,
     cache: Tensor,
@@ -158,11 +128,8 @@ def mla_decode(
     Returns:
         bfloat16 [B, H, 512] or [B, S, H, 512], sums of latents.
     """
-    if lse is not None:
-        check_lse(q, lse)
     if q.dim() == 4:
         return _several(q, cache, seq_lens, softmax_scale, block_table, cache_scale, plan, rounded)
-    check_arguments(q, cache, seq_lens, block_table)
     capacity = mla_cuda.capacity_of(cache, block_table)
     if plan is not None and capacity:
         check_plan(q, plan)
@@ -182,18 +149,6 @@ def _even_choice(q: Tensor, cache: Tensor, capacity: int) -> tuning.AttentionCho
     return choice if choice.splits else tuning.even_choice(batch, heads, capacity, sm_count)
 
 
-def _check_queries(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None) -> None:
-    """`check_arguments`, of several queries by one of them."""
-    if q.dim() == 4:
-        folding(q.shape[1], q.shape[2])
-        if not q.is_contiguous():
-            raise KernelError(f"q must be contiguous and on {q.device}")
-    check_arguments(q[:, 0].contiguous() if q.dim() == 4 else q, cache, seq_lens, block_table)
-
-
-mla_decode.fake(_check_queries, lambda q: q.new_empty(*q.shape[:-1], LATENT))
-
-
 def _by_plan(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, plan: Tensor,
     cache_scale: float, tokens: int, capacity: int, rounded: bool, lse: Tensor | None = None,
@@ -210,7 +165,6 @@ def _several(
     plan: Tensor | None, rounded: bool,
 ) -> Tensor:  # fmt: skip
     """Several queries a sequence, [B, S, H, 576] to [B, S, H, 512]: one pass over the cache for 64 rows of them."""
-    _check_queries(q, cache, seq_lens, block_table)
     batch, tokens, heads = q.shape[:3]
     fold = folding(tokens, heads)
     if fold.padding:

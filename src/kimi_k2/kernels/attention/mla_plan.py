@@ -14,11 +14,10 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_cuda import CUT_FROM, MAX_SPLITS, MOST_FEW_HEADS, rows_before_items
 from kimi_k2.kernels.attention.mla_sizes import HEADS, PAGE
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 MAX_BATCH = 1024
@@ -90,15 +89,6 @@ def plan_rows(batch: int, blocks: int) -> int:
     return rows_before_items(batch, blocks) + batch + blocks
 
 
-def check(seq_lens: Tensor, heads: int) -> None:
-    """KernelError unless a plan is made of these; `heads` are rows of queries, those of several tokens together."""
-    if seq_lens.dim() != 1 or not 1 <= seq_lens.shape[0] <= MAX_BATCH:
-        raise KernelError(f"seq_lens has shape {list(seq_lens.shape)}, expected [B] with B from 1 to {MAX_BATCH}")
-    if heads not in HEADS:
-        raise KernelError(f"{heads} heads: expected one of {HEADS}")
-    expect("seq_lens", seq_lens, seq_lens.device, tuple(seq_lens.shape), torch.int32)
-
-
 def costs_of(batch: int, capacity: int, heads: int, quantized: bool, rounded: bool = False) -> Costs:
     """What a plan is chosen by; where no context is to be cut a merge costs too much for any plan that cuts one."""
     few = heads <= MOST_FEW_HEADS
@@ -106,12 +96,21 @@ def costs_of(batch: int, capacity: int, heads: int, quantized: bool, rounded: bo
     return replace(costs, merge=math.inf) if uncut(batch, capacity, heads) else costs
 
 
-@kernel_operation("mla_plan")
-def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = False, rounded: bool = False) -> Tensor:
+LENGTHS = f"seq_lens i32[B] -> plan i32[R,4]; 1 <= B <= {MAX_BATCH}; heads in {HEADS}"
+
+
+def _blocks(device: torch.device) -> int:
+    """SMs; of a plan without data an H200's."""
+    return hopper(device.index, "mla_plan")[1] if device.type == "cuda" and torch.cuda.is_available() else 132
+
+
+@kernel_operation("mla_plan", LENGTHS, also=lambda B, device: {"R": plan_rows(B, _blocks(device))})
+def mla_plan(
+    seq_lens: Tensor, capacity: int, heads: int, quantized: bool = False, rounded: bool = False, *, plan: Tensor
+) -> None:
     """The plan for `mla_decode` over contexts of these lengths.
 
     Args:
-        seq_lens: int32 [B], B up to 1024.
         capacity: rows that the cache can hold of a sequence; longer lengths are clamped to it.
         heads: of the queries; 8 and 16 have a kernel of their own, with costs of its own. Of several queries a sequence
             `folding(tokens, heads).rows`, and seq_lens are `request_lengths`.
@@ -121,18 +120,10 @@ def mla_plan(seq_lens: Tensor, capacity: int, heads: int, quantized: bool = Fals
     Returns:
         int32 [`plan_rows`, 4], as csrc/mla_plan.cuh says.
     """
-    check(seq_lens, heads)
-    batch, device = seq_lens.shape[0], seq_lens.device
-    blocks = hopper(device.index, "mla_plan")[1]
-    plan = torch.empty(plan_rows(batch, blocks), 4, dtype=torch.int32, device=device)
-    few = heads <= MOST_FEW_HEADS
-    sizes = batch, capacity, blocks, SOME_PARTS[few]
+    batch, device, few = seq_lens.shape[0], seq_lens.device, heads <= MOST_FEW_HEADS
+    sizes = batch, capacity, _blocks(device), SOME_PARTS[few]
     costs = astuple(costs_of(batch, capacity, heads, quantized, rounded))
     launch("attention/mla_plan", "kimi_mla_plan", "mla_plan", device, seq_lens, plan, *sizes, *costs)
-    return plan
-
-
-mla_plan.fake(check, lambda seq_lens: seq_lens.new_empty(plan_rows(len(seq_lens), 132), 4))
 
 
 @dataclass(frozen=True)
@@ -169,14 +160,12 @@ def rows_by_length(batch: int, capacity: int, blocks: int, heads: int) -> int:
     return max(rows_before_items(batch, blocks) + items, plan_rows(batch, blocks))
 
 
-def _empty_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
-    check(seq_lens, heads)
-    blocks = hopper(seq_lens.device.index, "mla_plan")[1] if seq_lens.is_cuda else 132
-    return seq_lens.new_empty(rows_by_length(seq_lens.shape[0], capacity, blocks, heads), 4)
-
-
-@kernel_operation("mla_plan_by_length")
-def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
+@kernel_operation(
+    "mla_plan_by_length",
+    LENGTHS,
+    also=lambda B, capacity, heads, device: {"R": rows_by_length(B, capacity, _blocks(device), heads)},
+)
+def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int, *, plan: Tensor) -> None:
     """The plan of batch-invariant mode: how a context is cut depends on its own length alone.
 
     csrc/mla_plan_by_length.cuh says how.
@@ -187,11 +176,6 @@ def mla_plan_by_length(seq_lens: Tensor, capacity: int, heads: int) -> Tensor:
     Returns:
         int32 [`rows_by_length`, 4].
     """
-    plan, few = _empty_by_length(seq_lens, capacity, heads), heads <= MOST_FEW_HEADS
-    batch, blocks = seq_lens.shape[0], hopper(seq_lens.device.index, "mla_plan")[1]
-    sizes = batch, capacity, blocks, SOME_PARTS[few], *astuple(CUTS[few])
-    launch("attention/mla_plan", "kimi_mla_plan_by_length", "mla_plan", seq_lens.device, seq_lens, plan, *sizes)
-    return plan
-
-
-mla_plan_by_length.fake(_empty_by_length)
+    few, device = heads <= MOST_FEW_HEADS, seq_lens.device
+    sizes = seq_lens.shape[0], capacity, _blocks(device), SOME_PARTS[few], *astuple(CUTS[few])
+    launch("attention/mla_plan", "kimi_mla_plan_by_length", "mla_plan", device, seq_lens, plan, *sizes)

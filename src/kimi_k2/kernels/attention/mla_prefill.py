@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -80,57 +79,38 @@ def mla_naive_attention(
     return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH, enable_fp_fusion=False)
 
 
-def _check(q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> None:
-    if q_nope.dim() != 4 or cache.dim() != 3:
-        raise KernelError(f"q_nope {list(q_nope.shape)}, cache {list(cache.shape)}: expected 4 and 3 dimensions")
-    (batch, queries, heads), slots = q_nope.shape[:3], cache.shape[1]
-    for name, tensor, shape in (
-        ("q_nope", q_nope, (batch, queries, heads, NOPE)),
-        ("q_rope", q_rope, (batch, queries, heads, ROPE)),
-        ("expanded", expanded, (batch, heads, slots, NOPE + VALUE)),
-        ("cache", cache, (batch, slots, RANK + ROPE)),
-        ("positions", positions, (batch, queries)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise KernelError(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-        if name != "positions" and (tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1):
-            raise KernelError(f"{name} is {tensor.dtype}, expected torch.bfloat16, contiguous along the last dimension")
-    if positions.dtype != torch.int64 or not expanded.is_contiguous():
-        raise KernelError("positions must be torch.int64 and expanded contiguous")
-    # Within a head, the kernel reckons offsets of slots in 32 bits.
-    limit = 2**31 // max(NOPE + VALUE, cache.stride(1))
-    if slots >= limit:
-        raise KernelError(f"{slots} slots, expected fewer than {limit}")
-
-
 @functools.cache
 def kernels() -> Any:
     """Those of Triton, which is imported when one is launched."""
     return importlib.import_module("kimi_k2.kernels.attention.mla_prefill_triton")
 
 
-@kernel_operation("mla_prefill")
+# Within a head, the kernel reckons offsets of slots in 32 bits.
+@kernel_operation(
+    "mla_prefill",
+    "q_nope bf16[B,S,H,128] rows, q_rope bf16[B,S,H,64] rows, expanded bf16[B,H,T,256], cache bf16[B,T,576] rows,"
+    " positions i64[B,S] rows -> out bf16[B,S,H,128]; T < 2**31 // max(256, cache.stride(1))",
+)
 def mla_prefill(
-    q_nope: Tensor, q_rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    expanded: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    softmax_scale: float,
+    *,
+    out: Tensor,
 ) -> Tensor:
     """Causal attention of new tokens over cached slots, keys and values expanded.
 
     Args:
-        q_nope: bfloat16 [B, S, H, 128].
-        q_rope: bfloat16 [B, S, H, 64], rotated.
-        expanded: bfloat16 [B, H, T, 256], the part of the keys without position | values.
-        cache: bfloat16 [B, T, 576], of which the last 64 are the rotated keys.
-        positions: int64 [B, S], slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
+        q_rope: rotated.
+        expanded: the part of the keys without position | values.
+        cache: of which the last 64 are the rotated keys.
+        positions: slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
         softmax_scale: multiplies the scores.
-
-    Returns:
-        bfloat16 [B, S, H, 128].
     """
-    _check(q_nope, q_rope, expanded, cache, positions)
     return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH)
-
-
-mla_prefill.fake(_check, lambda q_nope: q_nope.new_empty((*q_nope.shape[:3], VALUE)))
 
 
 def run(

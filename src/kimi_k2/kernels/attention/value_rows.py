@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import launch
@@ -26,35 +25,11 @@ def supports(latent: Tensor, w_uv: Tensor, most: int = MAX_TOKENS) -> bool:
     )
 
 
-def _check(latent: Tensor, w_uv: Tensor) -> tuple[int, int, int]:
-    if w_uv.dim() != 3 or tuple(latent.shape[1:]) != (w_uv.shape[0], RANK) or w_uv.shape[2] != RANK:
-        raise KernelError(f"{list(latent.shape)}, {list(w_uv.shape)}: expected [B, H, {RANK}] and [H, V, {RANK}]")
-    if not (latent.dtype == w_uv.dtype == torch.bfloat16 and latent.is_contiguous() and w_uv.is_contiguous()):
-        raise KernelError("latent and w_uv: expected contiguous torch.bfloat16")
-    return latent.shape[0], w_uv.shape[0], w_uv.shape[1]
-
-
-@kernel_operation("value_rows")
-def value_rows(latent: Tensor, w_uv: Tensor) -> Tensor:
-    """out[b, h, v] = w_uv[h, v, :] . latent[b, h, :].
-
-    Args:
-        latent: bfloat16 [B, H, 512], attention's sums of latents.
-        w_uv: bfloat16 [H, V, 512].
-
-    Returns:
-        bfloat16 [B, H * V], summed in float32.
-    """
-    batch, heads, width = _check(latent, w_uv)
-    out = torch.empty(batch, heads * width, dtype=torch.bfloat16, device=latent.device)
-    if not batch:
-        return out
-    sizes = batch, heads, width
+@kernel_operation("value_rows", "latent bf16[B,H,512], w_uv bf16[H,V,512] -> out bf16[B,H*V]")
+def value_rows(latent: Tensor, w_uv: Tensor, *, out: Tensor) -> None:
+    """out[b, h, v] = w_uv[h, v, :] . latent[b, h, :], attention's sums of latents, summed in float32."""
+    sizes = *latent.shape[:2], w_uv.shape[1]
     launch("attention/value_rows", "kimi_value_rows", "value_rows", latent.device, latent, w_uv, out, *sizes)
-    return out
-
-
-value_rows.fake(_check, lambda latent, w_uv: latent.new_empty(len(latent), w_uv.shape[0] * w_uv.shape[1]))
 
 
 def supports_batched(latent: Tensor, w_uv: Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc, load_library
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
 
@@ -75,44 +75,29 @@ def fill_arguments(x: Tensor, out: Tensor, calls: Tensor, mail: Sequence[int], c
     )  # fmt: skip
 
 
-def _check(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Tensor:
-    """The empty result, if the arguments are what the kernel takes."""
-    expect("x", x, x.device, tuple(x.shape), torch.bfloat16)
-    if x.numel() % PACKET or capacity % PACKET or x.numel() > capacity:
-        raise KernelError(f"x has {x.numel()} values: expected a multiple of {PACKET} up to {capacity}")
-    expect("calls", calls, x.device, (-(-capacity // (PACKET * _BLOCK)),), torch.int32)
-    if not 2 <= len(mail) <= MAX_RANKS or not 0 <= rank < len(mail):
-        raise KernelError(f"rank {rank} of {len(mail)}: expected one of 2 to {MAX_RANKS}")
-    return torch.empty_like(x)
-
-
-@kernel_operation("push_all_reduce", mutates_args=("calls",))
-def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int) -> Tensor:
+@kernel_operation(
+    "push_all_reduce",
+    f"x bf16[*S], calls i32[capacity/{PACKET * _BLOCK}] -> out bf16[*S]; x.numel() % {PACKET} == 0;"
+    f" capacity % {PACKET} == 0; x.numel() <= capacity; 2 <= len(mail) <= {MAX_RANKS}; 0 <= rank < len(mail)",
+    mutates_args=("calls",),
+)
+def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int, rank: int, *, out: Tensor) -> None:
     """Sum of x over the ranks, which must make the same calls with the same mailboxes in the same order.
 
     Args:
-        x: bfloat16, any shape, a multiple of 4 values, this rank's part.
-        calls: int32 from `call_counts(capacity, ...)`, counted up.
+        x: this rank's part.
+        calls: from `call_counts(capacity, ...)`, counted up.
         mail: address of every rank's mailboxes, each `mailbox_bytes(capacity, ranks)` long and zero before any rank's
             first call.
-        capacity: values that a mailbox has room for, a multiple of 4.
+        capacity: values that a mailbox has room for.
         rank: this rank's place in `mail`.
 
     Returns:
-        bfloat16 like x, the same bits on every rank: summed in float32 in the order of ranks.
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+        The same bits on every rank: summed in float32 in the order of ranks.
     """
-    out = _check(x, calls, mail, capacity, rank)
-    if x.numel():
-        x = x.clone() if x.data_ptr() % 8 else x  # the kernel takes packets of 8 bytes
-        arguments = fill_arguments(x, out, calls, mail, capacity, rank)
-        launch("comm/all_reduce", "kimi_all_reduce", "push_all_reduce", x.device, arguments)
-    return out
-
-
-push_all_reduce.fake(_check)
+    x = x.clone() if x.data_ptr() % 8 else x  # the kernel takes packets of 8 bytes
+    arguments = fill_arguments(x, out, calls, mail, capacity, rank)
+    launch("comm/all_reduce", "kimi_all_reduce", "push_all_reduce", x.device, arguments)
 
 
 # Bytes that a rank may push: up to here faster than NCCL on four H200s (`bench.kernels.all_reduce`); other numbers of

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import capability, has_triton
-from kimi_k2.kernels.common.launch import expect
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.experts.launch import expect_routing, token_ranges
+from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, token_ranges
 from kimi_k2.ops.streams import beside
 
 # Up to so many pairs one launch sorts them, each expert's program looking at all.
@@ -184,24 +182,11 @@ def _kernels() -> Any:
     return bf16_triton
 
 
-def _check(
-    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, topk_indices: Tensor, topk_weights: Tensor,
-    expert_map: Tensor | None,
-) -> tuple[int, int, int]:  # fmt: skip
-    """(experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
-    if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
-        raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
-    experts, hidden, inter = down_proj.shape
-    if hidden % 128 or inter % 128:
-        raise KernelError(f"hidden {hidden} and intermediate {inter} must be multiples of 128")
-    expect("x", x, x.device, (x.shape[0], hidden), torch.bfloat16)
-    expect("gate_up_proj", gate_up_proj, x.device, (experts, 2 * inter, hidden), torch.bfloat16)
-    expect("down_proj", down_proj, x.device, (experts, hidden, inter), torch.bfloat16)
-    expect_routing(x, topk_indices, topk_weights, expert_map)
-    return experts, hidden, inter
-
-
-@kernel_operation("moe_bf16")
+@kernel_operation(
+    "moe_bf16",
+    f"x bf16[T,H], gate_up_proj bf16[E,2*I,H], down_proj bf16[E,H,I], {ROUTING} -> out bf16[T,H]; H % 128 == 0;"
+    f" I % 128 == 0; {MAPPED}",
+)
 def moe_bf16(
     x: Tensor,
     gate_up_proj: Tensor,
@@ -210,37 +195,24 @@ def moe_bf16(
     topk_weights: Tensor,
     expert_map: Tensor | None = None,
     how: list[int] | None = None,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     Sums are float32; the intermediate and the pairs' outputs are rounded to bfloat16.
 
     Args:
-        x: bfloat16 [T, H], H a multiple of 128.
-        gate_up_proj: bfloat16 [E, 2I, H], gate rows first; I a multiple of 128.
-        down_proj: bfloat16 [E, H, I].
-        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
-        topk_weights: float32 [T, k].
-        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        gate_up_proj: gate rows first.
+        topk_indices .. expert_map: as `moe_fp8` takes them.
         how: the fields of `Launch` in order, to pin it; None chooses by the number of pairs.
-
-    Returns:
-        bfloat16 [T, H]; zeros for a token without a local pair.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take.
     """
-    experts, hidden, inter = _check(x, gate_up_proj, down_proj, topk_indices, topk_weights, expert_map)
-    top_k, out = topk_indices.shape[1], torch.empty_like(x)
+    (experts, hidden, inter), top_k = down_proj.shape, topk_indices.shape[1]
     local_top_k = top_k if expert_map is None else top_k * experts / expert_map.shape[0]
     for begin, end in token_ranges(x.shape[0], lambda count: 2 * count * top_k * (hidden + inter)):
         part = x[begin:end], topk_indices[begin:end], topk_weights[begin:end], out[begin:end]
         passes = [Pass(Launch(*how))] if how else choose_passes(end - begin, local_top_k, experts)
         run(*part, gate_up_proj, down_proj, expert_map, passes)
-    return out
-
-
-moe_bf16.fake(_check, lambda x: torch.empty_like(x))
 
 
 def run(

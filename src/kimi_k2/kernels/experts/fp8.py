@@ -14,13 +14,12 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
-from kimi_k2.kernels.experts.launch import Part, Routing, expect_routing, fill, parts
+from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, Part, Routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 
 BLOCK = 128
@@ -29,36 +28,11 @@ MAX_EXPERTS = 512
 Arguments = structure("experts/csrc/fp8.cuh", "Fp8Args")
 
 
-def check_arguments(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    gate_up_proj_scale_inv: Tensor,
-    down_proj: Tensor,
-    down_proj_scale_inv: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-) -> tuple[int, int, int, int, int]:
-    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
-    if x.dim() != 2 or topk_indices.dim() != 2 or down_proj.dim() != 3:
-        raise KernelError("x and topk_indices must have 2 dimensions and down_proj 3")
-    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
-    experts, _, inter = down_proj.shape
-    if hidden % SLAB or inter % BLOCK or not 0 < experts <= MAX_EXPERTS:
-        raise KernelError(
-            f"hidden {hidden} must be a multiple of {SLAB}, intermediate {inter} of {BLOCK}, experts {experts} at most"
-            f" {MAX_EXPERTS}"
-        )
-    if hidden > 64 * BLOCK or inter > 64 * BLOCK:
-        raise KernelError(f"hidden {hidden} and intermediate {inter} must be at most {64 * BLOCK}")
-    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
-    expect("gate_up_proj", gate_up_proj, x.device, (experts, 2 * inter, hidden), torch.float8_e4m3fn)
-    expect("down_proj", down_proj, x.device, (experts, hidden, inter), torch.float8_e4m3fn)
-    scales13, scales2 = (experts, 2 * inter // BLOCK, hidden // BLOCK), (experts, hidden // BLOCK, inter // BLOCK)
-    expect("gate_up_proj_scale_inv", gate_up_proj_scale_inv, x.device, scales13, torch.float32)
-    expect("down_proj_scale_inv", down_proj_scale_inv, x.device, scales2, torch.float32)
-    expect_routing(x, topk_indices, topk_weights, expert_map)
-    return tokens, top_k, experts, hidden, inter
+BLOCKS = (
+    "gate_up_proj e4m3[E,2*I,H], gate_up_proj_scale_inv f32[E,2*I/128,H/128], down_proj e4m3[E,H,I],"
+    " down_proj_scale_inv f32[E,H/128,I/128]"
+)
+LIMITS = f"H % {SLAB} == 0; I % {BLOCK} == 0; 0 < E <= {MAX_EXPERTS}; H <= {64 * BLOCK}; I <= {64 * BLOCK}; {MAPPED}"
 
 
 def workspace_sizes(
@@ -110,7 +84,7 @@ def queue_arguments(
     return arguments
 
 
-@kernel_operation("moe_fp8")
+@kernel_operation("moe_fp8", f"x bf16[T,H], {BLOCKS}, {ROUTING} -> out bf16[T,H]; {LIMITS}")
 def moe_fp8(
     x: Tensor,
     gate_up_proj: Tensor,
@@ -121,33 +95,23 @@ def moe_fp8(
     topk_weights: Tensor,
     expert_map: Tensor | None = None,
     choice: list[int] | None = None,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
-        x: bfloat16 [T, H], H a multiple of 256 up to 8192.
-        gate_up_proj: e4m3 [E, 2I, H], gate rows first; I a multiple of 128.
-        gate_up_proj_scale_inv: float32 [E, 2I/128, H/128].
-        down_proj: e4m3 [E, H, I].
-        down_proj_scale_inv: float32 [E, H/128, I/128].
-        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
-        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
-        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        gate_up_proj: gate rows first.
+        topk_indices: global expert indices; a negative index contributes nothing.
+        topk_weights: a weight of zero contributes nothing, and its expert is not read.
+        expert_map: to the local expert or -1 (expert parallelism); None: all are local.
         choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
 
     Returns:
-        bfloat16 [T, H]; zeros for a token without a valid local pair.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+        Zeros for a token without a valid local pair.
     """
-    shape = check_arguments(
-        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
-    )
-    tokens, top_k, experts, hidden, inter = shape
-    out = torch.empty_like(x)
-    if tokens == 0:
-        return out
+    shape = (*topk_indices.shape, *down_proj.shape)
+    _, top_k, experts, hidden, inter = shape
     name, sm_count = hopper(x.device.index, "moe_fp8")
     weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
 
@@ -158,7 +122,3 @@ def moe_fp8(
     for part in parts(x, out, routing, shape, choice, tuned, _layout):
         arguments = queue_arguments(Arguments, part, weights, sm_count)
         launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
-    return out
-
-
-moe_fp8.fake(check_arguments, lambda x: torch.empty_like(x))

@@ -18,8 +18,8 @@ from kimi_k2.kernels.common.hardware import hopper, is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
-from kimi_k2.kernels.experts.fp8 import BLOCK, check_arguments
-from kimi_k2.kernels.experts.launch import fill
+from kimi_k2.kernels.experts.fp8 import BLOCK, BLOCKS, LIMITS
+from kimi_k2.kernels.experts.launch import ROUTING, fill
 
 # Beyond, `moe_fp8` is faster: it reads an expert that several tokens chose once (H200, TP8, 8 tokens: 85.7 us against
 # 99.4; TP4, four: 84.2 against 96.5, 35.7 against 91.8 where all go to the same experts).
@@ -48,37 +48,6 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
     )
 
 
-def check_with_shared(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    gate_up_proj_scale_inv: Tensor,
-    down_proj: Tensor,
-    down_proj_scale_inv: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-    shared_gate_up: Tensor | None,
-    shared_gate_up_scale_inv: Tensor | None,
-    shared_down: Tensor | None,
-    shared_down_scale_inv: Tensor | None,
-) -> tuple[int, int, int, int, int]:
-    """`check_arguments`, and the same of a shared expert, whose tensors are all there or all None."""
-    shape = check_arguments(
-        x, gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv, topk_indices, topk_weights, expert_map
-    )
-    hidden, inter = shape[3:]
-    blocks = ((2 * inter // BLOCK, hidden // BLOCK), (hidden // BLOCK, inter // BLOCK))
-    wanted = ((2 * inter, hidden), blocks[0], (hidden, inter), blocks[1])
-    shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
-    if any(tensor is not None for tensor in shared):
-        for index, (tensor, size) in enumerate(zip(shared, wanted, strict=True)):
-            dtype = torch.float32 if index % 2 else torch.float8_e4m3fn
-            if tensor is None or tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
-                actual = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise KernelError(f"shared expert's tensor {index} is {actual}, expected contiguous {dtype} {size}")
-    return shape
-
-
 def supports_parts(tokens: int, slots: int, hidden: int, inter: int, device: torch.device) -> bool:
     """Whether `moe_decode` takes `parts` for these sizes on this device; a shared expert is one of the slots."""
     return _fits_parts(tokens, slots, hidden, inter) and is_hopper(device) and find_nvcc() is not None
@@ -89,23 +58,34 @@ def _fits_parts(tokens: int, slots: int, hidden: int, inter: int) -> bool:
     return wide and slots <= MOST_SLOTS and 0 < tokens <= MAX_TOKENS
 
 
-def _check_sizes(
-    down_proj: Tensor, topk_indices: Tensor, parts: list[int] | None, shared_gate_up: Tensor | None
+def _check_parts(
+    T: int, k: int, H: int, down_proj: Tensor, parts: list[int] | None, shared_gate_up: Tensor | None
 ) -> None:
-    (tokens, top_k), (_, hidden, inter) = topk_indices.shape, down_proj.shape
     if parts is None:
-        if hidden not in HIDDEN or top_k >= MAX_SLOTS:
-            raise KernelError(f"hidden {hidden}, top_k {top_k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
+        if H not in HIDDEN or k >= MAX_SLOTS:
+            raise KernelError(f"hidden {H}, top_k {k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
         return
-    slots = top_k + (shared_gate_up is not None)
-    if not _fits_parts(tokens, slots, hidden, inter) or top_k < 2 or len(parts) != 3:
+    inter, slots = down_proj.shape[2], k + (shared_gate_up is not None)
+    if not _fits_parts(T, slots, H, inter) or k < 2 or len(parts) != 3:
         raise KernelError(
-            f"{tokens} tokens of {slots} experts, hidden {hidden}, intermediate {inter}, parts {parts}: expected at"
+            f"{T} tokens of {slots} experts, hidden {H}, intermediate {inter}, parts {parts}: expected at"
             f" most {MAX_TOKENS}, {MOST_SLOTS}, {MOST_HIDDEN}, one of {WIDTHS}, three"
         )
 
 
-@kernel_operation("moe_decode")
+SHARED = (
+    "shared_gate_up e4m3[2*I,H]?, shared_gate_up_scale_inv f32[2*I/128,H/128]?, shared_down e4m3[H,I]?,"
+    " shared_down_scale_inv f32[H/128,I/128]?"
+)
+TOGETHER = "(shared_gate_up is None) == (shared_gate_up_scale_inv is None) == (shared_down is None)"
+
+
+@kernel_operation(
+    "moe_decode",
+    f"x bf16[T,H], {BLOCKS}, {ROUTING}, {SHARED} -> out bf16[T,H]; {LIMITS}; {TOGETHER}"
+    " == (shared_down_scale_inv is None)",
+    also=_check_parts,
+)
 def moe_decode(
     x: Tensor,
     gate_up_proj: Tensor,
@@ -120,33 +100,21 @@ def moe_decode(
     shared_down: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
     parts: list[int] | None = None,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)), and the shared expert's.
 
     Args:
         x .. expert_map: as `moe_fp8` takes them; H 1024 or 7168, k up to 16.
-        shared_gate_up: e4m3 [2I, H], gate rows first, of an expert that every token passes; None without one.
-        shared_gate_up_scale_inv: float32 [2I/128, H/128].
-        shared_down: e4m3 [H, I].
-        shared_down_scale_inv: float32 [H/128, I/128].
+        shared_gate_up: gate rows first, of an expert that every token passes; its tensors are all there or all None.
         parts: None, or for T up to 4, 2 <= k and I 128, 256 or 512 the parts of the columns that are summed apart,
             `splits1` of `moe_fp8` and `cluster` of the shared expert's two launches of `block_gemm`: the bits are those
             of `moe_fp8`, unfused with `splits2` 1, plus those of `block_gemm` in two terms.
-
-    Returns:
-        bfloat16 [T, H].
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
     """
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
-    shape = check_with_shared(x, *weights, topk_indices, topk_weights, expert_map, *shared)
-    _check_sizes(down_proj, topk_indices, parts, shared_gate_up)
-    tokens, top_k, _, _, inter = shape
-    out = torch.empty_like(x)
-    if tokens == 0:
-        return out
+    tokens, top_k, _, _, inter = shape = (*topk_indices.shape, *down_proj.shape)
     hopper(x.device.index, "moe_decode")
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
@@ -157,7 +125,3 @@ def moe_decode(
     else:
         arguments.up_parts, arguments.shared_up_parts, arguments.shared_down_parts = parts
         launch("experts/fp8_few", "kimi_experts_few", "moe_decode", x.device, arguments)
-    return out
-
-
-moe_decode.fake(check_with_shared, _check_sizes, lambda x: torch.empty_like(x))

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.launch import expect
 from kimi_k2.kernels.common.structure import Structure
 from kimi_k2.kernels.common.workspace import MAX_BYTES, Layout, Scratch, scratch
 from kimi_k2.kernels.experts.tuning import ExpertChoice
@@ -17,15 +15,9 @@ from kimi_k2.kernels.experts.tuning import ExpertChoice
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
 
 
-def expect_routing(x: Tensor, topk_indices: Tensor, topk_weights: Tensor, expert_map: Tensor | None) -> None:
-    """KernelError unless the routing of x [T, H] is what every expert kernel takes."""
-    pairs = (x.shape[0], topk_indices.shape[1])
-    expect("topk_indices", topk_indices, x.device, pairs, torch.int64, torch.int32)
-    expect("topk_weights", topk_weights, x.device, pairs, torch.float32)
-    if expert_map is not None:
-        if not expert_map.numel():
-            raise KernelError("expert_map is empty, expected an entry for every expert of the model")
-        expect("expert_map", expert_map, x.device, tuple(expert_map.shape[:1]), torch.int32)
+# Of T tokens to k experts, `expert_map` from the model's to local ones.
+ROUTING = "topk_indices i64|i32[T,k], topk_weights f32[T,k], expert_map i32[M]?"
+MAPPED = "expert_map is None or M"
 
 
 def token_ranges(tokens: int, needs: Callable[[int], int]) -> list[tuple[int, int]]:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts.launch import Routing, expect_routing, fill, parts
+from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, Routing, fill, parts
 from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, FORMATS, GROUP, INT4, format_of
 
@@ -71,56 +71,38 @@ def expert_mode(
     return "w4a16" if known and down_proj_quantized else None
 
 
-def check_arguments(
-    x: Tensor,
+PACKED = (
+    "x bf16[T,H], gate_up_proj_packed i32[E,F,H/8], gate_up_proj_scale bf16|u8|e4m3[E,F,G],"
+    f" down_proj_packed i32|bf16[E,H,D], down_proj_scale bf16|u8|e4m3[E,H,S]?, {ROUTING}"
+)
+LIMITS = f"H % {CHUNK_ROWS} == 0; F > 0; F % {2 * CHUNK_COLUMNS} == 0; 0 < E <= {MAX_EXPERTS}; {MAPPED}"
+
+
+def check_packed(
     gate_up_proj_packed: Tensor,
     gate_up_proj_scale: Tensor,
     down_proj_packed: Tensor,
     down_proj_scale: Tensor | None,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    expert_map: Tensor | None,
-) -> tuple[int, int, int, int, int]:
-    """(tokens, top_k, experts, hidden, intermediate), or KernelError naming the argument and what was expected."""
-    if x.dim() != 2 or topk_indices.dim() != 2 or gate_up_proj_packed.dim() != 3:
-        raise KernelError("x and topk_indices must have 2 dimensions and gate_up_proj_packed 3")
-    (tokens, hidden), top_k = x.shape, topk_indices.shape[1]
-    experts, inter = gate_up_proj_packed.shape[0], gate_up_proj_packed.shape[1] // 2
-    if hidden % CHUNK_ROWS or inter % CHUNK_COLUMNS or not inter or not 0 < experts <= MAX_EXPERTS:
-        raise KernelError(
-            f"hidden {hidden} must be a multiple of {CHUNK_ROWS}, intermediate {inter} of {CHUNK_COLUMNS}, experts"
-            f" {experts} at most {MAX_EXPERTS}"
-        )
-    expect("x", x, x.device, (tokens, hidden), torch.bfloat16)
-    expect("gate_up_proj_packed", gate_up_proj_packed, x.device, (experts, 2 * inter, hidden // 8), torch.int32)
-    kind = format_of(gate_up_proj_packed, gate_up_proj_scale)
-    expect("gate_up_proj_scale", gate_up_proj_scale, x.device, (experts, 2 * inter, hidden // kind.group), kind.scale)
-    if down_proj_scale is None and kind is INT4:
-        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter), torch.bfloat16)
-    else:
-        expect("down_proj_packed", down_proj_packed, x.device, (experts, hidden, inter // 8), torch.int32)
-        if down_proj_scale is None:
-            raise KernelError("down_proj_scale is None, expected scales as those of gate_up_proj")
-        expect("down_proj_scale", down_proj_scale, x.device, (experts, hidden, inter // kind.group), kind.scale)
-    expect_routing(x, topk_indices, topk_weights, expert_map)
-    return tokens, top_k, experts, hidden, inter
-
-
-def check_scales_of_all(
-    gate_up_proj_packed: Tensor,
-    gate_up_proj_scale: Tensor,
-    down_proj_packed: Tensor,
     gate_up_proj_all: Tensor | None,
     down_proj_all: Tensor | None,
-) -> None:
-    """KernelError unless NVFP4 has its scales of all, and no other format any."""
-    wanted = format_of(gate_up_proj_packed, gate_up_proj_scale).scale == torch.float8_e4m3fn
-    matrices = ("gate_up", gate_up_proj_packed, gate_up_proj_all), ("down", down_proj_packed, down_proj_all)
-    for name, packed, whole in matrices:
-        if (whole is not None) != wanted:
+) -> dict[str, int]:
+    """What one format decides: dtypes and widths of down_proj, and that NVFP4 alone has scales of all."""
+    inter = gate_up_proj_packed.shape[1] // 2
+    kind, dtype, width = format_of(gate_up_proj_packed, gate_up_proj_scale), torch.int32, inter // 8
+    if down_proj_scale is None and kind is INT4:
+        dtype, width = torch.bfloat16, inter
+    if down_proj_packed.dtype != dtype or down_proj_packed.shape[2] != width:
+        actual = f"{down_proj_packed.dtype} {list(down_proj_packed.shape)}"
+        raise KernelError(f"down_proj_packed is {actual}, expected {dtype} of {width} columns")
+    if dtype == torch.int32 and (
+        down_proj_scale is None
+        or (down_proj_scale.dtype, down_proj_scale.shape[2]) != (kind.scale, inter // kind.group)
+    ):
+        raise KernelError(f"down_proj_scale: expected {kind.scale} of {inter // kind.group} columns")
+    for name, whole in (("gate_up", gate_up_proj_all), ("down", down_proj_all)):
+        if (whole is None) != (kind.scale != torch.float8_e4m3fn):
             raise KernelError(f"{name}_proj_all: expected scales of all with e4m3 scales, and with no others")
-        if whole is not None:
-            expect(f"{name}_proj_all", whole, packed.device, (*packed.shape[:2], 1), torch.float32)
+    return {}
 
 
 def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
@@ -182,7 +164,11 @@ def takes_decode(tokens: int, top_k: int, local_top_k: float, hidden: int, inter
     return fits and tokens <= most
 
 
-@kernel_operation("moe_w4a16")
+@kernel_operation(
+    "moe_w4a16",
+    f"{PACKED}, gate_up_proj_all f32[E,F,1]?, down_proj_all f32[E,H,1]? -> out bf16[T,H]; {LIMITS}",
+    also=check_packed,
+)
 def moe_w4a16(
     x: Tensor,
     gate_up_proj_packed: Tensor,
@@ -198,43 +184,28 @@ def moe_w4a16(
     gate_up_proj_all: Tensor | None = None,
     down_proj_all: Tensor | None = None,
     divides: bool = False,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
-        x: bfloat16 [T, H], H a multiple of 256.
-        gate_up_proj_packed: int32 [E, 2I, H/8] as `prepare_w4a16` ordered it; I a multiple of 128.
-        gate_up_proj_scale: [E, 2I, H/group], likewise: bfloat16 a 32, 64 or 128 columns of INT4, uint8 (e8m0) a 32 of
-            MXFP4, e4m3 a 16 of NVFP4.
-        down_proj_packed: int32 [E, H, I/8], likewise; or bfloat16 [E, H, I], likewise.
-        down_proj_scale: [E, H, I/group], likewise; None with bfloat16 weights.
-        topk_indices: int64 or int32 [T, k], global expert indices; a negative index contributes nothing.
-        topk_weights: float32 [T, k]; a weight of zero contributes nothing, and its expert is not read.
-        expert_map: int32 [experts of the model] to the local expert or -1 (expert parallelism); None: all are local.
+        gate_up_proj_packed, down_proj_packed: as `prepare_w4a16` ordered them, and their scales; or bfloat16 down_proj.
+        gate_up_proj_scale: bfloat16 a 32, 64 or 128 columns of INT4, uint8 (e8m0) a 32 of MXFP4, e4m3 a 16 of NVFP4.
+        topk_indices .. expert_map: as `moe_fp8` takes them.
         choice: the fields of `ExpertChoice` in order, to pin the launch; None: the tuned one.
         unpaired: of a pinned launch: a token's bits depend neither on how many tokens its expert has nor on `fused`.
         inner: parts of the first stage's columns that a work item sums one after another, where `splits1` is 1 and
             `max_tokens` 32: the bits of so many `splits1`.
-        gate_up_proj_all, down_proj_all: float32 [E, 2I, 1] and [E, H, 1], of NVFP4 the scale of all of a matrix in each
-            of its rows.
+        gate_up_proj_all, down_proj_all: of NVFP4 the scale of all of a matrix in each of its rows.
         divides: these divide, as compressed-tensors has them.
 
     Returns:
-        bfloat16 [T, H]; zeros for a token without a valid local pair.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+        Zeros for a token without a valid local pair.
     """
-    shape = check_arguments(
-        x, gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, topk_indices, topk_weights,
-        expert_map,
-    )  # fmt: skip
-    check_scales_of_all(gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, gate_up_proj_all, down_proj_all)
-    kind = format_of(gate_up_proj_packed, gate_up_proj_scale)
+    kind, shape = format_of(gate_up_proj_packed, gate_up_proj_scale), (*topk_indices.shape, len(down_proj_packed))
+    shape = *shape, x.shape[1], gate_up_proj_packed.shape[1] // 2
     tokens, top_k, experts, hidden, inter = shape
-    out = torch.empty_like(x)
-    if tokens == 0:
-        return out
     name, sm_count = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
@@ -245,7 +216,7 @@ def moe_w4a16(
         arguments = fill(DecodeArguments, shape, topk_indices, expert_map, *tensors)
         arguments.format, arguments.divides = FORMATS.index(kind), divides
         launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
-        return out
+        return
     weights = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True))
     weights |= {"all13": gate_up_proj_all, "all2": down_proj_all}
     dtype = TUNING_DTYPES[w2_bf16]
@@ -260,7 +231,3 @@ def moe_w4a16(
         queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
         queue.most_items, queue.inner, queue.divides = 0 if unpaired else MOST_ITEMS, inner, divides
         launch(kind.library, "kimi_w4a16", "moe_w4a16", x.device, queue)
-    return out
-
-
-moe_w4a16.fake(check_arguments, check_scales_of_all, lambda x: torch.empty_like(x))

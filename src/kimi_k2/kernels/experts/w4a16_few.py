@@ -13,11 +13,11 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.launch import fill
-from kimi_k2.kernels.experts.w4a16 import check_arguments
+from kimi_k2.kernels.experts.w4a16 import LIMITS, PACKED, check_packed
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, GROUP, INT4, format_of
 from kimi_k2.kernels.linear import dense_gemm
 
@@ -59,36 +59,40 @@ def supports_shared(gate_up: Tensor, down: Tensor) -> bool:
     return fits and rows == 2 * inter and gate_up.dtype == down.dtype == torch.bfloat16
 
 
-def _check_shared(x: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None) -> None:
-    if shared_gate_up is None or shared_down is None:
-        if shared_gate_up is not shared_down:
-            raise KernelError("shared_gate_up and shared_down: expected both or none")
-        return
-    if shared_gate_up.dim() != 2 or shared_down.dim() != 2 or not supports_shared(shared_gate_up, shared_down):
-        raise KernelError(
-            f"shared expert {list(shared_gate_up.shape)}, {list(shared_down.shape)}: expected bfloat16 [2I, H], [H, I],"
-            f" I a multiple of 64 up to {MAX_SHARED}, in {SHARED_PARTS} parts and one"
-        )
-    inter = shared_down.shape[1]
-    expect("shared_gate_up", shared_gate_up, x.device, (2 * inter, x.shape[1]), torch.bfloat16)
-    expect("shared_down", shared_down, x.device, (x.shape[1], inter), torch.bfloat16)
-
-
 def _check_sizes(
-    x: Tensor, gate_up_proj_packed: Tensor, gate_up_proj_scale: Tensor, topk_indices: Tensor, splits: int
-) -> None:
+    x: Tensor, gate_up_proj_packed: Tensor, gate_up_proj_scale: Tensor, down_proj_packed: Tensor,
+    down_proj_scale: Tensor, k: int, splits: int, shared_gate_up: Tensor | None, shared_down: Tensor | None,
+) -> None:  # fmt: skip
+    check_packed(gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, None, None)
     if format_of(gate_up_proj_packed, gate_up_proj_scale) is not INT4:
         raise KernelError(f"gate_up_proj_scale: expected that of INT4 in groups of {GROUP}")
-    hidden, inter, (tokens, top_k) = x.shape[1], gate_up_proj_packed.shape[1] // 2, topk_indices.shape
-    if not (0 < splits <= MAX_SPLITS and _fits(tokens, top_k, hidden, inter, splits)):
+    (tokens, hidden), inter = x.shape, gate_up_proj_packed.shape[1] // 2
+    if not (0 < splits <= MAX_SPLITS and _fits(tokens, k, hidden, inter, splits)):
         raise KernelError(
-            f"{tokens} tokens of {top_k} experts, hidden {hidden}, intermediate {inter}, {splits} parts: expected at"
+            f"{tokens} tokens of {k} experts, hidden {hidden}, intermediate {inter}, {splits} parts: expected at"
             f" most {MAX_TOKENS}, {MAX_TOP_K}, {MAX_BLOCKS} blocks of {CHUNK_COLUMNS} columns a part,"
             f" {MAX_TILES * CHUNK_COLUMNS} values of a token's experts, {MAX_SPLITS}"
         )
+    if shared_gate_up is None or shared_down is None:
+        return
+    if not supports_shared(shared_gate_up, shared_down):
+        raise KernelError(
+            f"shared expert {list(shared_gate_up.shape)}, {list(shared_down.shape)}: expected I a multiple of 64 up to"
+            f" {MAX_SHARED}, in {SHARED_PARTS} parts and one"
+        )
+    if not has_room(tokens, k, inter):
+        raise KernelError(
+            f"{tokens} tokens of {k} experts, intermediate {inter}: expected at most {max(SHARED_RING)} and"
+            f" {MAX_SHARED_TILES * CHUNK_COLUMNS} values of a token's experts with a shared one"
+        )
 
 
-@kernel_operation("moe_w4a16_few")
+@kernel_operation(
+    "moe_w4a16_few",
+    f"{PACKED}, shared_gate_up bf16[2*J,H]?, shared_down bf16[H,J]? -> out bf16[T,H]; {LIMITS};"
+    " (shared_gate_up is None) == (shared_down is None)",
+    also=_check_sizes,
+)
 def moe_w4a16_few(
     x: Tensor,
     gate_up_proj_packed: Tensor,
@@ -101,33 +105,20 @@ def moe_w4a16_few(
     expert_map: Tensor | None = None,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """`moe_w4a16`, unfused, unpaired, `max_tokens` 32 and `splits2` 1, plus the shared expert: the same bits.
 
     Args:
         x .. topk_weights, expert_map: as `moe_w4a16` takes them; T up to 4, 2 <= k <= 16, k * I up to 5120.
         splits: parts of the first stage's columns that are summed apart, `splits1` of `moe_w4a16`.
-        shared_gate_up, shared_down: bfloat16 [2I, H] and [H, I] of a shared expert, as `supports_shared` and `has_room`
-            say.
-
-    Returns:
-        bfloat16 [T, H].
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
+        shared_gate_up, shared_down: of a shared expert, as `supports_shared` and `has_room` say.
     """
     packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
-    shape = check_arguments(x, *packed, topk_indices, topk_weights, expert_map)
+    shape = *topk_indices.shape, len(down_proj_packed), x.shape[1], gate_up_proj_packed.shape[1] // 2
     tokens, top_k, _, _, inter = shape
-    _check_sizes(x, gate_up_proj_packed, gate_up_proj_scale, topk_indices, splits)
-    _check_shared(x, shared_gate_up, shared_down)
-    if shared_down is not None and not has_room(tokens, top_k, inter):
-        raise KernelError(
-            f"{tokens} tokens of {top_k} experts, intermediate {inter}: expected at most {max(SHARED_RING)} and"
-            f" {MAX_SHARED_TILES * CHUNK_COLUMNS} values of a token's experts with a shared one"
-        )
     hopper(x.device.index, "moe_w4a16_few")
-    out = torch.empty_like(x)
     intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
     shared_intermediate = None
     if shared_down is not None:
@@ -139,7 +130,3 @@ def moe_w4a16_few(
     if shared_down is not None:
         arguments.shared_inter, arguments.shared_ring = shared_down.shape[1], SHARED_RING[tokens]
     launch("experts/w4a16_few", "kimi_w4a16_few", "moe_w4a16_few", x.device, arguments)
-    return out
-
-
-moe_w4a16_few.fake(check_arguments, _check_sizes, _check_shared, lambda x: torch.empty_like(x))

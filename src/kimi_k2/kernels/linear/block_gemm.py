@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
 MAX_NORM = 8192
-MAX_CLUSTER = 8
 
 
 class Tile(NamedTuple):
@@ -47,103 +45,66 @@ def takes_rows(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and aligned
 
 
-def _rows_of(x: Tensor) -> None:
-    if x.dim() != 2 or not takes_rows(x):
-        raise KernelError(f"x is {x.dtype} {list(x.shape)}, expected bfloat16 [T, K], rows of whole 16 bytes")
+ROWS = "-> out e4m3[terms,T,K], scale f32[K/128,P]; K % 128 == 0; terms in (1, 2)"
 
 
-def _expect_norm(norm_weight: Tensor | None, columns: int, device: torch.device) -> None:
-    if norm_weight is None:
-        return
-    expect("norm_weight", norm_weight, device, (columns,), torch.bfloat16)
-    if columns > MAX_NORM:
-        raise KernelError(f"a norm of {columns} values, expected at most {MAX_NORM}")
+def _groups(T: int, G: int, swiglu: bool) -> dict[str, int]:
+    """Length of a row of the scales, and columns of the result."""
+    return {"P": padded(T), "K": G // 2 if swiglu else G}
 
 
-def _made(terms: int, tokens: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    if terms not in (1, 2):
-        raise KernelError(f"{terms} terms, expected 1 or 2")
-    out = torch.empty(terms, tokens, columns, dtype=torch.float8_e4m3fn, device=device)
-    return out, torch.empty(columns // BLOCK, padded(tokens), dtype=torch.float32, device=device)
-
-
-def _quantized(x: Tensor, norm_weight: Tensor | None, swiglu: bool, terms: int) -> tuple[Tensor, Tensor]:
-    """The empty result of `quantize_groups`, if the arguments are what it takes."""
-    _rows_of(x)
-    columns = x.shape[1] // 2 if swiglu else x.shape[1]
-    if columns % BLOCK or (swiglu and norm_weight is not None):
-        raise KernelError(f"{columns} columns: expected a multiple of {BLOCK}, and not both a norm and SwiGLU")
-    _expect_norm(norm_weight, columns, x.device)
-    return _made(terms, x.shape[0], columns, x.device)
-
-
-@kernel_operation("quantize_groups")
+@kernel_operation(
+    "quantize_groups",
+    f"x bf16[T,G] rows16, norm_weight bf16[G]? {ROWS.replace('K % 128', 'G % (256 if swiglu else 128)')};"
+    " norm_weight is None or G <= 8192 and not swiglu",
+    also=_groups,
+)
 def quantize_groups(
-    x: Tensor, norm_weight: Tensor | None = None, eps: float = 1e-6, swiglu: bool = False, terms: int = 1
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    swiglu: bool = False,
+    terms: int = 1,
+    *,
+    out: Tensor,
+    scale: Tensor,
+) -> None:
     """x, RMSNorm(x) or silu(gate) * up in e4m3, by groups of 128 values: scale = amax / 448.
 
     Args:
-        x: bfloat16 [T, K], K a multiple of 128, rows may be strided; [T, 2 K], gate before up, with `swiglu`.
-        norm_weight: bfloat16 [K], K up to 8192; None leaves the norm out.
+        x: [T, K]; [T, 2 K], gate before up, with `swiglu`.
+        norm_weight: None leaves the norm out.
         terms: 1, or 2 for another e4m3 value of what the first leaves, by the same scale.
 
     Returns:
         e4m3 [terms, T, K] and float32 [K / 128, `padded(T)`].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out, scale = _quantized(x, norm_weight, swiglu, terms)
-    if x.shape[0]:
-        sizes = (*out.shape[1:], x.stride(0), scale.shape[1], terms, int(swiglu), 0)
-        operands = x, None, norm_weight, None, out, scale
-        launch("linear/quantize", "kimi_quantize", "quantize_groups", x.device, *operands, *sizes, float(eps))
-    return out, scale
+    sizes = (*out.shape[1:], x.stride(0), scale.shape[1], terms, int(swiglu), 0)
+    operands = x, None, norm_weight, None, out, scale
+    launch("linear/quantize", "kimi_quantize", "quantize_groups", x.device, *operands, *sizes, float(eps))
 
 
-quantize_groups.fake(_quantized)
-
-
-def _added(
-    x: Tensor, delta: Tensor, norm_weight: Tensor, terms: int, apart: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    _rows_of(x)
-    expect("delta", delta, x.device, tuple(x.shape), torch.bfloat16)
-    expect("x", x, x.device, tuple(x.shape), torch.bfloat16)
-    if x.shape[1] % BLOCK:
-        raise KernelError(f"{x.shape[1]} columns: expected a multiple of {BLOCK}")
-    _expect_norm(norm_weight, x.shape[1], x.device)
-    return (torch.empty_like(x), *_made(terms, x.shape[0], x.shape[1], x.device))
-
-
-@kernel_operation("add_quantize")
+@kernel_operation(
+    "add_quantize",
+    f"x bf16[T,K], delta bf16[T,K], norm_weight bf16[K] -> total bf16[T,K], {ROWS[3:]}; K <= 8192",
+    also=lambda T: {"P": padded(T)},
+)
 def add_quantize(
-    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, terms: int = 1, apart: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, terms: int = 1, apart: bool = False, *, total: Tensor,
+    out: Tensor, scale: Tensor,
+) -> None:  # fmt: skip
     """x + delta, and RMSNorm(x + delta) as `quantize_groups` gives it.
 
     Args:
-        x, delta: bfloat16 [T, K], K a multiple of 128 up to 8192.
-        norm_weight: bfloat16 [K].
         terms: as `quantize_groups` takes them.
         apart: the norm's quotient is part of the scales alone, so that a GEMM's sums may begin before it is known.
 
     Returns:
         bfloat16 [T, K]; e4m3 [terms, T, K]; float32 [K / 128, `padded(T)`].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    total, out, scale = _added(x, delta, norm_weight, terms)
-    if x.shape[0]:
-        operands = x, delta, norm_weight, total, out, scale
-        sizes = (*x.shape, x.shape[1], scale.shape[1], terms, 0, int(apart))
-        launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *operands, *sizes, float(eps))
-    return total, out, scale
-
-
-add_quantize.fake(_added)
+    operands = x, delta, norm_weight, total, out, scale
+    sizes = (*x.shape, x.shape[1], scale.shape[1], terms, 0, int(apart))
+    launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *operands, *sizes, float(eps))
 
 
 # By terms: a block of columns in two of them takes about what twice the tokens take in one.
@@ -156,48 +117,31 @@ TILES = {
 }  # fmt: skip
 
 
-def expect_operands(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
-    """The empty result, if the arguments are what the kernel takes."""
-    if x.dim() != 3 or x.shape[0] not in (1, 2) or weight.dim() != 2 or x.shape[2] % BLOCK or weight.shape[0] % 8:
-        raise KernelError(
-            f"x {list(x.shape)} and weight {list(weight.shape)}: expected [1 or 2, T, K] and [N, K], K a multiple of"
-            f" {BLOCK}, N of 8"
-        )
-    (terms, tokens, columns), rows = x.shape, weight.shape[0]
-    expect("x", x, x.device, (terms, tokens, columns), torch.float8_e4m3fn)
-    expect("scale", scale, x.device, (columns // BLOCK, padded(tokens)), torch.float32)
-    expect("weight", weight, x.device, (rows, columns), torch.float8_e4m3fn)
-    expect("weight_scale_inv", weight_scale_inv, x.device, (-(-rows // BLOCK), columns // BLOCK), torch.float32)
-    return torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+# A GEMM of FP8 blocks and tokens of `quantize_groups`: a row of the scales is P = `padded(T)` long.
+PRODUCT = (
+    "x e4m3[terms,T,K], scale f32[K/128,P], weight e4m3[N,K], weight_scale_inv f32[N/128,K/128] -> out bf16[T,N];"
+    " K % 128 == 0; N % 8 == 0; terms in (1, 2); P == (T + 318) // 64 * 64"
+)
 
 
-@kernel_operation("block_gemm")
-def block_gemm(x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, choice: list[int]) -> Tensor:
+def launch_product(
+    library: str, x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, choice: list[int], out: Tensor
+) -> None:
+    """Launch the kernel of a library, "linear/block_gemm" or "linear/wide_gemm"."""
+    (terms, tokens, columns), rows, name = x.shape, weight.shape[0], library.rpartition("/")[2]
+    sizes = terms, tokens, rows, columns, scale.shape[1], *choice, hopper(x.device.index, name)[1]
+    launch(library, f"kimi_{name}", name, x.device, x, scale, weight, weight_scale_inv, out, *sizes)
+
+
+@kernel_operation("block_gemm", PRODUCT)
+def block_gemm(
+    x: Tensor, scale: Tensor, weight: Tensor, weight_scale_inv: Tensor, choice: list[int], *, out: Tensor
+) -> None:
     """x W^T.
 
     Args:
-        x, scale: e4m3 [terms, T, K] and float32 [K / 128, `padded(T)`], as `quantize_groups` gives them.
-        weight: e4m3 [N, K], N a multiple of 8.
-        weight_scale_inv: float32 [ceil(N / 128), K / 128].
+        x, scale: as `quantize_groups` gives them.
         choice: of a tile of `TILES[terms]` the groups of 64 rows and the tokens, and blocks that share it, each a part
             of the columns.
-
-    Returns:
-        bfloat16 [T, N].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
     """
-    out = expect_operands(x, scale, weight, weight_scale_inv)
-    (terms, tokens, columns), rows = x.shape, weight.shape[0]
-    if not tokens:
-        return out
-    _, sms = hopper(x.device.index, "block_gemm")
-    sizes = terms, tokens, rows, columns, scale.shape[1], *choice, sms
-    launch(
-        "linear/block_gemm", "kimi_block_gemm", "block_gemm", x.device, x, scale, weight, weight_scale_inv, out, *sizes
-    )
-    return out
-
-
-block_gemm.fake(expect_operands)
+    launch_product("linear/block_gemm", x, scale, weight, weight_scale_inv, choice, out)

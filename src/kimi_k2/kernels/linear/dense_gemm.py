@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 STEP = 64
@@ -27,15 +26,8 @@ FEW, LONG = 16, 4096
 
 def supports(x: Tensor, weight: Tensor) -> bool:
     """BF16 tokens [..., K] and a BF16 weight [N, K] on a Hopper GPU with nvcc, K a multiple of 64, N of 8."""
-    return (
-        x.dtype == weight.dtype == torch.bfloat16
-        and is_hopper(x.device)
-        and weight.is_contiguous()
-        and x.shape[-1] == weight.shape[1]
-        and weight.shape[1] % STEP == 0
-        and weight.shape[0] % 8 == 0
-        and find_nvcc() is not None
-    )
+    fits = x.dtype == weight.dtype and x.shape[-1] == weight.shape[1] and is_hopper(x.device)
+    return fits and dense_gemm.fits(weight=weight) and find_nvcc() is not None
 
 
 def decode_cluster(rows: int, columns: int) -> int:
@@ -52,54 +44,22 @@ def fastest_cluster(tokens: int, rows: int, columns: int) -> int:
     return max(2, parts) if columns >= LONG else parts
 
 
-def _row_stride(x: Tensor) -> int:
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
-
-
-def _check(x: Tensor, weight: Tensor, cluster: int, wide: bool, inverse: Tensor | None) -> Tensor:
-    """The empty result, if the arguments are what the kernel takes."""
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] % STEP or weight.shape[0] % 8:
-        raise KernelError(
-            f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K], K a multiple of {STEP}, N"
-            " of 8"
-        )
-    if cluster not in range(1, min(8, weight.shape[1] // STEP) + 1):
-        raise KernelError(f"cluster {cluster}: expected 1 to 8, at most a block for {STEP} columns")
-    stride = _row_stride(x)
-    aligned = x.stride(1) == 1 and stride % 8 == 0 and stride >= x.shape[1] and x.storage_offset() % 8 == 0
-    if x.shape[1] != weight.shape[1] or x.dtype != torch.bfloat16 or not aligned:
-        raise KernelError(
-            f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 {(x.shape[0], weight.shape[1])}, rows of whole"
-            " 16 bytes"
-        )
-    expect("weight", weight, x.device, tuple(weight.shape), torch.bfloat16)
-    if inverse is not None:
-        expect("inverse", inverse, x.device, (x.shape[0],), torch.float32)
-    return torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32 if wide else torch.bfloat16, device=x.device)
-
-
-@kernel_operation("dense_gemm")
-def dense_gemm(x: Tensor, weight: Tensor, cluster: int, wide: bool = False, inverse: Tensor | None = None) -> Tensor:
+@kernel_operation(
+    "dense_gemm",
+    "x bf16[T,K] rows16, weight bf16[N,K], inverse f32[T]? -> out D[T,N]; K % 64 == 0; N % 8 == 0;"
+    " 1 <= cluster <= min(8, K // 64); T < 2 or x.stride(0) >= K",
+    also=lambda wide: {"D": torch.float32 if wide else torch.bfloat16},
+)
+def dense_gemm(
+    x: Tensor, weight: Tensor, cluster: int, wide: bool = False, inverse: Tensor | None = None, *, out: Tensor
+) -> None:
     """x W^T, summed in float32.
 
     Args:
-        x: bfloat16 [T, K], K a multiple of 64, rows may be strided.
-        weight: bfloat16 [N, K], N a multiple of 8.
         cluster: parts of the columns that are summed apart: the bits depend on it, and on nothing else but the row.
         wide: float32 result.
-        inverse: float32 [T], times which a row's sums are taken before they are rounded.
-
-    Returns:
-        bfloat16 or float32 [T, N].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take, or a failed launch.
+        inverse: times which a row's sums are taken before they are rounded.
     """
-    out = _check(x, weight, cluster, wide, inverse)
-    if x.shape[0]:
-        sizes = x.shape[0], weight.shape[0], x.shape[1], _row_stride(x), cluster, int(wide)
-        launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, inverse, out, *sizes)
-    return out
-
-
-dense_gemm.fake(_check)
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    sizes = tokens, rows, columns, x.stride(0) if tokens > 1 else columns, cluster, int(wide)
+    launch("linear/dense_gemm", "kimi_dense_gemm", "dense_gemm", x.device, x, weight, inverse, out, *sizes)

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import capability, has_triton, is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.linear.block_gemm import takes_rows
 
 BLOCK = 128
 MAX_TOKENS = 16
@@ -44,7 +42,7 @@ def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, blo
         and weight.dtype == torch.float8_e4m3fn
         and tuple(block_size) == (BLOCK, BLOCK)
         and 0 < x.numel() // x.shape[-1] <= MAX_TOKENS
-        and weight.shape[1] % BLOCK == 0
+        and fused_linear.fits(weight=weight, weight_scale_inv=weight_scale_inv)
     )
 
 
@@ -66,34 +64,13 @@ def choose_launch(rows: int, columns: int) -> tuple[int, int]:
     return max(d for d in range(1, limit + 1) if columns // BLOCK % d == 0), block_rows
 
 
-def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor | None) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise KernelError(f"x {list(x.shape)} and weight {list(weight.shape)}: expected [T, K] and [N, K]")
-    if not 0 <= x.shape[0] <= MAX_TOKENS or weight.shape[1] % BLOCK:
-        raise KernelError(f"{x.shape[0]} tokens of {x.shape[1]}: expected at most {MAX_TOKENS}, a multiple of {BLOCK}")
-    stored = torch.bfloat16 if weight_scale_inv is None else torch.float8_e4m3fn
-    if x.dtype != torch.bfloat16 or weight.dtype != stored:
-        raise KernelError(f"x is {x.dtype} and weight {weight.dtype}, expected torch.bfloat16 and {stored}")
-    if not weight.is_contiguous() or not takes_rows(x):
-        raise KernelError("weight must be contiguous, and rows of x whole 16 bytes side by side")
-    grid = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
-    scale = weight_scale_inv
-    if scale is not None and (tuple(scale.shape) != grid or scale.dtype != torch.float32):
-        raise KernelError(f"scale is {scale.dtype} {list(scale.shape)}, expected float32 {list(grid)}")
-    if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[1],):
-        raise KernelError(f"norm_weight is {list(norm_weight.shape)}, expected {[x.shape[1]]}")
+OPERANDS = (
+    "x bf16[T,K] rows16, weight e4m3|bf16[N,K], weight_scale_inv f32[N/128,K/128]?, norm_weight bf16[K]?{}"
+    " -> out bf16[T,N]{}; T <= 16; K % 128 == 0; (weight.dtype == bf16) == (weight_scale_inv is None)"
+)
 
 
-def _check_delta(x: Tensor, delta: Tensor) -> None:
-    if delta.shape != x.shape or delta.dtype != x.dtype or not delta.is_contiguous() or not x.is_contiguous():
-        raise KernelError(f"delta is {delta.dtype} {list(delta.shape)}, expected contiguous {x.dtype} {list(x.shape)}")
-
-
-def _empty(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-@kernel_operation("fused_linear")
+@kernel_operation("fused_linear", OPERANDS.format("", ""))
 def fused_linear(
     x: Tensor,
     weight: Tensor,
@@ -102,30 +79,20 @@ def fused_linear(
     eps: float = 1e-6,
     splits: int = 0,
     block_rows: int = 16,
-) -> Tensor:
+    *,
+    out: Tensor,
+) -> None:
     """RMSNorm(x) W^T, or x W^T without `norm_weight`.
 
     Args:
-        x: bfloat16 [T, K], T up to 16, K a multiple of 128; rows may be strided.
-        weight: e4m3 [N, K] with `weight_scale_inv` float32 [ceil(N/128), K/128], or bfloat16 [N, K] without.
-        norm_weight: bfloat16 [K]. The quotient is applied to the finished sums, or its product with the norm's weight
+        norm_weight: the quotient is applied to the finished sums, or its product with the norm's weight
             is rounded once; the plain norm rounds the quotient before that, too.
         splits, block_rows: launch of the Triton kernel, to pin it; 0 splits chooses kernel and launch.
-
-    Returns:
-        bfloat16 [T, N].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take.
     """
-    _check(x, weight, weight_scale_inv, norm_weight)
     (tokens, columns), rows = x.shape, weight.shape[0]
-    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    if not tokens:
-        return out
     if not splits and takes_decode(x, weight):
         _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps)
-        return out
+        return
     kernels, x = _kernels(), x.contiguous()
     if not splits:
         splits, block_rows = choose_launch(rows, columns)
@@ -137,10 +104,6 @@ def fused_linear(
     )  # fmt: skip
     if splits > 1:
         kernels.add[(-(-tokens * rows // 256),)](parts, out, tokens * rows, SPLITS=splits, WIDTH=256, num_warps=2)
-    return out
-
-
-fused_linear.fake(_check, _empty)
 
 
 def takes_decode(x: Tensor, weight: Tensor) -> bool:
@@ -169,32 +132,17 @@ def _launch_decode(
     launch("linear/linear_decode", "kimi_linear_decode", "fused_linear", x.device, *tensors, *sizes, float(eps))
 
 
-@kernel_operation("fused_add_linear")
+@kernel_operation("fused_add_linear", OPERANDS.format(", delta bf16[T,K]", ", total bf16[T,K]") + "; x.is_contiguous()")
 def fused_add_linear(
-    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first GEMM.
-
-    Args:
-        x, delta: bfloat16 [T, K], T up to 16; other arguments as `fused_linear` takes them.
-
-    Returns:
-        bfloat16 [T, N] and bfloat16 [T, K].
-
-    Raises:
-        KernelError: a shape or dtype that the kernel does not take.
-    """
-    _check(x, weight, weight_scale_inv, norm_weight)
-    _check_delta(x, delta)
-    if not x.shape[0] or not takes_decode(x, weight):
-        total = x + delta
-        return fused_linear(total, weight, weight_scale_inv, norm_weight, eps), total
-    out, total = x.new_empty(x.shape[0], weight.shape[0]), torch.empty_like(x)
+    x: Tensor, delta: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, norm_weight: Tensor, eps: float, *,
+    out: Tensor, total: Tensor,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """RMSNorm(x + delta) W^T and x + delta, the residual sum before a layer's first GEMM."""
+    if not takes_decode(x, weight):
+        summed = x + delta
+        return fused_linear(summed, weight, weight_scale_inv, norm_weight, eps), summed
     _launch_decode(x, weight, weight_scale_inv, norm_weight, out, eps, delta, total)
-    return out, total
-
-
-fused_add_linear.fake(_check, _check_delta, lambda x, weight: (_empty(x, weight), torch.empty_like(x)))
+    return None
 
 
 @functools.cache

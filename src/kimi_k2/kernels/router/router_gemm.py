@@ -17,14 +17,16 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import hopper, is_hopper
-from kimi_k2.kernels.common.launch import expect, launch
+from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
 from kimi_k2.kernels.common.workspace import marked
 from kimi_k2.kernels.router.gate import (
+    CHOICE,
+    CHOSEN,
+    LIMITS,
+    VALID,
     GateArguments,
-    check_gate,
-    empty_routing,
     gate_arguments,
     launch_gate,
     warps_a_block,
@@ -39,11 +41,7 @@ _RouterArguments = structure("router/csrc/router_gemm.cuh", "RouterArgs")
 
 def supports(x: Tensor, weight: Tensor) -> bool:
     """Whether `router_gemm` takes x [T, H] and weight [E, H]: bfloat16 on a Hopper GPU."""
-    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.is_contiguous() and t.dim() == 2 for t in (x, weight)):
-        return False
-    if x.shape[1] != weight.shape[1] or x.shape[1] % 256 or weight.shape[0] % 32:
-        return False
-    return is_hopper(x.device)
+    return x.is_cuda and router_gemm.fits(x=x, weight=weight) and is_hopper(x.device)
 
 
 def supports_decode(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) -> bool:
@@ -52,16 +50,8 @@ def supports_decode(x: Tensor, weight: Tensor, top_k: int, *, n_group: int = 1) 
     return fits and n_group == 1 and supports(x, weight)
 
 
-def check_product(x: Tensor, weight: Tensor) -> None:
-    """KernelError unless x [T, H] and weight [E, H] are bfloat16 of sizes that the kernel takes."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise KernelError(f"{name} is {actual}, expected contiguous torch.bfloat16 of 2 dimensions")
-    if x.shape[1] != weight.shape[1] or x.device != weight.device:
-        raise KernelError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree in columns and device")
-    if x.shape[1] % 256 or weight.shape[0] % 32:
-        raise KernelError(f"hidden {x.shape[1]} must be a multiple of 256, experts {weight.shape[0]} of 32")
+PRODUCT = "x bf16[T,H], weight bf16[E,H]"
+SIZES = "H % 256 == 0; E % 32 == 0"
 
 
 def absent_logits(device: torch.device) -> Tensor:
@@ -101,53 +91,21 @@ def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: Structure | N
     launch("router/gate", "kimi_router", "the router", x.device, arguments)
 
 
-@kernel_operation("router_gemm")
-def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T in float32.
-
-    Args:
-        x: bfloat16 [T, H], H a multiple of 256.
-        weight: bfloat16 [E, H], E a multiple of 32.
-
-    Returns:
-        float32 [T, E]; the same bits in every run.
-
-    Raises:
-        KernelError: a shape, dtype or device that the kernel does not take, or a failed launch.
-    """
-    check_product(x, weight)
+@kernel_operation("router_gemm", f"{PRODUCT} -> logits f32[T,E]; {SIZES}")
+def router_gemm(x: Tensor, weight: Tensor, *, logits: Tensor) -> Tensor | None:
+    """x weight^T in float32; the same bits in every run."""
     if x.shape[0] > MAX_TOKENS:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        launch_router(x, weight, logits, None)
-    return logits
+    launch_router(x, weight, logits, None)
+    return None
 
 
-router_gemm.fake(check_product, lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32))
+DECODE = f"{SIZES}; T <= {MAX_TOKENS}; E <= {MAX_FUSED_EXPERTS}; {LIMITS}"
 
 
-def check_decode(
-    x: Tensor,
-    weight: Tensor,
-    e_score_correction_bias: Tensor,
-    top_k: int,
-    num_valid: Tensor | None,
-    index_dtype: torch.dtype,
-    launches: int,
-) -> None:
-    """KernelError unless GEMM and gate take these arguments in one operation."""
-    check_product(x, weight)
-    if x.shape[0] > MAX_TOKENS or weight.shape[0] > MAX_FUSED_EXPERTS:
-        raise KernelError(
-            f"{x.shape[0]} tokens and {weight.shape[0]} experts: expected at most {MAX_TOKENS} and {MAX_FUSED_EXPERTS}"
-        )
-    if launches not in (0, 1, 2):
-        raise KernelError(f"launches {launches}: expected 0, 1 or 2")
-    check_gate(e_score_correction_bias, weight.shape[0], top_k, num_valid, index_dtype, x.device)
-
-
-@kernel_operation("router_decode")
+@kernel_operation(
+    "router_decode", f"{PRODUCT}, {CHOICE}, {VALID}, inverse f32[T]? -> {CHOSEN}; {DECODE}; launches in (0, 1, 2)"
+)
 def router_decode(
     x: Tensor,
     weight: Tensor,
@@ -159,33 +117,25 @@ def router_decode(
     index_dtype: torch.dtype = torch.int64,
     launches: int = 0,
     inverse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`router_gemm` and `fused_gate` in one operation, for at most 64 tokens and 384 experts.
+    *,
+    indices: Tensor,
+    weights: Tensor,
+) -> None:
+    """`router_gemm` and `fused_gate` in one operation.
 
-    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose, and `inverse`, float32 [T], times
-    which logits are taken; raises KernelError as they do.
+    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose, and `inverse`, times which logits
+    are taken.
     """
-    check_decode(x, weight, e_score_correction_bias, top_k, num_valid, index_dtype, launches)
     tokens, experts = x.shape[0], weight.shape[0]
-    if inverse is not None:
-        expect("inverse", inverse, x.device, (tokens,), torch.float32)
-    indices, weights = empty_routing(tokens, top_k, index_dtype, x.device)
-    if tokens:
-        gate = gate_arguments(
-            e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
-        )
-        wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
-        scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
-        if scratch is not None:
-            launch_router(x, weight, scratch, gate, inverse=inverse)
-        elif launches == 1:
-            raise KernelError("router_decode in one launch needs a whole GPU")
-        else:
-            logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-            launch_router(x, weight, logits, None, inverse=inverse)
-            gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
-            launch_gate(gate, x.device)
-    return indices, weights
-
-
-router_decode.fake(check_decode, lambda x, top_k, index_dtype: empty_routing(x.shape[0], top_k, index_dtype, x.device))
+    gate = gate_arguments(e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid)
+    wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
+    scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
+    if scratch is not None:
+        launch_router(x, weight, scratch, gate, inverse=inverse)
+    elif launches == 1:
+        raise KernelError("router_decode in one launch needs a whole GPU")
+    else:
+        logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+        launch_router(x, weight, logits, None, inverse=inverse)
+        gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
+        launch_gate(gate, x.device)

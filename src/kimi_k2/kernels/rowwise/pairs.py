@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import launch
@@ -38,51 +37,14 @@ def supports_silu_and_mul(gate_up: Tensor) -> bool:
     return whole and _usable(gate_up.device)
 
 
-def _check_add(a: Tensor, b: Tensor) -> Tensor:
-    if a.shape != b.shape or a.dtype != torch.bfloat16 or b.dtype != a.dtype or a.numel() % GROUP:
-        raise KernelError(
-            f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}: expected bfloat16 of one shape, whole eights"
-        )
-    return torch.empty_like(a)
-
-
-@kernel_operation("add")
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b.
-
-    Args:
-        a, b: bfloat16 of one shape, contiguous, a multiple of eight values.
-    """
-    out = _check_add(a, b)
+@kernel_operation("add", "a bf16[*S], b bf16[*S] -> out bf16[*S]; a.numel() % 8 == 0")
+def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """a + b."""
     launch("rowwise/pairs", "kimi_pairs", "add", a.device, a, b, out, a.numel() // GROUP, 1)
-    return out
 
 
-add.fake(_check_add)
-
-
-def _check_gate_up(gate_up: Tensor) -> Tensor:
-    if gate_up.dtype != torch.bfloat16 or gate_up.dim() == 0 or gate_up.shape[-1] % (2 * GROUP):
-        raise KernelError(f"gate_up is {gate_up.dtype} {list(gate_up.shape)}, expected bfloat16 [..., 2I], I of 8")
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@kernel_operation("silu_and_mul")
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up.
-
-    Args:
-        gate_up: bfloat16 [..., 2I], contiguous, gate first, I a multiple of eight.
-
-    Returns:
-        bfloat16 [..., I].
-    """
-    out = _check_gate_up(gate_up)
-    wide = out.shape[-1] // GROUP
-    launch(
-        "rowwise/pairs", "kimi_pairs", "silu_and_mul", gate_up.device, gate_up, None, out, out.numel() // GROUP, wide
-    )
-    return out
-
-
-silu_and_mul.fake(_check_gate_up)
+@kernel_operation("silu_and_mul", "gate_up bf16[*S,G] -> out bf16[*S,G/2]; G % 16 == 0")
+def silu_and_mul(gate_up: Tensor, *, out: Tensor) -> None:
+    """silu(gate) * up, gate first."""
+    sizes = out.numel() // GROUP, out.shape[-1] // GROUP
+    launch("rowwise/pairs", "kimi_pairs", "silu_and_mul", gate_up.device, gate_up, None, out, *sizes)

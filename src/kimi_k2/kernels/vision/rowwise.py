@@ -5,20 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import has_triton
+from kimi_k2.kernels.common.line import Line
 
-MAX_WIDTH = 8192
+KINDS = "bf16|f16|f32"
+NORM = Line(
+    f"x {KINDS}[T,D], delta {KINDS}[T,D], weight {KINDS}[D], bias {KINDS}[D]; D <= 8192;"
+    " x.dtype == delta.dtype == weight.dtype == bias.dtype"
+)
+# Queries, keys and values of a token side by side.
+QKV = Line(
+    f"qkv {KINDS}[T,3,H,D] rows, cos f32[T,1,D/2], sin f32[T,1,D/2]; D % 2 == 0; qkv.stride()[1:] == (H * D, D, 1)"
+)
 
 
 def supports_add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
     """Half precision on a GPU with Triton, contiguous rows."""
-    return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and has_triton()
-        and _fault(x, delta, weight, bias) is None
-    )
+    fits = NORM.fits(x=x, delta=delta, weight=weight, bias=bias)
+    return x.is_cuda and x.dtype != torch.float32 and has_triton() and fits
 
 
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,8 +31,7 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
     Raises:
         KernelError: another shape, dtype or layout.
     """
-    if fault := _fault(x, delta, weight, bias):
-        raise KernelError(fault)
+    NORM.bind({"x": x, "delta": delta, "weight": weight, "bias": bias})
     from kimi_k2.kernels.vision import rowwise_triton
 
     tokens, size = x.shape
@@ -39,19 +42,6 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
             x, delta, weight, bias, normed, total, size, eps, WIDTH=width, num_warps=4
         )
     return normed, total
-
-
-def _fault(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> str | None:
-    if x.dim() != 2 or x.shape[1] > MAX_WIDTH or not x.is_contiguous():
-        return f"x is {list(x.shape)}, expected contiguous [T, D], D up to {MAX_WIDTH}"
-    for name, tensor, shape in (
-        ("delta", delta, x.shape),
-        ("weight", weight, x.shape[1:]),
-        ("bias", bias, x.shape[1:]),
-    ):
-        if tensor.shape != shape or tensor.dtype != x.dtype or not tensor.is_contiguous():
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected contiguous {x.dtype} {list(shape)}"
-    return None
 
 
 def supports_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -75,10 +65,10 @@ def supports_rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Half precision on a GPU with Triton, contiguous within a token, nothing to differentiate."""
     return (
         all(tensor.is_cuda for tensor in (qkv, cos, sin))
-        and qkv.dtype in (torch.bfloat16, torch.float16)
+        and qkv.dtype != torch.float32
         and not (torch.is_grad_enabled() and qkv.requires_grad)
         and has_triton()
-        and _rotation_fault(qkv, cos, sin) is None
+        and QKV.fits(qkv=qkv, cos=cos, sin=sin)
     )
 
 
@@ -88,8 +78,7 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     Raises:
         KernelError: another shape, dtype or layout.
     """
-    if fault := _rotation_fault(qkv, cos, sin):
-        raise KernelError(fault)
+    QKV.bind({"qkv": qkv, "cos": cos, "sin": sin})
     from kimi_k2.kernels.vision import rowwise_triton
 
     tokens, _, heads, size = qkv.shape
@@ -101,16 +90,3 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
         )
     q, k, v = qkv.unbind(1)
     return q, k, v
-
-
-def _rotation_fault(qkv: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] % 2:
-        return f"qkv is {list(qkv.shape)}, expected [T, 3, H, D] with D even"
-    size = qkv.shape[3]
-    if qkv.stride()[1:] != (qkv.shape[2] * size, size, 1):
-        return f"qkv has strides {qkv.stride()}, expected queries, keys and values of a token side by side"
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        wanted = (qkv.shape[0], 1, size // 2)
-        if tuple(tensor.shape) != wanted or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}, expected contiguous float32 {list(wanted)}"
-    return None

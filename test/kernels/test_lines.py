@@ -1,0 +1,236 @@
+"""Every kernel's line: results of the right shape from tensors without data, and all that it refuses, by name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kimi_k2.kernels
+from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.line import DTYPES, Operand
+from kimi_k2.kernels.common.operation import OPERATIONS
+
+for module in pkgutil.walk_packages(kimi_k2.kernels.__path__, "kimi_k2.kernels."):
+    if not module.name.endswith(("_triton", "libraries")):
+        importlib.import_module(module.name)
+
+E4M3, F32, I32 = torch.float8_e4m3fn, torch.float32, torch.int32
+# Sizes and arguments that a line takes, the shape of each result and its dtype unless it is bfloat16, and what breaks
+# a condition each. Of an optional tensor "with" makes one.
+TOKENS: dict[str, Any] = {"T": 3, "H": 512, "eps": 1e-6}
+ENTRY: dict[str, Any] = {"B": 2, "H": 4, "N": 2, "P": 70, "eps": 1e-6}
+EXPERTS: dict[str, Any] = {"T": 3, "H": 1024, "I": 256, "E": 4, "k": 2, "M": 9}
+BLOCKS: list[dict[str, Any]] = [
+    {"H": 1088}, {"I": 200}, {"E": 513}, {"H": 8448}, {"I": 8320}, {"with": "expert_map", "M": 0},
+]  # fmt: skip
+ROUTER: dict[str, Any] = {"T": 3, "H": 512, "E": 64, "top_k": 8, "index_dtype": torch.int64}
+CHOICE: list[dict[str, Any]] = [
+    {"E": 544},
+    {"top_k": 17},
+    {"index_dtype": torch.int16},
+    {"with": "num_valid", "N": (2,)},
+]
+PRODUCT: dict[str, Any] = {"T": 3, "K": 512, "N": 200, "P": 320, "terms": 2, "choice": [1, 32, 1]}
+PRODUCTS: list[dict[str, Any]] = [{"K": 448}, {"N": 204}, {"terms": 3}, {"P": 256}]
+CONTEXT: dict[str, Any] = {"B": 3, "H": 8, "N": 3, "R": 70, "W": 5, "softmax_scale": 0.1}
+PAGES: list[dict[str, Any]] = [
+    {"H": 12},
+    {"N": 2},
+    {"with": "block_table"},
+    {"N": 2**26, "R": 64, "with": "block_table"},
+]
+PACKED: dict[str, Any] = {
+    "T": 3, "H": 512, "E": 4, "F": 512, "G": 16, "D": 32, "S": 8, "J": 64, "k": 2, "M": 9, "splits": 2,
+    "with": "down_proj_scale",
+}  # fmt: skip
+PACKS: list[dict[str, Any]] = [
+    {"H": 640, "G": 20}, {"F": 640, "D": 40, "S": 10}, {"F": 0, "D": 0, "S": 0}, {"E": 513},
+    {"with": "down_proj_scale expert_map", "M": 0}, {"G": 17}, {"D": 33}, {"S": 9}, {"with": ""},
+]  # fmt: skip
+PLAN = [((2 * 3 + 132 // 4 + 1 + 3 + 132, 4), I32)]  # three contexts, 132 blocks
+CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
+    "absorb": (ENTRY, [(2, 4, 576)], []),
+    "absorb_and_store": (ENTRY, [(2, 4, 576)], []),
+    "add": ({"S": (3, 5, 16)}, [(3, 5, 16)], [{"S": (3, 4)}]),
+    "add_norm": (TOKENS, [(3, 512)] * 2, []),
+    "add_norm_apart": (TOKENS, [(3, 512), (3, 512), ((3,), F32)], [{"H": 516}]),
+    "add_norm_route": (
+        {**TOKENS, "E": 64, "top_k": 8, "index_dtype": torch.int64},
+        [(3, 512), (3, 512), ((3, 8), torch.int64), ((3, 8), F32)],
+        [{"H": 384}, {"E": 48}, {"T": 65}, {"E": 416}, {"E": 0}, {"top_k": 17}],
+    ),
+    "add_quantize": (
+        {"T": 3, "K": 512, "eps": 1e-6, "terms": 2}, [(3, 512), ((2, 3, 512), E4M3), ((4, 320), F32)],
+        [{"K": 448}, {"terms": 3}, {"K": 8320}],
+    ),
+    "attend_values": ({**CONTEXT, "B": 3}, [(3, 1024)], PAGES),
+    "block_gemm": (PRODUCT, [(3, 200)], PRODUCTS),
+    "dense_gemm": (
+        {"T": 3, "K": 512, "N": 40, "cluster": 2, "D": torch.bfloat16}, [(3, 40)],
+        [{"K": 480}, {"N": 44}, {"cluster": 9},
+         {"x": lambda: torch.empty(1024, dtype=torch.bfloat16).as_strided((3, 512), (8, 1))}]
+    ),
+    "fp8_block_to_bf16": ({"N": 200, "K": 300}, [(200, 300)], []),
+    "fused_add_linear": (
+        {"T": 3, "K": 512, "N": 200, "eps": 1e-6, "with": "weight_scale_inv norm_weight"}, [(3, 200), (3, 512)],
+        [{"T": 17}, {"K": 448}, {"with": "norm_weight"},
+         {"x": lambda: torch.empty(3, 1024, dtype=torch.bfloat16)[:, :512]}],
+    ),
+    "fused_gate": (
+        ROUTER, [((3, 8), torch.int64), ((3, 8), F32)],
+        [*CHOICE, {"strategy": "block"}, {"warps": 9}, {"strategy": "packed"}],
+    ),
+    "fused_linear": (
+        {"T": 3, "K": 512, "N": 200, "with": "weight_scale_inv"}, [(3, 200)], [{"T": 17}, {"K": 448}, {"with": ""}]
+    ),
+    "held_rows": ({"T": 3, "V": 20, "H": 512, "first": 4}, [(3, 512)], [{"H": 8200}]),
+    "mla_decode": (
+        {**CONTEXT, "S": (3,)}, [(3, 8, 512)], [*PAGES, {"S": (3, 4, 1)}, {"S": (3, 9)}, {"S": (3, 4), "with": "lse"}]
+    ),
+    "mla_plan": ({"B": 3, "capacity": 640, "heads": 8}, PLAN, [{"B": 0}, {"heads": 12}]),
+    "mla_plan_by_length": ({"B": 3, "capacity": 640, "heads": 8}, PLAN, [{"B": 1025}, {"heads": 12}]),
+    "mla_prefill": (
+        {"B": 2, "S": 5, "H": 8, "T": 9, "softmax_scale": 0.1}, [(2, 5, 8, 128)], [{"T": 2**31 // 576}]
+    ),
+    "moe_bf16": (EXPERTS, [(3, 1024)], [{"H": 960}, {"I": 192}, BLOCKS[-1]]),
+    "moe_decode": (EXPERTS, [(3, 1024)], [*BLOCKS, {"with": "shared_down"}]),
+    "moe_fp8": (EXPERTS, [(3, 1024)], BLOCKS),
+    "moe_w4a16": (PACKED, [(3, 512)], [*PACKS, {"with": "down_proj_scale gate_up_proj_all"}]),
+    "moe_w4a16_few": (
+        PACKED, [(3, 512)],
+        [*PACKS, {"G": 8}, {"splits": 9}, {"k": 1}, {"T": 5}, {"with": "down_proj_scale shared_down"},
+         {"with": "down_proj_scale shared_gate_up shared_down", "J": 40}],
+    ),
+    "next_step": ({"B": 3, "W": 5, "page": 64}, [], []),
+    "norm_apart": (TOKENS, [(3, 512), ((3,), F32)], [{"T": 1, "H": 516}, {"H": 8200}]),
+    "push_all_reduce": (
+        {"S": (3, 8), "capacity": 512, "mail": [0, 0], "rank": 1}, [(3, 8)],
+        [{"S": (3, 3)}, {"capacity": 514}, {"S": (3, 256)}, {"mail": [0]}, {"rank": 2}],
+    ),
+    "quantize_groups": (
+        {"T": 3, "G": 512, "terms": 2}, [((2, 3, 512), E4M3), ((4, 320), F32)],
+        [{"G": 448}, {"G": 384, "swiglu": True}, {"terms": 3}, {"G": 8320, "with": "norm_weight"}],
+    ),
+    "query_and_entry": (
+        {**ENTRY, "q_eps": 1e-6, "kv_eps": 1e-6, "with": "q_b_scale_inv"}, [(2, 4, 576)], [{"B": 5}, {"with": ""}]
+    ),
+    "rotate_pairs": ({"B": 2, "S": 5, "H": 3, "D": 64}, [(2, 5, 3, 64)], [{"D": 96}]),
+    "rotate_pairs_": ({"B": 2, "S": 5, "H": 3, "D": 64}, [], [{"D": 96}]),
+    "route_norm": (TOKENS, [(3, 512), (3, 512), (3, 512), ((3,), F32)], [{"H": 7424}]),
+    "router_decode": (
+        ROUTER, [((3, 8), torch.int64), ((3, 8), F32)],
+        [{"H": 384}, {"E": 48}, {"T": 65}, {"E": 416}, {"E": 0}, *CHOICE[1:], {"launches": 3}],
+    ),
+    "router_gemm": ({"T": 3, "H": 512, "E": 64}, [((3, 64), F32)], [{"H": 384}, {"E": 48}]),
+    "row_norm": (TOKENS, [(3, 512)], [{"H": 8200}]),
+    "silu_and_mul": ({"S": (3, 5), "G": 32}, [(3, 5, 16)], [{"G": 24}]),
+    "value_rows": ({"B": 3, "H": 8, "V": 20}, [(3, 160)], []),
+    "vision_packed_attention": (
+        {"H": 4, "C": 208, "tokens": 9, "P": 5, "S": 3, "J": 2, "slots": 4, "softmax_scale": 0.1},
+        [(9, 4, 72)], [{"C": 200}],
+    ),
+    "vision_rotate_and_pack": (
+        {"T": 9, "H": 4}, [(3, 4, 9, 208, 8)],
+        [{"qkv": lambda: torch.empty(9, 4, 3, 72, dtype=torch.bfloat16).transpose(1, 2)}]
+    ),
+    "wide_gemm": (PRODUCT, [(3, 200)], PRODUCTS),
+    "write_slots": ({"B": 2, "S": 3, "C": 72, "T": 9}, [], []),
+}  # fmt: skip
+
+
+def shape_of(dims: tuple[str | CodeType, ...], case: dict[str, Any]) -> tuple[int, ...]:
+    found: tuple[int, ...] = ()
+    for dim in dims:
+        size = case[dim] if isinstance(dim, str) else eval(dim, {}, case)
+        found += size if isinstance(size, tuple) else (size,)
+    return found
+
+
+def tensors_of(name: str, case: dict[str, Any]) -> dict[str, Tensor]:
+    """Empty ones as the line has them, the optional ones that `with` names."""
+    chosen = case.get("with", "").split()
+    return {
+        one.name: torch.empty(shape_of(one.dims, case), dtype=DTYPES[one.dtype.split("|")[0]], device="cpu")
+        for one in OPERATIONS[name].line.operands
+        if not one.optional or one.name in chosen
+    }
+
+
+def arguments_of(name: str, case: dict[str, Any]) -> dict[str, Any]:
+    known = {argument.name for argument in OPERATIONS[name].registered._opoverload._schema.arguments}
+    missing = {"weight_scale_inv": None, "norm_weight": None, "q_b_scale_inv": None, "down_proj_scale": None}
+    given = {**missing, **tensors_of(name, case), **case}
+    given = {key: value() if callable(value) else value for key, value in given.items()}
+    return {key: value for key, value in given.items() if key in known}
+
+
+def test_every_operation_has_a_case() -> None:
+    assert set(CASES) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_without_data(name: str) -> None:
+    case, wanted, _ = CASES[name]
+    with FakeTensorMode():
+        made = OPERATIONS[name](**arguments_of(name, case))
+    found = [] if made is None else [made] if isinstance(made, Tensor) else made
+    shapes = [one if isinstance(one[0], tuple) else (one, torch.bfloat16) for one in wanted]
+    assert [(tuple(one.shape), one.dtype) for one in found] == shapes
+    assert all(one.is_contiguous() for one in found)
+
+
+def names_of(one: Operand) -> list[str]:
+    return [name for dim in one.dims for name in ([dim] if isinstance(dim, str) else dim.co_names)]
+
+
+def broken(one: Operand, tensor: Tensor, bound: list[str]) -> Iterator[Tensor | None]:
+    """A tensor otherwise than the line has it, one way at a time; `bound` are the names that other places have."""
+    yield tensor.to(torch.float64)
+    if not one.optional:
+        yield None
+    if not one.star:
+        yield tensor.unsqueeze(0)
+        for place, dim in enumerate(one.dims):
+            if not isinstance(dim, str) or dim in bound:
+                yield tensor.repeat_interleave(2, place)
+    wide = torch.cat((tensor, tensor), -1)
+    if tensor.shape[-1] > 1:
+        yield wide[..., ::2]
+    if one.layout != "rows" and tensor.dim() > 1:
+        yield wide[..., 1 : tensor.shape[-1] + 1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_tensors_are_refused(name: str) -> None:
+    line, (case, _, _) = OPERATIONS[name].line, CASES[name]
+    with FakeTensorMode():
+        given = arguments_of(name, case)
+        there = [one for one in line.operands if given.get(one.name) is not None]
+        for one in there:
+            bound = [name for other in there if other is not one for name in names_of(other)] + list(given)
+            others = [torch.empty_like(given[one.name], device="meta")] if len(there) > 1 else []
+            for wrong in (*others, *broken(one, given[one.name], bound)):
+                with pytest.raises(KernelError, match="expected"):
+                    OPERATIONS[name](**given | {one.name: wrong})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_condition_refuses(name: str) -> None:
+    """By its text; those that say more are refused too."""
+    line, (case, _, worse) = OPERATIONS[name].line, CASES[name]
+    said = []
+    with FakeTensorMode():
+        for changes in worse:
+            with pytest.raises(KernelError) as refusal:
+                OPERATIONS[name](**arguments_of(name, {**case, **changes}))
+            said.append(str(refusal.value))
+    quiet = [text for text, _ in line.conditions if not any(text in one for one in said)]
+    assert not quiet
