@@ -160,6 +160,9 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
     collectives = layers * layer["collectives"]
     alone = step(rates._replace(latency=0.0))  # weights load while nothing is exchanged
     reported = data()["collective"]
+    latencies: list[dict[str, Any]] = [
+        {"seconds": ASSUMED_LATENCY * 1e-6, "what": "assumed"}, reported, reported["slowest"],
+    ]  # fmt: skip
     return {
         "layer": layer,
         "collectives": collectives + others,
@@ -173,7 +176,7 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
                 "charged": alone + (collectives + others) * one["seconds"],
                 "source": one["what"] + (f" ({source_words(one['source'])})" if "source" in one else ""),
             }
-            for one in ({"seconds": ASSUMED_LATENCY * 1e-6, "what": "assumed"}, reported, reported["slowest"])
+            for one in latencies
         ],
     }
 
