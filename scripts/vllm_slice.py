@@ -104,14 +104,20 @@ def latency(directory: Path, config: KimiK2Config, args: argparse.Namespace) -> 
         fixed += [flag] if value is True else [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     parser = FlexibleArgumentParser()
     bench.add_cli_args(parser)
-    engines, start = [], LLM.from_engine_args
-    LLM.from_engine_args = lambda arguments: engines[0] if engines else engines.append(start(arguments)) or engines[0]
+    start, engines = LLM.from_engine_args, list[Any]()
+
+    def once(arguments: Any) -> Any:
+        engines.extend([] if engines else [start(arguments)])
+        return engines[0]
+
+    LLM.from_engine_args = once
 
     def seconds(batch: int, tokens: int, new: int) -> float:
         out = directory / f"{batch}-{tokens}-{new}.json"
         sizes = {"batch-size": batch, "input-len": tokens, "output-len": new, "num-iters": 3, "num-iters-warmup": 1}
         bench.main(parser.parse_args([*fixed, "--output-json", str(out), *(f"--{k}={v}" for k, v in sizes.items())]))
-        return statistics.median(json.loads(out.read_text())["latencies"])
+        taken: list[float] = json.loads(out.read_text())["latencies"]
+        return statistics.median(taken)
 
     for tokens in args.contexts:
         for batch in args.requests:
