@@ -43,6 +43,7 @@ CONFIGS: list[tuple[str, Damage]] = [
     *(one for one in of_file(CONFIG).items() if one[0] != "missing"),
     ("names in a list", member(CONFIG, _NAMES, [1])),
     ("names a number", member(CONFIG, _NAMES, 3)),
+    ("names null", member(CONFIG, _NAMES, None)),
     ("an id that is no number", member(CONFIG, f"{_NAMES}/x", {"content": "a"})),
     ("an id of a plain token", member(CONFIG, f"{_NAMES}/3", {"content": "a"})),
     ("an id beyond the vocabulary", member(CONFIG, f"{_NAMES}/99999", {"content": "a"})),
@@ -93,7 +94,6 @@ def kinds() -> list[Kind]:
         Kind("template: a loop of links", "fp8", looping_link(TEMPLATE), TEMPLATE, "g"),
         Kind("template: missing", "fp8", remove(TEMPLATE), "", ""),
         Kind("tokenizer_config: missing", "fp8", remove(CONFIG), "", ""),
-        Kind("tokenizer_config: names null", "fp8", member(CONFIG, _NAMES, None), "", ""),
         Kind("template in tokenizer_config a number", "fp8", _moved_template(5), "chat_template", "g"),
         Kind("template in tokenizer_config no Jinja", "fp8", _moved_template("{% if %}"), "chat_template", "g"),
     ]
