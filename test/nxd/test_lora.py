@@ -56,8 +56,9 @@ def served(adapters: dict[str, Path], source: Path, case: Case) -> tuple[dict[st
     """A job whose lines have adapters, and the logits of the plain models with them."""
     paths = {name: str(adapters[name]) for name in ("first", "second")}
     lora = {"max_loras": 2, "max_lora_rank": RANK, "batch_size": 4, "target_modules": list(TARGETS)}
-    options = {**case.options, "lora_config": {**lora, "lora_ckpt_paths": paths}}
+    options = {"lora_config": {**lora, "lora_ckpt_paths": paths}}
     made = job(case._replace(options=options, more={"more": {"adapter_ids": torch.tensor(CHOSEN)}}), source)
+    made["neuron_config"] |= case.options
     (script,) = made["scripts"] = [schedule.sequences(4, 6)]
     both = [script.expected(merged(source, adapters[name])) for name in ("first", "second")]
     return made, torch.stack([both[CHOSEN[row % 4]][row] for row in range(len(both[0]))])

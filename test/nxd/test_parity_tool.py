@@ -37,7 +37,7 @@ def verdict(source: Path, dtype: str, preset: str | None, mode: str) -> Any:
             made.append(self)
 
         attention.__init__, attention.forward = counted, wrong
-    deployed = run("nxdi", source, inputs, dtype, preset=Deployment.load(preset) if preset else None)
+    deployed = run("neuron", source, inputs, dtype, preset=Deployment.load(preset) if preset else None)
     result = compare(deployed, golden, config, dtype)
     if mode == "beside":
         plain = compare(run("cpu", source, inputs, dtype), golden, config, dtype)

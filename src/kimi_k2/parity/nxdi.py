@@ -76,8 +76,10 @@ def run_nxdi(
     else:
         deployment = preset
     options = capture_options(config, inputs.layers, deployment.tp_degree)
-    application = NeuronApplication.load(checkpoint, deployment, compiled, **options)
     points = list(capture_points(config, inputs.layers, deployment.tp_degree).values())
+    if deployment.neuron_config.decode == "layers":  # modules inside its kernel cannot be captured: logits alone
+        options["tensor_capture_config"], points = None, []
+    application = NeuronApplication.load(checkpoint, deployment, compiled, **options)
     trace = Trace(inputs)
 
     def record(phase: str, output: Output, rows: int) -> None:

@@ -246,7 +246,7 @@ class KimiK2InferenceConfig(InferenceConfig):
         for name in self.get_required_attributes():
             require(hasattr(self, name), name, "missing in config.json")
         for name in OPTIONAL:
-            if not hasattr(self, name):
+            if not hasattr(self, name) and name != "quantization_config":  # transformers' takes no None for it
                 setattr(self, name, None)
         self.output_attentions = self.output_hidden_states = False
         self.return_dict = self.use_cache = True
@@ -299,7 +299,7 @@ class KimiK2InferenceConfig(InferenceConfig):
     @property
     def stored_form(self) -> StoredForm:
         """How the checkpoint stores its quantized weights."""
-        return stored_form(self.quantization_config)
+        return stored_form(getattr(self, "quantization_config", None))
 
     @property
     def softmax_scale(self) -> float:
