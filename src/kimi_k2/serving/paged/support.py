@@ -12,9 +12,8 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.kernels.attention.attend_values import WIDTH
+from kimi_k2.kernels.attention.mla_prefill import NOPE, VALUE
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROPE
-from kimi_k2.kernels.attention.query import NOPE
 from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS, INT4
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
@@ -98,7 +97,7 @@ def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: i
         ("a GPU that is no Hopper", not hopper),
         ("no nvcc, which the kernels are built with", find_nvcc() is None),
         (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
-        (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, WIDTH)),
+        (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, VALUE)),
         (f"{heads} heads a rank", kernel_heads(heads) is None),
         (f"pages of {page} tokens, the kernels take {PAGE}", page not in (None, PAGE)),
     ):
