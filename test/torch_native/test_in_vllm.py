@@ -82,6 +82,6 @@ def test_calls_sampled_on_the_device_are_valid(
     through_vllm: Any,  # noqa: F811
     grammars: Grammars,  # noqa: F811
 ) -> None:
-    """By jsonschema; KIMI_K2_DRAWS=200 draws so many schemas."""
+    """By jsonschema, as that test has it; KIMI_K2_DRAWS=200 draws so many schemas."""
     monkeypatch.setattr(test_vllm_grammar, "Sampler", OnDevice)
-    test_vllm_grammar.test_calls_are_valid_by_their_tools_schemas(choice, False, through_vllm, grammars)
+    test_vllm_grammar.test_a_reply_beside_vllms_reasoner(choice, False, through_vllm, grammars)
