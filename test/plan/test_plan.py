@@ -103,7 +103,7 @@ def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) ->
 
 @pytest.mark.parametrize(
     ("preset", "layers", "prompt", "counted"),
-    [("trn2-tp64-ep1", 2, 2048, 150696394752), ("trn2-tp64-ep1-32k", 2, 8192, 465747345408)],
+    [("trn2-tp64-ep1", 2, 2048, 147474874368)],
 )  # fmt: skip
 def test_prefill_flops_are_those_counted_in_lowered_hlo(preset: str, layers: int, prompt: int, counted: int) -> None:
     """Counted by `kimi-k2 compile --hlo-only` and test/nxd/graphs.py, which need NxD's source."""
@@ -271,9 +271,9 @@ def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) 
         # Blocks of 128 tokens, 2 x 64 and 2 x 32 columns: 56 instructions of gate and up, 56 of down.
         blocks = expert_blocks(config, target, target.prompt)
         assert counted["matmuls"]["routed experts"] == 60 * 112 * blocks
-        # Where each slot's output lies, an int64, is read and written.
+        # Each choice's token, an int64, is read and written.
         moved = prefill_counts(config, target, plan).moved
-        assert moved["scatter"] == 60 * blocks * 128 * 2 * 8, name
+        assert moved["scatter"] == 60 * target.prompt * 8 * 2 * 8, name
         assert counted["limit"] > counted["total"]
         # compile raises the limit where the matrix multiplies alone are more than the compiler's 5 million.
         told = Deployment.load(name).max_context_length > LONG_PROMPT

@@ -72,7 +72,6 @@ def times_read(config: KimiK2Config, target: Target, tensor: PlannedTensor) -> i
 
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
-SUMMED_AT_ONCE = 2048  # rows of one GEMM in NxD's running sums (tril_size of its utils.tensor_utils.cumsum)
 
 
 def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, context: int | None = None) -> GraphCounts:
@@ -151,17 +150,14 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         rows = blocks * BLOCK + tokens * config.num_experts_per_tok
         counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
     elif blocks:
-        local = local_experts(config, target)
-        counts.flops += moe_layers(config) * (_running_sum_flops(tokens, local) + _running_sum_flops(local, 1))
         slots = blocks * (target.block_size or 0)
-        one = Collective("all-reduce", target.layout.moe_tp, slots * 8)
-        counts.collectives[one] = moe_layers(config)
         # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
         groups = -(-blocks // blocks_at_once(config, target))
         rows = slots + groups * tokens * config.num_experts_per_tok
         counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
-        # Where those outputs lie is scattered into a table.
-        counts.moved["scatter"] = counts.moved.get("scatter", 0) + moe_layers(config) * slots * 2 * 8
+        # Each choice's token is scattered into a table.
+        choices = tokens * config.num_experts_per_tok
+        counts.moved["scatter"] = counts.moved.get("scatter", 0) + moe_layers(config) * choices * 2 * 8
     return counts
 
 
@@ -237,12 +233,6 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
-
-
-def _running_sum_flops(rows: int, columns: int) -> int:
-    """NxD's sum over the rows above, by which it gives tokens their places in blocks: GEMMs with a triangle of ones."""
-    whole, rest = divmod(rows, SUMMED_AT_ONCE)
-    return 2 * columns * (whole * SUMMED_AT_ONCE**2 + rest**2)
 
 
 def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int, *, expanded: bool = False) -> int:
