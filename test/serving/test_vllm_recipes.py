@@ -367,6 +367,7 @@ def connector(it: Deployment) -> None:
     """Alone: one engine saves the caches of its prompts by layer, the next loads them."""
     stored = it.out / "stored"
     it.told["stored"] = str(stored)  # which other weights make stale, as in vLLM's own
+    it.usual = it.usual and not it.alone  # decode steps are vLLM's
     it.options["kv_transfer_config"] = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(stored)},
