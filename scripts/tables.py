@@ -180,12 +180,13 @@ def picture(title: str, labels: list[str], series: dict[str, list[float]], line:
             x, height = 60 + place * step + (0 if line else number * width), 160 * value / top
             y = 195 - height - 160 * below / top
             drawn.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" fill="{colour}"/>')
-            drawn.append(f'<text x="{x + 4:.0f}" y="{y + (12 if line else -3):.0f}">{value:.3g}</text>')
+            right, down = (width + 4, height / 2 + 4) if line else (4, -3)
+            drawn.append(f'<text x="{x + right:.0f}" y="{y + down:.0f}">{value:.3g}</text>')
     drawn += [f'<text x="{60 + n * step:.0f}" y="210">{label}</text>' for n, label in enumerate(labels)]
     if line:
         y = 195 - 160 * line[1] / top
-        drawn.append(f'<path d="M50 {y:.0f}H690" stroke="black" stroke-dasharray="5"/>')
-        drawn.append(f'<text x="560" y="{y - 4:.0f}">{line[0]} {line[1]:.1f}</text>')
+        drawn.append(f'<path d="M20 {y:.0f}H690" stroke="black" stroke-dasharray="5"/>')
+        drawn.append(f'<text x="20" y="{y - 4:.0f}">{line[0]} {line[1]:.1f}</text>')
     body = "\n".join(drawn)
     opened = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 220" font-family="sans-serif" font-size="11">'
     return f"{opened}\n{body}\n</svg>\n"
@@ -207,7 +208,9 @@ def pictures() -> dict[str, str]:
     labels = [f"{row[0]} requests" for row in rows]
     return {
         "memory.svg": picture(title, [f"{n:,}" for n in contexts], held, ("usable", plans[0]["usable"] / 2**30)),
-        "hopper.svg": picture("One H200, FP8, TPOT in ms", labels, {"vLLM's own model": stock, "ours": ours}, None),
+        "hopper.svg": picture(
+            "One H200, 12 layers, FP8: TPOT in ms", labels, {"vLLM's own model": stock, "ours": ours}, None
+        ),
     }
 
 
