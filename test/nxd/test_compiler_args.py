@@ -74,8 +74,10 @@ def test_presets_vllm_and_the_contrib_model_give_the_same_line(monkeypatch: pyte
 
     given = {**preset.neuron_arguments(), "quantized": True, "torch_dtype": torch.bfloat16}
     given = {name: value for name, value in given.items() if name in contrib.FOLLOWED}
-    neuron = contrib.KimiK2NeuronConfig(compiler_args=dict[str, Any](preset.compiler_args), **given)
+    neuron = contrib.KimiK2NeuronConfig(
+        compiler_args={str(graph): line for graph, line in preset.compiler_args.items()}, **given
+    )
     fields = raw.model_dump(exclude={"vision", "quantization", "tensor_prefix"})
     fields["quantization_config"] = raw.quantization.to_hf_dict() if raw.quantization else None
-    bare = contrib.KimiK2InferenceConfig(neuron, load_config=lambda target: vars(target).update(fields))
+    bare = contrib.KimiK2InferenceConfig(neuron, load_config=lambda target: target.__dict__.update(fields))
     assert lines(NeuronKimiK2ForCausalLM("none", bare)) == ours

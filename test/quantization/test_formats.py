@@ -68,7 +68,7 @@ def test_zeros_stay_zero_beside_others(name: str) -> None:
     """A block, a group, a row of them; their scales are none that a check refuses."""
     weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(0))
     weight[:128, :128] = weight[200] = 0
-    held = formats()[name](**{"checkpoint_format": "gptq_v2"} if name == "gptq" else {})
+    held = formats()[name](**dict[str, Any]({"checkpoint_format": "gptq_v2"} if name == "gptq" else {}))
     stored = held.quantize(weight)
     assert held.impossible_scales(stored) is None
     found = held.dequantize(stored, torch.float32)

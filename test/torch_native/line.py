@@ -354,7 +354,8 @@ class Runner:
         model.bind_kv_cache(self.pages)
         self.compiled = (compile_with or Lowering())(model)
         self.free, self.block, self.padding, self.segment = list(range(1, blocks)), block, padding, segment
-        self.prompt_buckets, self.line_buckets = ((segment,), buckets[1]) if segment else buckets
+        self.prompt_buckets: Sequence[int] = (segment,) if segment else buckets[0]
+        self.line_buckets: Sequence[int] = buckets[1]
         self.rank, self.width, self.structured = rank, width, structured
         self.logits: list[Tensor] = []
         self.aux: list[Tensor] = []
@@ -405,7 +406,7 @@ class Runner:
         drafts: Any = None,
     ) -> Tensor:
         """The next tokens of requests, padded to `total`."""
-        ids, positions, slots = [], [], []  # type: ignore[var-annotated]
+        ids, positions, slots = [], [], []
         for request, tokens in lines:
             for place, token in enumerate(tokens, request.cached):
                 if place == len(request.blocks) * self.block:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class NeuronMapping(CheckpointMapping):
         by_rank: whether a routed expert's tensors come as `Part` has them, else uncut.
     """
 
-    error: ClassVar[type[ValueError]] = CheckpointError
+    error: type[Exception] = CheckpointError
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -129,8 +129,8 @@ class CheckpointMapping:
         CheckpointError: a tensor is missing, or is none of the model's.
     """
 
-    error: ClassVar[type[ValueError]] = CheckpointError
-    expert_cuts: ClassVar[Mapping[str, tuple[int, int]]] = EXPERT_CUTS
+    error: type[Exception] = CheckpointError
+    expert_cuts: Mapping[str, tuple[int, int]] = EXPERT_CUTS
 
     def __init__(self, config: Any, reader: Any) -> None:
         self.config, self.reader, neuron = config, reader, config.neuron_config

@@ -34,7 +34,7 @@ def rank_file(directory: Path, rank: int) -> Path:
 class KimiK2DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    attention_cls = KimiK2Attention
+    attention_cls: Callable[[Any], nn.Module] = KimiK2Attention
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class NeuronKimiK2Model(NeuronBaseModel):
     layer_cls = KimiK2DecoderLayer
     cache_cls = LatentKVCacheManager
     # Parameters that keep their dtype when NxDI casts the model: a rounded bias changes nearly every choice of experts.
-    kept = ("scale", "e_score_correction_bias")
+    kept: tuple[str, ...] = ("scale", "e_score_correction_bias")
 
     def setup_attr_for_model(self, config: Any) -> None:
         """The attributes that NeuronBaseModel asks for."""
@@ -134,7 +134,7 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
     """Kimi-K2 for generation on Neuron; the README beside this folder says how to use it."""
 
     _model_cls = NeuronKimiK2Model
-    mapping_cls = CheckpointMapping
+    mapping_cls: Callable[..., CheckpointMapping] = CheckpointMapping
 
     @classmethod
     def get_config_cls(cls) -> type[KimiK2InferenceConfig]:

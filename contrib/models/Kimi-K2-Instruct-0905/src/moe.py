@@ -7,7 +7,7 @@ experts, no patch of NxD. One all-reduce sums the parts of all ranks, shared exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -256,7 +256,7 @@ class KimiK2Experts(nn.Module):
 class KimiK2MoE(nn.Module):
     """Router, routed experts and shared expert of a layer."""
 
-    def __init__(self, config: Any, experts_cls: type[KimiK2Experts] = KimiK2Experts) -> None:
+    def __init__(self, config: Any, experts_cls: Callable[[Any], nn.Module] = KimiK2Experts) -> None:
         super().__init__()
         neuron = config.neuron_config
         self.sequence_parallel = neuron.sequence_parallel_enabled

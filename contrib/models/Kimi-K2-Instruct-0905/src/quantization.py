@@ -19,7 +19,7 @@ BLOCKWISE, CHANNELWISE = "blockwise_symmetric", "expert_wise_per_channel_symmetr
 NEURON_E4M3_MAX = 240.0
 DEFAULT_BLOCK = 128  # of experts that the checkpoint does not store in blocks
 E4M3 = torch.float8_e4m3fn
-Stored = Mapping[str, Tensor]  # a weight's tensors by suffix
+Stored = dict[str, Tensor]  # a weight's tensors by suffix
 
 _FP8 = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "modules_to_not_convert"}
 _COMPRESSED = {

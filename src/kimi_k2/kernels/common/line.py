@@ -195,7 +195,7 @@ class Result(NamedTuple):
 MOST = 4096  # answers that are remembered, as asking takes a launch's time
 
 
-def recall(answers: dict[Hashable, T], arguments: Iterable[Any]) -> tuple[Hashable, T | None]:
+def recall(answers: Mapping[Hashable, T], arguments: Iterable[Any]) -> tuple[Hashable, T | None]:
     """All that a line can see of arguments, and the answer for it; None for sizes that torch.compile keeps open."""
     key = tuple(
         [

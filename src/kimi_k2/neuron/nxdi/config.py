@@ -91,7 +91,8 @@ class KimiK2NeuronConfig(base.KimiK2NeuronConfig):
     @property
     def query_group(self) -> int:
         """Ranks that share a cache, each of which makes the queries of all their heads; 0 where none does."""
-        return self.num_cores_per_group if self.layers and (self.num_cores_per_group or 1) > 1 else 0
+        cores = self.num_cores_per_group or 1
+        return cores if self.layers and cores > 1 else 0
 
 
 def load_kimi_config(source: str | Path | KimiK2Config) -> Callable[[InferenceConfig], None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
@@ -51,7 +51,7 @@ class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
     def __init__(self, config: KimiK2InferenceConfig, layer: int) -> None:
         hf, neuron = config.hf, config.neuron_config
         moe = hf.is_moe_layer(layer)
-        self.attention_cls = partial(KimiK2Attention, moe=moe)  # type: ignore[assignment]
+        self.attention_cls = partial(KimiK2Attention, moe=moe)
         self.folds = bool(neuron.layers and precedes_another(hf, layer))
         super().__init__(config, layer)
         self.early_router = self.early_qkv_a = None
@@ -88,7 +88,7 @@ class KimiK2DecoderLayer(base.KimiK2DecoderLayer):
         if whole is not None and self.is_moe:
             if not whole.begun:
                 hidden_states = whole.run(
-                    hidden_states, attention_mask, position_ids, rank, kwargs["active_mask"], states
+                    hidden_states, attention_mask, position_ids, cast(Tensor, rank), kwargs["active_mask"], states
                 )
             return hidden_states, whole.next_entries(), kwargs["cos_cache"], kwargs["sin_cache"], None
         out = super().forward(hidden_states, attention_mask, position_ids, past_key_value, rank, **kwargs)
@@ -285,8 +285,11 @@ class NeuronKimiK2ForCausalLM(base.NeuronKimiK2ForCausalLM):
         """From a state dict in memory; names may be other exporters'."""
         plain = {plain_name(name): tensor for name, tensor in hf_state_dict.items()}
         reader = StateDictReader({name: tensor for name, tensor in plain.items() if not IGNORED.search(name)})
-        reader.get = lambda name: plain[reader.stored[name]]  # some are read again
-        return mapping_of(config, reader).state_dict()
+
+        def read(name: str) -> Tensor:  # kept, as some are read again
+            return plain[reader.stored[name]]
+
+        return NeuronMapping(config.hf, config.layout, reader.names(), read, experts=config.experts).state_dict()
 
     def weights_to_load(self, compiled: Path, first: int, count: int) -> list[dict[str, Tensor]]:
         """The base's; beside converted files of the target, which know no draft, a head is cut as it is loaded."""

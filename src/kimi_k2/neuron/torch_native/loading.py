@@ -83,8 +83,8 @@ def _from_checkpoint(
                 if module.expert is not None and module.expert not in local_experts:
                     continue
                 stored = [mapping.tensors_of(source) for source in module.sources]
-                for source, tensors in zip(module.sources, stored, strict=True):
-                    reader.check_module(source, tensors)
+                for source, held in zip(module.sources, stored, strict=True):
+                    reader.check_module(source, held)
                 # One a layer: the load is to be no slower for it.
                 parts, measured = converted(module, stored, report=module.expert == local_experts.start)
                 error.add(measured)
