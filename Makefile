@@ -19,7 +19,7 @@ test: $(VENV)/.installed-test  ## every test this machine can run
 
 # One SDK's tests against real NxD, for an environment where NxD is importable (docs/trainium.md).
 NXD_PYTHON ?= python
-NXD_1 := application commands registration options patches compiler_args readme_steps lowering compile_images
+NXD_1 := application commands registration options compiler_args readme_steps lowering compile_images
 NXD_2 := logits decode_layers every_preset sharding_nxd parity_tool
 NXD_TESTS := $(patsubst test/nxd/test_%.py,%,$(wildcard test/nxd/test_*.py))
 NXD_3 := bf16_graphs drawn every_position long_positions mutations

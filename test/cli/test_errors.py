@@ -74,7 +74,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(
 ) -> None:
     job = "kimi_k2.sharding.presharder.Presharder"
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(f"{job}._following", lambda self, layer: layer and throw(KeyboardInterrupt())())
+        interrupted.setattr(f"{job}._durable", lambda *_, **__: throw(KeyboardInterrupt())())
         with pytest.raises(SystemExit) as exit_:
             main("convert", arguments=[str(checkpoints["fp8"]), str(tmp_path), "--tp", "2"])
     assert exit_.value.code == 130

@@ -197,8 +197,8 @@ def test_environment_of_a_process() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"token_generation_buckets": (512, 1024, 2048)}, r"token_generation_buckets.*up to seq_len \(4096\)"),
-        ({"context_encoding_buckets": (512, 4096)}, r"context_encoding_buckets.*up to max_context_length \(2048\)"),
+        ({"token_generation_buckets": (512, 1024, 2048)}, r"token_generation_buckets.*last .* seq_len \(4096\)"),
+        ({"context_encoding_buckets": (512, 4096)}, r"context_encoding_buckets.*last .* max_context_length \(2048\)"),
         ({"token_generation_buckets": (1024, 512, 4096)}, "token_generation_buckets.*ascending"),
         ({"enable_bucketing": False}, "context_encoding_buckets.*none without enable_bucketing"),
     ],
