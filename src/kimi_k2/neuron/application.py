@@ -86,6 +86,7 @@ def cpu_deployment(
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,
         num_cores_per_group=cores if cores > 1 else None,
+        logical_nc_config=preset.neuron_config.logical_nc_config,
         save_sharded_checkpoint=False,
         enable_bucketing=False,
         on_device_sampling_config=sampling,
