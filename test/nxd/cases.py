@@ -198,13 +198,13 @@ def format_of(case: Case, config: KimiK2Config) -> Any:
     return expert_formats()[case.experts].for_layout(config, layout)
 
 
-def job(case: Case, checkpoint: Path) -> dict[str, Any]:
-    """A case as a job of applications.py."""
+def job(case: Case, checkpoint: Path, *scripts: Script) -> dict[str, Any]:
+    """A case as a job of applications.py, with scripts of its own or those given."""
     held = format_of(case, KimiK2Config.from_pretrained(checkpoint))
     tp, ep = LAYOUTS[case.layout]
     given = {"torch_dtype": "float32", **(held.neuron_options() if held else {}), **case.options}
     options = neuron_config(tp, ep, case.batch, **given)
-    return {"checkpoint": checkpoint, "neuron_config": options, "scripts": [script_of(case)], **case.more}
+    return {"checkpoint": checkpoint, "neuron_config": options, "scripts": [*scripts] or [script_of(case)], **case.more}
 
 
 def rounded_to(held: Any, config: KimiK2Config) -> tuple[tuple[int, int] | None, float]:

@@ -168,7 +168,7 @@ def test_drawn(tmp_path: Path, draw: Any, way: str, count: int, ranks: int) -> N
         # A format that a layout cannot have is refused where the options are made, which no draw is.
         source = write(tmp_path / seed, seed=int(seed), **case.source)
         assert not case.experts or format_of(case, config_of(**case.source))
-        jobs[seed] = {**job(case, source), "scripts": [script], "carry_on": True}
+        jobs[seed] = {**job(case, source, script), "carry_on": True}
     limits: dict[str, Any] = {"ranks": ranks, "way": way, "timeout": 300 + 100 * len(jobs)}
     task = (folder_cpu.answers, str(copied(tmp_path))) if draw is of_folder else (applications.answers,)
     answers, became, wrong = launch(*task, jobs, **limits), Counter[str](), list[str]()

@@ -36,7 +36,7 @@ CAPTURING: dict[str, Any] = {
 
 def executed(checkpoint: Path, scripts: list[schedule.Captured], timeout: float, **options: Any) -> Answer:
     """Answers of one application with several buckets a stage."""
-    made = {**job(Case("TP1", {**CAPTURING, **options}, batch=1), checkpoint), "scripts": scripts}
+    made = job(Case("TP1", {**CAPTURING, **options}, batch=1), checkpoint, *scripts)
     made["neuron_config"]["blockwise_matmul_config"]["block_size"] = 128
     found: Answer = launch(answers, {"": made}, way="executed", timeout=timeout)[""]
     return found
@@ -90,9 +90,10 @@ def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rou
     for name, one, experts in (("ours", hidden, our_experts), ("transformers", rounded_hidden, rounded_experts)):
         error, same = distances(one, expected)[start:], (experts == exact_experts).all(dim=-1).all(dim=0)[start:]
         assert error.shape == (len(ids) - start,)
-        figures.append((float(error[same].max()), float(error.median()), float(error.mean())))
+        # The largest of all is one position's chance; FAR bounds it.
+        figures.append((float(error[same].quantile(0.99)), float(error.median()), float(error.mean())))
         said = " / ".join(f"{figure:.4f}" for figure in figures[-1])
-        print(f"{print_at}, {name}: largest with float32's experts / median / mean {said}; others {int((~same).sum())}")
+        print(f"{print_at}, {name}: 99 % with float32's experts / median / mean {said}; others {int((~same).sum())}")
         assert bool((error[same] < FAR).all())
         assert bool((error[~same] > FAR).all())
     assert all(ours <= theirs for ours, theirs in zip(*figures, strict=True))
