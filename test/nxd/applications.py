@@ -13,6 +13,7 @@ A job is a mapping:
 from __future__ import annotations
 
 import importlib
+import os
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -43,6 +44,8 @@ def application(job: Job) -> Any:
         from kimi_k2.neuron.compile import build_application
 
         preset = Deployment.load(job["preset"])
+        if torch.distributed.is_initialized():  # an application before this one took it away
+            os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
         tiny = cpu_deployment(preset, length=64, batch_size=preset.batch_size)
         return build_application(tiny, KimiK2Config.from_pretrained(directory), directory, on_cpu=True)
     options = {"torch_dtype": "bfloat16" if environment.executed() else "float32", **job["neuron_config"]}

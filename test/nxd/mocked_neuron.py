@@ -1,7 +1,7 @@
 """A Trainium machine's compiler and device, mocked where NxDI meets them: its ModelBuilder and `torch.jit.load`.
 
     python mocked_neuron.py cli compile --preset ...     # `kimi-k2 compile ...` with the mocks
-    python mocked_neuron.py pytest -m neuron ...
+    python mocked_neuron.py pytest ...
 
 All else is real: our commands, NxDI's `compile` and `load`, the files between them. A compiled model is a TorchScript
 file that lists its graphs; loading it makes the model on the CPU, one rank, with the weights that NxDI hands to the

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases import CONTRIB
 from harness import plain_model
 
 from kimi_k2.engine.generate import generate
@@ -116,14 +115,6 @@ def test_from_a_checkpoint_to_text(checkpoints: dict[str, Path], tmp_path: Path)
     tokens = sure_reply(source, tokenizer.encode(PROMPT))
     assert len(tokens) >= 2
     reply = tokenizer.decode(tokens)
-    bounds = tmp_path / "expected.yaml"
-    found = {"prompt": PROMPT, "reply": reply, "new_tokens": STEPS, "min_tokens_before_eos": 3}
-    found |= {"ttft_ms": 1e6, "tpot_ms": 1e6}
-    bounds.write_text(yaml.safe_dump(found))
-    names = {"KIMI_K2_MODEL": model, "KIMI_K2_EXPECTED": bounds}
-    tests = ("pytest", "-q", "-m", "neuron", "-p", "no:cacheprovider", CONTRIB / "test" / "integration")
-    assert "5 passed, 1 skipped" in machine(*tests, **names, KIMI_K2_COMPILED=ranks)
-    assert "6 passed" in machine(*tests, **names, KIMI_K2_COMPILED=with_logits, KIMI_K2_GOLDEN=golden)
     compare = ("parity", "compare", golden, source, "--backend", "neuron", "--preset", exact, "--compiled", with_logits)
     machine("cli", *compare)  # its exit status is 0 only if no point diverges
     # 6. Generate and measure.
