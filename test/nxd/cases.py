@@ -198,7 +198,7 @@ def format_of(case: Case, config: KimiK2Config) -> Any:
     return expert_formats()[case.experts].for_layout(config, layout)
 
 
-def job(case: Case, checkpoint: Path, *scripts: Script) -> dict[str, Any]:
+def job(case: Case, checkpoint: Path, *scripts: Any) -> dict[str, Any]:
     """A case as a job of applications.py, with scripts of its own or those given."""
     held = format_of(case, KimiK2Config.from_pretrained(checkpoint))
     tp, ep = LAYOUTS[case.layout]
