@@ -49,19 +49,22 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
     return layers
 
 
-def converted(module: Module, stored: list[Stored], *, report: bool = True) -> tuple[list[Part], ConversionError]:
+def converted(
+    module: Module, stored: list[Stored], check: Callable[[str, Stored], None], *, report: bool = True
+) -> tuple[list[Part], ConversionError]:
     """What a mapping's module becomes, and the error of what was requantized; safe to call from several threads.
-
-    NaN stays NaN: whether there may be any is the reader's to say.
 
     Args:
         module: of `mapping_for`.
         stored: tensors by suffix of each of its sources.
+        check: called with each source and its tensors; the reader's `check_module`, which may refuse NaN.
         report: measure the error of a routed expert.
 
     Raises:
         CheckpointError: stored tensors contradict each other.
     """
+    for source, tensors in zip(module.sources, stored, strict=True):
+        check(source, tensors)
     error = ConversionError()
     token = _error.set(error if report else None)
     try:

@@ -23,7 +23,6 @@ from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.writer import tensor_bytes
 from kimi_k2.config import KimiK2Config
-from kimi_k2.contrib_model.checkpoint import Module
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
 from kimi_k2.quantization.stored import Stored, TensorSpec
@@ -263,6 +262,7 @@ class Presharder:
     def _layer(self, layer: int, sink: LayerSink, flusher: Flusher) -> ConversionError:
         """Convert a layer into a sink: the error of all of it."""
         groups, pool = self._modules[layer], sink.pool
+        convert = partial(converted, check=self.reader.check_module, report=self.report)
         error = ConversionError()
         seen: set[str] = set()  # a module may be read for what another became, and its bytes are counted once
         waiting: deque[tuple[int, Future[tuple[list[Part], ConversionError]]]] = deque()
@@ -286,7 +286,7 @@ class Presharder:
                 seen.update(module.sources)
                 while waiting and nbytes + sum(count for count, _ in waiting) > _IN_FLIGHT_BYTES:
                     write_next()
-                waiting.append((nbytes, pool.submit(self._convert, module, stored)))
+                waiting.append((nbytes, pool.submit(convert, module, stored)))
                 if len(waiting) > THREADS:
                     write_next()
             while waiting:
@@ -298,11 +298,6 @@ class Presharder:
 
     def _stored(self, module: str, groups: dict[str, list[str]]) -> Stored:
         return {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
-
-    def _convert(self, module: Module, stored: list[Stored]) -> tuple[list[Part], ConversionError]:
-        for source, tensors in zip(module.sources, stored, strict=True):
-            self.reader.check_module(source, tensors)
-        return converted(module, stored, report=self.report)
 
     def _stream_rows(self, module: str, sink: LayerSink) -> None:
         """Embedding and head, a few rows at a time: whole they are the largest tensors of all."""

@@ -32,22 +32,10 @@ from kimi_k2.tokenization.renderer import HEAD
 
 # Methods and filters whose arguments are looked for in a text, and not written.
 _LOOK = (
-    *(
-        "split",
-        "rsplit",
-        "partition",
-        "rpartition",
-        "startswith",
-        "endswith",
-        "find",
-        "rfind",
-        "index",
-        "rindex",
-        "count",
-    ),
-    *("strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace", "trim"),
-    *("select", "reject", "selectattr", "rejectattr"),
-)
+    "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
+    "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace", "trim",
+    "select", "reject", "selectattr", "rejectattr",
+)  # fmt: skip
 # Code points without a meaning of their own, in blocks that have room for the characters of all special tokens.
 _PRIVATE, _BLOCK = range(0xF0, 0x10F), 12
 

@@ -83,10 +83,9 @@ def _from_checkpoint(
                 if module.expert is not None and module.expert not in local_experts:
                     continue
                 stored = [mapping.tensors_of(source) for source in module.sources]
-                for source, held in zip(module.sources, stored, strict=True):
-                    reader.check_module(source, held)
                 # One a layer: the load is to be no slower for it.
-                parts, measured = converted(module, stored, report=module.expert == local_experts.start)
+                report = module.expert == local_experts.start
+                parts, measured = converted(module, stored, reader.check_module, report=report)
                 error.add(measured)
                 for part in parts:
                     if part.name not in by_name:
