@@ -100,12 +100,16 @@ class Server:
             time.sleep(1)
         raise RuntimeError((self.out / "log").read_text().strip().rpartition("\n")[2])
 
+    def ask(self, path: str, **fields: Any) -> Any:
+        """The server's JSON."""
+        body = json.dumps({"model": NAME, **fields}).encode()
+        asked = urllib.request.Request(f"{self.url}/{path}", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
+            return json.load(answer)
+
     def post(self, path: str, **fields: Any) -> dict[str, Any]:
         """A greedy answer's first choice."""
-        body = json.dumps({"model": NAME, "temperature": 0, **fields}).encode()
-        asked = urllib.request.Request(f"{self.url}/v1/{path}", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
-            found: dict[str, Any] = json.load(answer)["choices"][0]
+        found: dict[str, Any] = self.ask(f"v1/{path}", temperature=0, **fields)["choices"][0]
         return found
 
     def end(self) -> None:
@@ -168,10 +172,7 @@ class Server:
 
     def needles(self) -> Iterator[tuple[str, str]]:
         """Found at a tenth, the middle and nine tenths of a text."""
-        body = json.dumps({"model": NAME, "prompt": FILLER}).encode()
-        asked = urllib.request.Request(f"{self.url}/tokenize", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
-            each = json.load(answer)["count"]
+        each = self.ask("tokenize", prompt=FILLER)["count"]
         for tokens in self.args.needle:
             found, filler = 0, FILLER * (tokens // each - 2)
             for depth in (0.1, 0.5, 0.9):
