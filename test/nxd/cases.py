@@ -15,7 +15,6 @@ from reference import reference
 from schedule import Script
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -195,7 +194,7 @@ def format_of(case: Case, config: KimiK2Config) -> Any:
     if not case.experts:
         return None
     layout = Layout(*LAYOUTS[case.layout], experts=case.experts, decode=case.options.get("decode", "xla"))
-    return expert_formats()[case.experts].for_layout(config, layout)
+    return layout.expert_format(config)
 
 
 def job(case: Case, checkpoint: Path, *scripts: Any) -> dict[str, Any]:

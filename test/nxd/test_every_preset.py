@@ -21,7 +21,6 @@ from test_lowering import PRESETS, STORED
 from kimi_k2.config import KimiK2Config
 from kimi_k2.neuron.application import cpu_deployment
 from kimi_k2.plan.deployment import Deployment
-from kimi_k2.sharding.experts.format import expert_formats
 
 QUICK = {
     ("trn2-tp32-ep2-nki-layers", "kimi-k2-thinking"), ("trn2-tp64-ep1-b32-4k", "kimi-k2-thinking"),
@@ -50,7 +49,7 @@ def test_tiny_models_run_right(monkeypatch: pytest.MonkeyPatch, stored: Stored, 
     for member, path in sources.items():
         config = KimiK2Config.from_pretrained(path)
         layout = replace(tiny.layout(config), dtype=torch.float32)
-        held = expert_formats()[tiny.experts].for_layout(config, layout)
+        held = layout.expert_format(config)
         compare(f"{preset} {member}", found[member], script, reference(path, *rounded_to(held, config)))
         assert found[member]["decode"] == deployment.neuron_config.decode
         assert bool(found[member]["kernels"]) == (found[member]["decode"] != "xla")

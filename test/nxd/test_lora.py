@@ -16,7 +16,6 @@ from harness import check, launch, neuron_config, plain_model
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.sharding.experts.format import expert_formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import tiny_config
 
@@ -80,7 +79,7 @@ def test_each_sequence_has_its_adapter(
 
 def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     lora = {"batch_size": 4, "target_modules": list(TARGETS), "lora_ckpt_paths": {"one": str(adapters["first"])}}
-    tiles = expert_formats()["tiles"].for_layout(tiny_config(moe_intermediate_size=64), Layout(1, experts="tiles"))
+    tiles = Layout(1, experts="tiles").expert_format(tiny_config(moe_intermediate_size=64))
     given = neuron_config(1, 1, 4, decode="layers", decode_layers_per_kernel=2, seq_len=256, **tiles.neuron_options())
     neuron = environment.contrib("config").KimiK2NeuronConfig
     assert neuron(**given).decode == "layers"

@@ -26,8 +26,7 @@ from kimi_k2.model.moe import MoE
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.quantization.stored import Stored
-from kimi_k2.sharding.experts.format import ExpertFormat, Matrix, register
-from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.experts import ExpertFormat, Matrix, register
 from kimi_k2.sharding.manifest import rank_file_name
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
@@ -72,10 +71,6 @@ class HalvedExperts(ExpertFormat):
 
     name = "toy-halved"
     quantization_type = "toy_halved"
-
-    @classmethod
-    def for_layout(cls, config: KimiK2Config, layout: Layout) -> HalvedExperts:
-        return cls()
 
     def specs(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
         return {"weight": (dtype, (rows, columns)), "scale": (torch.float32, (rows, 1))}

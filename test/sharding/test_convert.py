@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.sharding.experts.format import input_first
+from kimi_k2.sharding.experts import input_first
 
 DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32)
 

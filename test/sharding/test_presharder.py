@@ -10,15 +10,13 @@ from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
-import torch
 from forked import python
 from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
-from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding import rank_files
+from kimi_k2.sharding import presharder
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, check_made_for
 from kimi_k2.sharding.presharder import Presharder
@@ -128,7 +126,7 @@ def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_files, "_EARLY", 10)
+    monkeypatch.setattr(presharder, "_EARLY", 10)
     begun, held = Semaphore(0), Semaphore(0)
 
     def sync() -> None:
@@ -136,18 +134,10 @@ def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) ->
         held.acquire()
 
     file = SimpleNamespace(sync=sync)
-    with rank_files.Flusher([file]) as flushing:  # type: ignore[list-item]
+    with presharder.Flusher([file]) as flushing:  # type: ignore[list-item]
         for count in (4, 6, 11, 11):  # one flush at the second, none more while it lasts
             flushing.wrote(count)
         assert begun.acquire(timeout=10)
         held.release(2)
         flushing.wait()
     assert not begun.acquire(blocking=False)
-
-
-def test_parts_do_not_reach_beyond_a_tensor(tmp_path: Path) -> None:
-    layout = rank_files.FileLayout.of([TensorSpec("a", torch.int8, (8,)), TensorSpec("b", torch.int8, (8,))])
-    file = rank_files.RankFile(tmp_path / "x.safetensors", layout, resume=False)
-    with pytest.raises(AssertionError):
-        file.write("a", [memoryview(bytes(6))], 6)
-    file.close(discard=True)

@@ -24,11 +24,11 @@ from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.files import LOCK, DirectoryLock
 from kimi_k2.sharding import manifest as journal_module
-from kimi_k2.sharding.experts.format import ConversionError
+from kimi_k2.sharding.experts import ConversionError
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.sharding.verify import faults, verify
+from kimi_k2.sharding.verify import faults
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
@@ -273,7 +273,7 @@ def test_a_journal_without_its_first_line_is_refused(source: Path, tmp_path: Pat
 
 def test_a_line_that_was_cut_off_swallows_none(tmp_path: Path) -> None:
     journal = journal_module.Journal(tmp_path / JOURNAL)
-    journal.begin({"source": {"shards": {}}}, "xxh3_128")
+    journal.begin({"source": {"shards": {}}})
     for layer in (0, 1):
         journal.finish_layer(journal_module.FinishedLayer(layer, None, [{}]))
         os.truncate(journal.path, journal.path.stat().st_size - 3 * (layer == 0))
@@ -297,7 +297,7 @@ def test_a_finished_conversion_is_made_whole(source: Path, whole: Path, finished
     Presharder(source, finished, LAYOUT).run()
     assert weights_of(finished) == weights_of(whole)
     assert other.stat().st_mtime_ns == before
-    assert list(verify(finished))
+    assert list(faults(finished)) == []
 
 
 # How often a conversion of this source makes each call; every one is reached.
@@ -470,8 +470,6 @@ def test_verify_names_every_drawn_corruption(whole: Path, tmp_path: Path) -> Non
         except KimiK2Error as error:
             found = [str(error)]
         assert any(name in said for said in found for name in names), (number, kind, names, found)
-        with pytest.raises(KimiK2Error):
-            list(verify(directory))
         shutil.rmtree(directory)
     print(f"\n{CORRUPTIONS} corruptions found: {seen}")
 
@@ -481,7 +479,7 @@ def test_an_old_manifest_is_refused(source: Path, finished: Path) -> None:
     del content["tensors"]
     (finished / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CorruptHeaderError, match="not a manifest of this version: no 'tensors'"):
-        list(verify(finished))
+        list(faults(finished))
     with pytest.raises(CorruptHeaderError, match="not a manifest of this version"):
         Presharder(source, finished, LAYOUT).run()
 

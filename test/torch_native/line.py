@@ -29,7 +29,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.nki.kernels import MODULES
 from kimi_k2.plan.target import Target
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts import expert_formats
 from nki_emulator import install
 
 BLOCK = 4

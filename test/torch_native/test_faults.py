@@ -16,7 +16,7 @@ from lowering import Lowering, stale_readers
 
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron.torch_native import attention, experts, loading, model
-from kimi_k2.sharding.experts import blockwise
+from kimi_k2.sharding import experts as held
 
 pytestmark = pytest.mark.usefixtures("_short_blocks")
 A, E, M, P = attention.Attention, experts.Experts, model.KimiK2ForVllmNeuron, attention.Pages
@@ -32,7 +32,7 @@ FAULTS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
     "halves swapped in reading": (P, "read", "return k, v", "return v, k", ONE),
     "only the first half is written": (P, "write", "_put(v, place, second, kept)", "v", ONE),
     "FP8 blocks are not halved": (
-        blockwise, "halve_blocks", "halved, inexact = _halve(weight)",
+        held, "halve_blocks", "halved, inexact = _halve(weight)",
         "halved, inexact = weight, _halve(weight)[1]; weight_scale_inv = weight_scale_inv / 2", ONE),
     "pages in the order of the pool": (P, "read", "blocks.clamp(min=0)", "blocks.clamp(min=0).sort().values", ONE),
     "decode sees one position less": (A, "_absorbed", "<= positions", "< positions", ONE),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors import safe_open
 from kimi_k2.errors import CorruptHeaderError, MissingShardError
 from kimi_k2.files import check_regular, is_there, open_regular, parse_json, read_data
 from kimi_k2.limits import NAME_CHARACTERS, SAFETENSORS_HEADER_BYTES, SHARDS
-from kimi_k2.quantization.stored import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -189,24 +187,3 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         return dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CorruptHeaderError(f"the safetensors header cannot be parsed ({error!r})", file=path) from None
-
-
-def encode_header(
-    specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, int]]:
-    """Length prefix and JSON header of a safetensors file, and each tensor's absolute file offset."""
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    offsets: dict[str, int] = {}
-    position = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": DTYPE_CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
-        offsets[spec.name] = position
-        position += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
-    prefix = len(text).to_bytes(8, "little") + text
-    return prefix, {name: len(prefix) + offset for name, offset in offsets.items()}

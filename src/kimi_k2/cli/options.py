@@ -31,7 +31,7 @@ def published_models() -> list[str]:
 
 def expert_names() -> list[str]:
     """Formats of routed experts that `convert` writes."""
-    from kimi_k2.sharding.experts.format import expert_formats
+    from kimi_k2.sharding.experts import expert_formats
     from kimi_k2.sharding.layout import STORED, W2_BF16
 
     return [*expert_formats(), STORED, W2_BF16]

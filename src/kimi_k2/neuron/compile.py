@@ -25,7 +25,7 @@ from kimi_k2.plan.deployment import VISION_ENCODER, Deployment
 from kimi_k2.plan.drafts import with_drafts
 from kimi_k2.plan.memory import MemoryPlan, advice, memory_plan
 from kimi_k2.plan.target import GIB, check_vision, make_target
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS, check_made_for
 

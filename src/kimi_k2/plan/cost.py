@@ -31,7 +31,7 @@ from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK
 from kimi_k2.sharding.attention_tiles import NAME, OF_GROUP, SOURCES, in_place_of_linears
 from kimi_k2.sharding.early_qkv_a import precedes_another
-from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.experts import PARTITIONS
 from kimi_k2.sharding.layout import Layout, PlannedTensor, ShardingPlan
 
 CORES = 2  # of LNC

@@ -20,7 +20,7 @@ from kimi_k2.files import parse_yaml, read_data
 from kimi_k2.limits import YAML_BYTES
 from kimi_k2.plan.roofline import INSTANCES, Instance
 from kimi_k2.plan.torch_native import TorchNativeOptions
-from kimi_k2.sharding.experts.format import expert_formats, without_tiles
+from kimi_k2.sharding.experts import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout
 
 ADAPTERS = "LoRA adapters"
@@ -302,7 +302,7 @@ class Deployment(_Part):
             decode=self.neuron_config.decode,
             query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )
-        if layout.decode == "layers" and expert_formats()[layout.experts].for_layout(config, layout).shared is None:
+        if layout.decode == "layers" and layout.expert_format(config).shared is None:
             expected = "the shared expert in tiles, of 32 or 64 columns a rank"
             raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
         return layout

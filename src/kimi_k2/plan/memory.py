@@ -28,7 +28,7 @@ from kimi_k2.plan.target import GIB, RESERVED_SLOTS, Memory, Target
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.plan.vision import tower_rank_bytes
 from kimi_k2.sharding.dry_run import dry_run
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts import expert_formats
 from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 
@@ -191,7 +191,7 @@ class HeldAs(NamedTuple):
 def held_as(config: KimiK2Config, target: Target) -> HeldAs:
     """How the expert format of `target` holds a rank's expert weights."""
     rows, columns = config.moe_intermediate_size, config.hidden_size
-    experts = expert_formats()[target.layout.experts].for_layout(config, target.layout)
+    experts = target.layout.expert_format(config)
     specs = experts.specs(rows, columns, target.layout.dtype)
     # A scale an output channel multiplies the GEMM's result instead.
     finer = any(shape[-1] > 1 for name, (_, shape) in specs.items() if name != "weight")

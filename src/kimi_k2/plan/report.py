@@ -31,8 +31,7 @@ from kimi_k2.plan.roofline import GraphCounts, roofline
 from kimi_k2.plan.target import GIB, Target, check_context, load_target
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
-from kimi_k2.sharding.experts.format import ConversionError, Matrix, expert_formats
-from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.experts import PARTITIONS, ConversionError, Matrix, expert_formats
 
 
 def stored_form(config: KimiK2Config, target: Target) -> dict[str, Any] | None:
@@ -49,7 +48,7 @@ def stored_form(config: KimiK2Config, target: Target) -> dict[str, Any] | None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     error = ConversionError()
     matrix = Matrix(source.quantize(weight), source, rows, columns)
-    expert_format.for_layout(config, layout).convert(matrix, torch.bfloat16, error)
+    layout.expert_format(config).convert(matrix, torch.bfloat16, error)
     return {"format": layout.experts, "relative_l2": error.relative_l2}
 
 

@@ -17,7 +17,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
-from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.experts import PARTITIONS
 from kimi_k2.sharding.layout import AttentionTiles, PlannedTensor
 
 NAME = "self_attn.tiles"

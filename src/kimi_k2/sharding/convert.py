@@ -10,18 +10,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.names import EXPERT, LAYER
 from kimi_k2.config import KimiK2Config
-from kimi_k2.contrib_model.checkpoint import EXPERT_CUTS, CheckpointMapping, Module
+from kimi_k2.contrib_model.checkpoint import EXPERT_CUTS, CheckpointMapping, Module, Parameter
 from kimi_k2.errors import CheckpointError, MissingTensorError
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
 from kimi_k2.sharding import attention_tiles, early_qkv_a, early_router
-from kimi_k2.sharding.experts.format import ConversionError, ExpertFormat, Matrix, expert_formats, input_first
+from kimi_k2.sharding.experts import ConversionError, ExpertFormat, Matrix, input_first
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -30,14 +30,6 @@ TILE_CUTS = {
     "early_qkv_a.weight": (0, 1),
 }  # fmt: skip
 _error: ContextVar[ConversionError | None] = ContextVar("error", default=None)  # of the module that a thread converts
-
-
-class Part(NamedTuple):
-    """A whole tensor of the output; or of one expert, by rank: `PlannedTensor.expert_shape`."""
-
-    name: str
-    expert: int | None
-    tensor: Tensor
 
 
 def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
@@ -49,10 +41,16 @@ def modules_by_layer(names: Iterable[str]) -> dict[int, dict[str, list[str]]]:
     return layers
 
 
+def _read(names: Iterable[str], read: Callable[[str], Tensor]) -> Stored:
+    return {name.rpartition(".")[2]: read(name) for name in names}
+
+
 def converted(
     module: Module, stored: list[Stored], check: Callable[[str, Stored], None], *, report: bool = True
-) -> tuple[list[Part], ConversionError]:
+) -> tuple[list[Parameter], ConversionError]:
     """What a mapping's module becomes, and the error of what was requantized; safe to call from several threads.
+
+    An expert's tensors are by rank: `PlannedTensor.expert_shape`.
 
     Args:
         module: of `mapping_for`.
@@ -73,7 +71,7 @@ def converted(
         raise CheckpointError(str(reason), tensor=module.sources[0]) from reason
     finally:
         _error.reset(token)
-    return [Part(f"{module.name}.{suffix}", module.expert, tensor) for suffix, tensor in made.items()], error
+    return [Parameter(f"{module.name}.{suffix}", tensor, module.expert) for suffix, tensor in made.items()], error
 
 
 class NeuronMapping(CheckpointMapping):
@@ -85,7 +83,7 @@ class NeuronMapping(CheckpointMapping):
         names: of the checkpoint's tensors, without prefix.
         read: called with one of them.
         experts: format of the routed experts; None for the layout's own.
-        by_rank: whether a routed expert's tensors come as `Part` has them, else uncut.
+        by_rank: whether a routed expert's tensors come by rank, else uncut.
     """
 
     error: type[Exception] = CheckpointError
@@ -102,7 +100,7 @@ class NeuronMapping(CheckpointMapping):
     ) -> None:
         self.config, self.layout, self.read, self.by_rank = config, layout, read, by_rank
         self.dtype, self.ranks, self.of_experts = layout.dtype, layout.ranks, (layout.moe_tp, layout.moe_ep)
-        self.experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        self.experts = experts or layout.expert_format(config)
         self.expert_cuts = TILE_CUTS if self.experts.tiles else EXPERT_CUTS
         self.stored = {name: name for name in names}
         self.unread = set(self.stored)
@@ -114,7 +112,7 @@ class NeuronMapping(CheckpointMapping):
         if module not in self.of_module:
             raise MissingTensorError("not among the tensors given", tensor=f"{module}.weight")
         self.unread.difference_update(self.of_module[module])
-        return {name.rpartition(".")[2]: self.read(name) for name in self.of_module[module]}
+        return _read(self.of_module[module], self.read)
 
     def modules_of(self, layer: int) -> Iterator[Module]:
         """The base's; for the kernel of whole layers also what is folded."""
@@ -236,10 +234,20 @@ class CudaMapping:
     """
 
     def __init__(
-        self, config: KimiK2Config, layout: Layout, names: Iterable[str], planned: Mapping[str, PlannedTensor]
+        self,
+        config: KimiK2Config,
+        layout: Layout,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        planned: Mapping[str, PlannedTensor],
     ) -> None:
         self.config, self.layout, self.planned, self.held = config, layout, planned, layout.held(config)
-        self.layers = modules_by_layer(names)
+        self.layers, self.read = modules_by_layer(names), read
+        self.of_module = {module: own for modules in self.layers.values() for module, own in modules.items()}
+
+    def tensors_of(self, module: str) -> Stored:
+        """A module's tensors by suffix, read."""
+        return _read(self.of_module[module], self.read)
 
     def outer(self) -> Iterator[Module]:
         """Modules of no layer."""
@@ -299,5 +307,5 @@ def mapping_for(
 ) -> NeuronMapping | CudaMapping:
     """The modules of a conversion, experts by rank; arguments as of the two classes."""
     if layout.target == "cuda":
-        return CudaMapping(config, layout, names, planned)
+        return CudaMapping(config, layout, names, read, planned)
     return NeuronMapping(config, layout, names, read, by_rank=True)

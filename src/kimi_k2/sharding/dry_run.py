@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kimi_k2.checkpoint.index import encode_header
 from kimi_k2.checkpoint.names import expected_tensors, vision_tensors
 from kimi_k2.checkpoint.reader import RELEASE_BYTES
+from kimi_k2.checkpoint.writer import FileLayout
 from kimi_k2.config import KimiK2Config
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.layout import Layout
@@ -55,8 +55,6 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     """
     plan = make_plan(config, layout)
     plan.check()
-    specs = [tensor.spec() for tensor in plan.tensors]
-    prefix, _ = encode_header(specs)
     streamed = ("model.embed_tokens.weight", "lm_head.weight")
     largest = read = 0
     for spec in expected_tensors(config):
@@ -67,10 +65,10 @@ def dry_run(config: KimiK2Config, layout: Layout) -> DryRun:
     working = (THREADS + 2) * largest * (1 + layout.dtype.itemsize)
     return DryRun(
         input_bytes=read + sum(spec.nbytes for spec in vision_tensors(config)),
-        rank_bytes=len(prefix) + sum(spec.nbytes for spec in specs),
+        rank_bytes=FileLayout.of(tensor.spec() for tensor in plan.tensors).nbytes,
         ranks=layout.ranks,
         peak_memory=_PROCESS_BYTES + RELEASE_BYTES + working,
-        tensors=len(specs),
+        tensors=len(plan.tensors),
         fold_flops=_fold_flops(config) if layout.layers else 0,
     )
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import TensorSpec, format_of
-from kimi_k2.sharding.experts.format import expert_formats
-
-if TYPE_CHECKING:
-    from kimi_k2.config import KimiK2Config
+from kimi_k2.sharding.experts import ExpertFormat, expert_formats
 
 Target = Literal["neuron", "cuda"]
 # A decode step on Trainium: PyTorch operations; or one NKI kernel of all MoE layers, collectives inside.
@@ -102,6 +99,14 @@ class Layout:
             raise ConfigError(f"{W2_BF16}: expected INT4 in groups of {GROUP}", field="quantization_config")
         ignore = *scheme.ignore, r"re:.*\.mlp\.experts\.\d+\.down_proj$"
         return config.model_copy(update={"quantization": scheme.model_copy(update={"ignore": ignore})})
+
+    def expert_format(self, config: KimiK2Config) -> ExpertFormat:
+        """The format of the routed experts; neuron only.
+
+        Raises:
+            ConfigError: the kernels do not take the sizes of its tiles.
+        """
+        return expert_formats()[self.experts].for_ranks(config, self.moe_tp, self.ranks)
 
     @property
     def layers(self) -> bool:
@@ -229,20 +234,10 @@ class PlannedTensor:
         first = rank // self.parts % self.expert_groups * count
         return range(first, first + count)
 
-    def cuts(self, rank: int) -> list[slice]:
-        """Slices of dimension `dim` that rank holds, in order."""
-        assert self.dim is not None
-        section = self.shape[self.dim] // self.stride
-        width, part = section // self.parts, rank % self.parts
-        return [slice(s * section + part * width, s * section + (part + 1) * width) for s in range(self.stride)]
-
     def local(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's slice of the whole tensor, contiguous."""
-        if self.dim is None:  # of a group of ranks, whole
-            rank_experts = self.experts_of(rank)
-            return whole[rank_experts.start : rank_experts.stop]
-        pieces = [whole.narrow(self.dim, cut.start, cut.stop - cut.start) for cut in self.cuts(rank)]
-        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        """A rank's slice of the whole tensor, contiguous; of some of its rows where these are not cut."""
+        pieces = [whole[region] for region in self.regions(rank)]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim or 0)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
@@ -266,7 +261,10 @@ class PlannedTensor:
             whole[0] = slice(experts.start, experts.stop)
         if self.dim is None:
             return [tuple(whole)]
-        return [(*whole[: self.dim], cut, *whole[self.dim + 1 :]) for cut in self.cuts(rank)]
+        section = self.shape[self.dim] // self.stride
+        width = section // self.parts
+        starts = (one * section + rank % self.parts * width for one in range(self.stride))
+        return [(*whole[: self.dim], slice(start, start + width), *whole[self.dim + 1 :]) for start in starts]
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,25 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from kimi_k2 import __version__
 from kimi_k2.checkpoint.index import DTYPE_CODES, DTYPES, header_bytes, read_header
-from kimi_k2.checkpoint.writer import write_json
+from kimi_k2.checkpoint.writer import CHECKSUM, FileLayout, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Warning, MissingShardError
 from kimi_k2.files import errors_of, is_there, open_output, open_regular, parse_json, read_bytes, read_data
 from kimi_k2.limits import JSON_BYTES
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.experts.format import ConversionError
-from kimi_k2.sharding.layout import Decode, Layout, ShardingPlan
-from kimi_k2.sharding.rank_files import FIRST_CHECKSUM, FileLayout
+from kimi_k2.sharding.experts import ConversionError
+from kimi_k2.sharding.layout import Layout, ShardingPlan
 
 MANIFEST = "manifest.json"
 JOURNAL = "journal.jsonl"
@@ -215,37 +215,37 @@ def _config_digest(config: KimiK2Config) -> str:
     return hashlib.sha256(config.model_dump_json(exclude=absent).encode()).hexdigest()
 
 
-# Fields of Layout that are written where they are set.
-_ADDED = ("decode", "query_group")
-# What files said before there was `decode`.
-_BEFORE = ("early_router", "early_qkv_a", "shared_tiles", "attention_tiles")
-
-
 def _options(layout: Layout) -> dict[str, Any]:
-    options = {
-        "target": layout.target,
-        "experts": layout.experts,
-        "moe_tp": layout.moe_tp,
-        "moe_ep": layout.moe_ep,
-        "dtype": str(layout.dtype).removeprefix("torch."),
-    }
-    return options | {name: value for name in _ADDED if (value := getattr(layout, name)) not in (None, "xla", 0)}
+    """The fields of a layout as a manifest has them: those that came later only where they are set."""
+    options = {field.name: getattr(layout, field.name) for field in fields(Layout) if field.name != "replicas"}
+    added = {name: value for name in ("decode", "query_group") if (value := options.pop(name)) not in (None, "xla", 0)}
+    return {**options, "dtype": str(layout.dtype).removeprefix("torch."), **added}
 
 
-def _checked_options(made_from: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Options of a manifest or journal.
+def _differences(made: Layout, wanted: Layout) -> Iterator[tuple[str, Any, Any]]:
+    """Name and both values of each option that differs."""
+    before, now = _options(made), _options(wanted)
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            yield name, before.get(name), now.get(name)
+
+
+def _layout_of(made_from: Mapping[str, Any], file: Path) -> Layout:
+    """The layout of a manifest or journal.
 
     Raises:
-        ConfigError: the files are of a form of decode that is no more, or name experts as NxD's own class does.
+        ConfigError: an option, or its value, is none any more.
+        CorruptHeaderError: there are no options.
     """
-    options = made_from["options"]
-    if options["target"] == "neuron" and "spmd_rank" in options:
-        raise ConfigError("experts are named for a class that is no more: convert again", field="spmd_rank", file=file)
-    for name in (*_BEFORE, "decode"):
-        if name in options and options[name] not in get_args(Decode):
-            got = f"{options[name]!r} is no form of decode any more"
-            raise ConfigError(f"{got}: convert again with a preset of decode layers", field=name, file=file)
-    return {name: value for name, value in options.items() if name != "spmd_rank"}
+    try:
+        options = dict(made_from["options"])
+        if unknown := options.keys() - {field.name for field in fields(Layout)}:
+            raise ConfigError("no option of a conversion", field=min(unknown))
+        return Layout(**options | {"dtype": getattr(torch, options["dtype"])})
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; convert again", field=error.field, file=file) from None
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptHeaderError(f"no options of a conversion: {error}", file=file) from None
 
 
 def made_layout(directory: str | Path) -> Layout:
@@ -253,17 +253,10 @@ def made_layout(directory: str | Path) -> Layout:
 
     Raises:
         MissingShardError, CorruptHeaderError: see `load_manifest`.
+        ConfigError: another version wrote it, with options that are none any more.
     """
     path = Path(directory) / MANIFEST
-    try:
-        options = _checked_options(load_manifest(path.parent)["made_from"], path)
-        return Layout(
-            options["moe_tp"], options["moe_ep"], target=options["target"], experts=options["experts"],
-            dtype=getattr(torch, options["dtype"]),
-            **{name: options[name] for name in _ADDED if name in options},
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptHeaderError(f"no options of a conversion: {error}", file=path) from None
+    return _layout_of(load_manifest(path.parent)["made_from"], path)
 
 
 def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) -> None:
@@ -275,10 +268,9 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
     """
     path = Path(directory) / MANIFEST
     made_from = load_manifest(path.parent)["made_from"]
-    options = _checked_options(made_from, path)
-    for option, wanted in {**dict.fromkeys(_ADDED), **_options(layout)}.items():
-        if options.get(option) != wanted:
-            raise ConfigError(f"converted with {options.get(option)}, expected {wanted}", field=option, file=path)
+    if difference := next(_differences(_layout_of(made_from, path), layout), None):
+        option, made, wanted = difference
+        raise ConfigError(f"converted with {made}, expected {wanted}", field=option, file=path)
     if made_from["source"]["config_sha256"] != _config_digest(config):
         raise ConfigError("converted from a checkpoint with another configuration", file=path)
 
@@ -295,10 +287,9 @@ class FinishedLayer(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What the conversion is made from (`describe`), the kind of its checksums, its finished layers by number."""
+    """What the conversion is made from (`describe`), and its finished layers by number."""
 
     made_from: dict[str, Any]
-    checksum: str
     layers: dict[int, FinishedLayer]
 
 
@@ -313,6 +304,7 @@ class Journal:
 
         Raises:
             ConfigError: the first line is damaged, so that nothing is known.
+            CorruptHeaderError: its checksums are of another kind.
         """
         try:
             data = read_bytes(self.path, JSON_BYTES, CheckpointError)
@@ -323,10 +315,11 @@ class Journal:
             return None
         try:
             first = parse_json(lines[0])
-            made_from = dict(first["made_from"])
+            made_from, kind = dict(first["made_from"]), first["checksum"]
             _ = made_from["source"]["shards"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError("line 1 is damaged; delete the output directory", file=self.path) from None
+        _check_kind(kind, self.path)
         layers = {}
         for line in lines[1:]:
             try:
@@ -335,11 +328,11 @@ class Journal:
             except (ValueError, KeyError, TypeError):
                 continue
             layers[layer.layer] = layer
-        return Finished(made_from, first.get("checksum", FIRST_CHECKSUM), layers)
+        return Finished(made_from, layers)
 
-    def begin(self, made_from: dict[str, Any], checksum: str) -> None:
+    def begin(self, made_from: dict[str, Any]) -> None:
         """Start anew."""
-        self._append({"made_from": made_from, "checksum": checksum}, anew=True)
+        self._append({"made_from": made_from, "checksum": CHECKSUM}, anew=True)
 
     def finish_layer(self, layer: FinishedLayer) -> None:
         """Say that a layer is whole on the disk."""
@@ -389,16 +382,13 @@ def earlier(output: Path, plan: ShardingPlan, made_from: dict[str, Any]) -> Fini
     if found is None:
         return None
 
-    def without_files(said: dict[str, Any]) -> dict[str, Any]:
-        return {**said, "options": _checked_options(said, file), "source": {**said["source"], "shards": None}}
+    differences = _differences(_layout_of(found.made_from, file), _layout_of(made_from, file))
+    changed = [f"{name} {before}, now {now}" for name, before, now in differences]
 
-    old, new = without_files(found.made_from), without_files(made_from)
-    if old != new:
-        changed = [
-            f"{name} {value}, now {new['options'].get(name)}"
-            for name, value in old["options"].items()
-            if value != new["options"].get(name)
-        ]
+    def rest(said: dict[str, Any]) -> dict[str, Any]:
+        return {**said, "options": None, "source": {**said["source"], "shards": None}}
+
+    if changed or rest(found.made_from) != rest(made_from):
         raise ConfigError(f"{what} of another source or other options ({'; '.join(changed) or 'source'})", file=file)
     _check_same(found.made_from["source"]["shards"], made_from["source"]["shards"], file)
     names = _names_by_layer(plan)
@@ -430,7 +420,7 @@ def _of_manifest(manifest: dict[str, Any], plan: ShardingPlan) -> Finished:
         )
         for layer, names in _names_by_layer(plan).items()
     }
-    return Finished(manifest["made_from"], manifest.get("checksum", FIRST_CHECKSUM), layers)
+    return Finished(manifest["made_from"], layers)
 
 
 def write_manifest(
@@ -461,7 +451,7 @@ def write_manifest(
         "files": dict.fromkeys(checksums, FileLayout.of(specs).nbytes),
         "tensors": tensor_entries(specs),
         "errors": {"layers": errors, "total": total.as_dict()},
-        "checksum": finished.checksum,
+        "checksum": CHECKSUM,
         "checksums": {file: dict(sorted(sums.items())) for file, sums in checksums.items()},
     }
     if vision is not None:
@@ -500,7 +490,7 @@ def load_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         content = read_data(path)
-        missing = {"made_from", "files", "tensors", "errors", "checksums", "sha256"} - set(content)
+        missing = {"made_from", "files", "tensors", "errors", "checksum", "checksums", "sha256"} - set(content)
     except FileNotFoundError:
         raise MissingShardError("no such file: not the output of `convert`, or it is not finished", file=path) from None
     except TypeError:
@@ -509,4 +499,10 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         raise CorruptHeaderError(f"not a manifest of this version: no {sorted(missing)[0]!r}", file=path)
     if content["sha256"] != _own_checksum(content):
         raise CorruptHeaderError("damaged or edited: its own checksum differs", file=path)
+    _check_kind(content["checksum"], path)
     return dict(content)
+
+
+def _check_kind(kind: object, file: Path) -> None:
+    if kind != CHECKSUM:
+        raise CorruptHeaderError(f"checksum: expected {CHECKSUM}, got {kind!r:.100}; convert again", file=file)

@@ -29,7 +29,7 @@ from kimi_k2.sharding.attention_tiles import (
 )
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
-from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
+from kimi_k2.sharding.experts import ExpertFormat
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan
 
 
@@ -46,7 +46,7 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
     """
     _check_divisible(config, layout)
     if layout.target == "neuron":
-        experts = experts or expert_formats()[layout.experts].for_layout(config, layout)
+        experts = experts or layout.expert_format(config)
         if layout.layers and experts.shared is None:
             expected = "the shared expert in tiles, of 32 or 64 columns a rank"
             raise ConfigError(f"decode 'layers' needs {expected}", field="decode")

@@ -1,7 +1,7 @@
 """Convert a checkpoint to one file a rank: streamed, in bounded memory, resumable at layers.
 
-Every rank's file is preallocated. A layer's parts are converted one expert at a time, cut by the plan and written to
-their places. When a layer is whole on the disk its checksums are appended to a journal. A rerun reads what the journal
+A layer's modules are converted one expert at a time, cut by the plan, and appended to the ranks' files, which are
+preallocated. When a layer is whole on the disk its checksums are appended to a journal. A rerun reads what the journal
 calls finished again, redoes what is missing or damaged, of those ranks alone, and goes on, so the result has the same
 bytes as an unbroken run. One process at a time writes to a directory.
 """
@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.checkpoint.writer import tensor_bytes
+from kimi_k2.checkpoint.writer import RESUME, FileLayout, SafetensorsFile, tensor_bytes
 from kimi_k2.config import KimiK2Config
+from kimi_k2.contrib_model.checkpoint import Parameter
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
-from kimi_k2.quantization.stored import Stored, TensorSpec
-from kimi_k2.sharding.convert import Part, converted, mapping_for, modules_by_layer
-from kimi_k2.sharding.experts.format import ConversionError
-from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout
+from kimi_k2.quantization.stored import TensorSpec
+from kimi_k2.sharding.convert import converted, mapping_for, modules_by_layer
+from kimi_k2.sharding.experts import ConversionError
+from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import (
     JOURNAL,
     MANIFEST,
@@ -48,17 +50,6 @@ from kimi_k2.sharding.manifest import (
     write_manifest,
 )
 from kimi_k2.sharding.plan import make_plan
-from kimi_k2.sharding.rank_files import (
-    CHECKSUM,
-    RESUME,
-    FileLayout,
-    Flusher,
-    LayerSink,
-    MakeDigest,
-    RankFile,
-    digest_maker,
-    open_files,
-)
 
 # Each holds an expert: 90 MB at the real sizes.
 THREADS = min(os.cpu_count() or 1, 8)
@@ -67,6 +58,10 @@ _ROWS_BYTES = 2**25
 # Stored bytes read, converted and written at a time: three experts of the real sizes. The dense layer's matrices
 # have as many each, and twice that in BF16.
 _IN_FLIGHT_BYTES = 2**27
+# Experts are written together until they have this size: small ones would cost a system call a rank each.
+_GROUP_BYTES = 2**25
+# The disk starts early: with the operating system's own patience a layer would wait in memory until its end.
+_EARLY = 2**28
 
 
 class Presharder:
@@ -83,6 +78,9 @@ class Presharder:
             the files' times.
         on_bytes: called with the bytes of input as they are done.
         on_layer: called with a layer's number and its error (None for a layer without converted experts).
+
+    Attributes:
+        looked_through: `run` found everything finished, and wrote nothing.
 
     Raises:
         ConfigError: sizes do not divide, or `output` holds something else.
@@ -115,11 +113,12 @@ class Presharder:
         self._journal = Journal(self.output / JOURNAL)
         self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._paths = [self.output / WEIGHTS / rank_file_name(rank) for rank in range(layout.ranks)]
+        self._sizes = {name: stored.nbytes for name, stored in self.reader.tensors.items()}
         names = [name for name in self.reader.names() if not VISION.match(name)]
+        self._vision = [name for name in self.reader.names() if VISION.match(name)]
         self._modules = modules_by_layer(names)
         planned = {tensor.name: tensor for tensor in self.plan.tensors}
         self.mapping = mapping_for(self.config, layout, names, partial(self.reader.get, check=False), planned)
-        self._vision = [name for name in self.reader.names() if VISION.match(name)]
 
     def run(self, *, verify_output: bool = False) -> dict[str, Any]:
         """Convert what is not yet converted; returns the manifest.
@@ -139,48 +138,41 @@ class Presharder:
                 self.looked_through = True
                 self._journal.remove()  # a run may have died between the two
                 return load_manifest(self.output)
-            # An earlier run may have begun with another kind of checksum; then all of them are of that kind.
-            finished = found or Finished(self.made_from, CHECKSUM, {})
-            digest = digest_maker(finished.checksum, self.output)
             self._check_space(weights)
-            files = open_files(self._paths, self._file, resume=found is not None)
+            finished, files = found or Finished(self.made_from, {}), list[SafetensorsFile]()
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
             try:
+                # What was reserved is given back where one cannot be.
+                for path in self._paths:
+                    files.append(SafetensorsFile(path, self._file, resume=found is not None))
                 # Files that an earlier run finished are not read again unless that is asked for.
-                unread = [rank for rank, file in enumerate(files) if file.finished and repair and not verify_output]
+                unread = {rank for rank, file in enumerate(files) if file.finished and repair and not verify_output}
                 if found is None:
-                    self._journal.begin(self.made_from, CHECKSUM)
-                self._convert_all(files, finished, digest, None if not repair else set(unread))
+                    self._journal.begin(self.made_from)
+                self._convert(files, finished.layers, unread, repair=repair)
                 for file in files:
                     file.finish()
             finally:
                 torch.set_num_threads(threads)
                 for file in files:
-                    file.close()
-            tower = self._write_vision(digest) if self.config.vision is not None else None
+                    file.close(discard=len(files) < len(self._paths))
+            tower = self._write_vision() if self.config.vision is not None else None
             check_unchanged(self.reader.directory, self._source)
             manifest = write_manifest(self.output, finished, self.plan, tower)
             self._journal.remove()
             return manifest
 
-    def _write_vision(self, digest: MakeDigest) -> dict[str, Any]:
+    def _write_vision(self) -> dict[str, Any]:
         """Copy tower and projector as they are stored: the manifest's entry."""
         stored = self.reader.tensors
         layout = FileLayout.of(TensorSpec(name, stored[name].dtype, stored[name].shape) for name in self._vision)
-        file, sums = RankFile(self.output / VISION_FILE, layout, resume=False), {}
-        try:
-            for name in sorted(self._vision):
-                data = tensor_bytes(self.reader.get(name))
-                checksum = digest()
-                checksum.update(data)
-                sums[name] = checksum.hexdigest()
-                self.on_bytes(file.write(name, [data], 0))
-            file.finish()
-        finally:
-            file.close(discard=not file.finished)
+        with SafetensorsFile(self.output / VISION_FILE, layout) as file:
+            for name in self._vision:
+                file.write(name, self.reader.get(name))
+                self.on_bytes(layout.sizes[name])
         entries = tensor_entries(layout.specs.values())
-        return {"file": VISION_FILE, "bytes": layout.nbytes, "tensors": entries, "checksums": sums}
+        return {"file": VISION_FILE, "bytes": layout.nbytes, "tensors": entries, "checksums": file.sums}
 
     def _check_space(self, weights: Path) -> None:
         """Compare what the files need with what is free, before the first of them is made.
@@ -195,7 +187,7 @@ class Presharder:
                 needed += max(0, self._file.nbytes - (there.stat().st_blocks * 512 if there else 0))
         except OSError:
             return  # a file system that does not say; the reservations will tell
-        needed += sum(self.reader.tensors[name].nbytes for name in self._vision)
+        needed += sum(self._sizes[name] for name in self._vision)
         if needed > free:
             raise CheckpointError(
                 f"the conversion needs {needed:,} bytes more, {free:,} are free; {RESUME}", file=weights
@@ -208,69 +200,61 @@ class Presharder:
             return False
         return all(map(self._file.is_whole, self._paths))
 
-    def _convert_all(
-        self, files: list[RankFile], finished: Finished, digest: MakeDigest, unread: set[int] | None
+    def _convert(
+        self, files: list[SafetensorsFile], layers: dict[int, FinishedLayer], unread: set[int], *, repair: bool
     ) -> None:
-        """Convert what is missing of each layer, into `finished` too.
+        """Convert what is missing of each layer.
 
         Args:
             files: of the ranks.
-            finished: what an earlier run finished.
-            digest: of the checksums.
-            unread: in a finished conversion that is mended, ranks whose files are not compared with their checksums;
-                None in one that is under way.
+            layers: what an earlier run finished; what is converted is added.
+            unread: ranks whose files are not compared with their checksums.
+            repair: a finished conversion is mended; its manifest has every layer.
         """
-        every, repair = range(self.layout.ranks), unread is not None
         with ThreadPoolExecutor(THREADS) as pool, Flusher(files) as flusher:
-            for layer, groups in self._modules.items():
-                done, wanted = finished.layers.get(layer), list(every)
-                before: list[dict[str, str]] = [{}] * len(every)
-                if done is not None:
-                    before = done.checksums
-                    ranks = [rank for rank in every if rank not in (unread or ())]
-                    held = pool.map(lambda rank, sums=before: files[rank].holds(sums[rank], digest), ranks)
+            for layer, modules in self._modules.items():
+                before: list[dict[str, str]] = [{}] * len(files)
+                wanted = list(range(len(files)))
+                if layer in layers:
+                    before = layers[layer].checksums
+                    ranks = [rank for rank in wanted if rank not in unread]
+                    held = pool.map(lambda rank, sums=before: files[rank].holds(sums[rank]), ranks)
                     wanted = [rank for rank, holds in zip(ranks, held, strict=True) if not holds]
-                names = [name for names in groups.values() for name in names]
                 if not wanted:
-                    self.on_bytes(sum(self.reader.tensors[name].nbytes for name in names))
+                    self.on_bytes(sum(self._sizes[name] for names in modules.values() for name in names))
                     continue
                 planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
-                sink = LayerSink(planned, files, wanted, pool, THREADS, digest)
-                error = self._layer(layer, sink, flusher)
-                checksums = sink.finish()
+                cutter = Cutter(planned, {rank: files[rank] for rank in wanted}, pool)
+                error = self._layer(layer, cutter, flusher)
+                made = cutter.finish()
                 flusher.wait()
-                sums = [checksums.get(rank, before[rank]) for rank in every]
-                made = FinishedLayer(layer, error.as_dict() if error.values else None, sums)
+                sums = [made.get(rank, before[rank]) for rank in range(len(files))]
                 if repair and sums != before:
-                    raise CheckpointError(
-                        f"layer {layer} does not come out as the manifest says", file=self.output / MANIFEST
-                    )
-                finished.layers[layer] = made
-                shards = {self.reader.tensors[name].shard for name in names}
-                flusher.end_layer(partial(self._durable, made, error, shards, journal=not repair))
+                    fault = f"layer {layer} does not come out as the manifest says"
+                    raise CheckpointError(fault, file=self.output / MANIFEST)
+                layers[layer] = FinishedLayer(layer, error.as_dict() if error.values else None, sums)
+                flusher.end_layer(partial(self._durable, layers[layer], error, journal=not repair))
             flusher.wait()
 
-    def _durable(self, layer: FinishedLayer, error: ConversionError, shards: set[str], *, journal: bool) -> None:
+    def _durable(self, layer: FinishedLayer, error: ConversionError, *, journal: bool) -> None:
         """A layer is whole on the disk: say so in the journal."""
+        names = (name for names in self._modules[layer.layer].values() for name in names)
+        shards = {self.reader.tensors[name].shard for name in names}
         check_unchanged(self.reader.directory, {shard: self._source[shard] for shard in shards})
         if journal:
             self._journal.finish_layer(layer)
         self.on_layer(layer.layer, error if error.values else None)
 
-    # -- one layer -----------------------------------------------------------------------------------
-
-    def _layer(self, layer: int, sink: LayerSink, flusher: Flusher) -> ConversionError:
-        """Convert a layer into a sink: the error of all of it."""
-        groups, pool = self._modules[layer], sink.pool
+    def _layer(self, layer: int, cutter: Cutter, flusher: Flusher) -> ConversionError:
+        """Convert a layer, in several threads, and hand its parts on in order: the error of all of it."""
         convert = partial(converted, check=self.reader.check_module, report=self.report)
-        error = ConversionError()
-        seen: set[str] = set()  # a module may be read for what another became, and its bytes are counted once
-        waiting: deque[tuple[int, Future[tuple[list[Part], ConversionError]]]] = deque()
+        error, unread = ConversionError(), dict(self._modules[layer])
+        waiting: deque[tuple[int, Future[tuple[list[Parameter], ConversionError]]]] = deque()
 
         def write_next() -> None:
             nbytes, job = waiting.popleft()
             parts, part_error = job.result()
-            sink.add(parts)
+            cutter.add(parts)
             error.add(part_error)
             flusher.wrote(nbytes)
             self.on_bytes(nbytes)
@@ -278,15 +262,14 @@ class Presharder:
         try:
             for module in self.mapping.outer() if layer == GLOBAL_LAYER else self.mapping.modules_of(layer):
                 if module.sources and module.sources[0] in _VOCABULARY:
-                    self._stream_rows(module.sources[0], sink)
+                    self._stream_rows(module.sources[0], cutter)
                     continue
-                stored = [self._stored(source, groups) for source in module.sources]
-                first = [one for source, one in zip(module.sources, stored, strict=True) if source not in seen]
-                nbytes = sum(tensor.nbytes for one in first for tensor in one.values())
-                seen.update(module.sources)
+                stored = [self.mapping.tensors_of(source) for source in module.sources]
+                # A module may be read for what another became, and its bytes are counted once.
+                nbytes = sum(self._sizes[name] for source in module.sources for name in unread.pop(source, ()))
                 while waiting and nbytes + sum(count for count, _ in waiting) > _IN_FLIGHT_BYTES:
                     write_next()
-                waiting.append((nbytes, pool.submit(convert, module, stored)))
+                waiting.append((nbytes, cutter.pool.submit(convert, module, stored)))
                 if len(waiting) > THREADS:
                     write_next()
             while waiting:
@@ -296,20 +279,148 @@ class Presharder:
                 unfinished.cancel()
         return error
 
-    def _stored(self, module: str, groups: dict[str, list[str]]) -> Stored:
-        return {name.rpartition(".")[2]: self.reader.get(name, check=False) for name in groups[module]}
-
-    def _stream_rows(self, module: str, sink: LayerSink) -> None:
+    def _stream_rows(self, module: str, cutter: Cutter) -> None:
         """Embedding and head, a few rows at a time: whole they are the largest tensors of all."""
         source = f"{module}.weight"
-        name = source if self.layout.target == "cuda" else source.removeprefix("model.")
-        tensor = sink.planned[name]
+        tensor = cutter.planned[source if self.layout.target == "cuda" else source.removeprefix("model.")]
         rows = tensor.shape[0]
         share = rows // tensor.parts if tensor.dim == 0 else rows
         step = max(1, _ROWS_BYTES // (tensor.shape[1] * tensor.dtype.itemsize))
         for first in range(0, rows, share):
-            holder = first // share if tensor.dim == 0 else None
             for start in range(first, first + share, step):
                 chunk = self.reader.get_slice(source, slice(start, min(start + step, first + share)))
-                sink.add_rows(tensor, chunk.to(tensor.dtype), holder)
+                cutter.add_rows(tensor, chunk.to(tensor.dtype), first // share if tensor.dim == 0 else None)
                 self.on_bytes(chunk.nbytes)
+
+
+class Cutter:
+    """One layer's parts on their way into the files.
+
+    Experts must come in order. A rank's file is touched by one thread at a time.
+
+    Args:
+        planned: the layer's tensors by name.
+        files: of the ranks that are written, by rank; the others have the layer already.
+        pool: whose threads the ranks are divided among.
+    """
+
+    def __init__(
+        self, planned: Mapping[str, PlannedTensor], files: Mapping[int, SafetensorsFile], pool: ThreadPoolExecutor
+    ) -> None:
+        self.planned, self.files, self.pool = planned, files, pool
+        ranks = list(files)
+        step = -(-len(ranks) // min(len(ranks), THREADS))
+        self._shares = [ranks[first : first + step] for first in range(0, len(ranks), step)]
+        self._experts: dict[str, list[Parameter]] = defaultdict(list)
+        self._seen, self._waiting = Counter[str](), 0
+
+    def add(self, parts: list[Parameter]) -> None:
+        """Take what one module or expert became; experts may be held back until there are enough to write."""
+        for part in parts:
+            name, made, expert = part
+            tensor = self.planned[name]
+            shape = tensor.shape if expert is None else tensor.expert_shape
+            if tuple(made.shape) != shape or made.dtype != tensor.dtype:
+                expected, found = f"{tensor.dtype} {list(shape)}", f"{made.dtype} {list(made.shape)}"
+                raise CheckpointError(f"planned {expected}, made {found}", tensor=name)
+            if expert is not None:
+                if expert != self._seen[name]:
+                    raise CheckpointError("experts do not follow each other", tensor=name)
+                self._seen[name] += 1
+                self._experts[name].append(part)
+                self._waiting += made.nbytes
+        if expert is None:
+            self._append(
+                lambda rank: ((name, [tensor_bytes(self.planned[name].local(made, rank))]) for name, made, _ in parts)
+            )
+        elif self._waiting >= _GROUP_BYTES or (expert + 1) % len(tensor.experts_of(0)) == 0:
+            self._append_experts()
+
+    def _append_experts(self) -> None:
+        groups = [(self.planned[name], parts[0].expert, _by_rank(parts)) for name, parts in self._experts.items()]
+        self._append(
+            lambda rank: (
+                (tensor.name, shares[rank % len(shares)])
+                for tensor, first, shares in groups
+                if first in tensor.experts_of(rank)
+            )
+        )
+        self._experts.clear()
+        self._waiting = 0
+
+    def add_rows(self, tensor: PlannedTensor, rows: Tensor, holder: int | None) -> None:
+        """Take rows of a matrix: for `holder`, or for every rank its columns of them."""
+        self._append(
+            lambda rank: [(tensor.name, [tensor_bytes(rows if rank == holder else tensor.local(rows, rank))])]
+            if holder in (None, rank) else []
+        )  # fmt: skip
+
+    def _append(self, cuts: Callable[[int], Iterable[tuple[str, Sequence[memoryview]]]]) -> None:
+        """Append to each rank's tensors what `cuts` gives of them."""
+
+        def write(ranks: Sequence[int]) -> None:
+            # Cutting, hashing and writing release the interpreter's lock.
+            for rank in ranks:
+                for name, pieces in cuts(rank):
+                    self.files[rank].append(name, pieces)
+
+        list(self.pool.map(write, self._shares))
+
+    def finish(self) -> dict[int, dict[str, str]]:
+        """Write what is held back; checksums by rank and name.
+
+        Raises:
+            MissingTensorError: a planned tensor was not fully made.
+        """
+        self._append_experts()
+        return {rank: file.checksums(self.planned) for rank, file in self.files.items()}
+
+
+def _by_rank(experts: list[Parameter]) -> list[list[memoryview]]:
+    """Of each rank of those that share the experts, the bytes of each expert."""
+    whole = [part.tensor.view(len(part.tensor), -1).view(torch.uint8).numpy() for part in experts]
+    return [[one[share].data for one in whole] for share in range(len(whole[0]))]
+
+
+class Flusher:
+    """Makes files durable, never more than one layer behind.
+
+    Args:
+        files: written by others meanwhile.
+
+    Raises:
+        CheckpointError: (from any method) an earlier flush failed.
+    """
+
+    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+        self._files, self._unsent = files, 0
+        self._pool = ThreadPoolExecutor(1)
+        self._job: Future[None] | None = None
+
+    def wrote(self, count: int) -> None:
+        """So many more bytes were handed to the operating system."""
+        self._unsent += count
+        if self._unsent >= _EARLY and (self._job is None or self._job.done()):
+            self.end_layer(lambda: None)
+
+    def end_layer(self, then: Callable[[], None]) -> None:
+        """Flush all that was written, then call `then`; waits until the layer before has come so far."""
+        self.wait()
+
+        def flush() -> None:
+            for file in self._files:
+                file.sync()
+            then()
+
+        self._unsent, self._job = 0, self._pool.submit(flush)
+
+    def wait(self) -> None:
+        """Until everything is done."""
+        if self._job is not None:
+            self._job.result()
+
+    def __enter__(self) -> Flusher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()

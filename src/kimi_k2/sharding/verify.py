@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from kimi_k2.checkpoint.index import header_bytes, open_tensors
-from kimi_k2.checkpoint.writer import tensor_bytes
+from kimi_k2.checkpoint.writer import FileLayout, tensor_bytes
 from kimi_k2.errors import (
     CheckpointError,
     CorruptHeaderError,
@@ -24,24 +24,10 @@ from kimi_k2.errors import (
     UnexpectedTensorError,
 )
 from kimi_k2.files import PARTIAL_SUFFIX, open_regular, parse_json
-from kimi_k2.sharding.manifest import MANIFEST, VISION_FILE, WEIGHTS, file_layout, load_manifest, rank_file_name
-from kimi_k2.sharding.rank_files import FIRST_CHECKSUM, FileLayout, MakeDigest, digest_maker
+from kimi_k2.sharding.manifest import VISION_FILE, WEIGHTS, file_layout, load_manifest, rank_file_name
 
 _MEND = "`kimi-k2 convert --verify-output` from the same checkpoint makes it again"
 OnBytes = Callable[[int], None] | None
-
-
-def verify(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[str]:
-    """Read everything again; yields the name of each rank's file that is as the manifest says.
-
-    Raises:
-        CheckpointError: (subclasses) the first of `faults`.
-    """
-    for name, found in _files(Path(directory), on_bytes):
-        for fault in found:
-            raise fault
-        if name:
-            yield name
 
 
 def faults(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[CheckpointError]:
@@ -50,20 +36,15 @@ def faults(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[Checkpoi
     Raises:
         MissingShardError, CorruptHeaderError: the manifest itself is missing or damaged.
     """
-    for _, found in _files(Path(directory), on_bytes):
-        yield from found
-
-
-def _files(directory: Path, on_bytes: OnBytes) -> Iterator[tuple[str, Iterator[CheckpointError]]]:
-    """Name of each rank's file, and its faults; then without a name those of the tower and of files beside."""
-    manifest = load_manifest(directory)
-    layout, digest = file_layout(manifest), _digest(directory, manifest)
+    directory = Path(directory)
+    manifest, weights = load_manifest(directory), directory / WEIGHTS
+    layout = file_layout(manifest)
     for name in manifest["files"]:
-        yield name, _faults_of(directory / WEIGHTS / name, layout, manifest["checksums"][name], digest, on_bytes)
-    yield "", vision_faults(directory, on_bytes)
-    others = (path for path in sorted((directory / WEIGHTS).glob("*")) if path.name not in manifest["files"])
-    extra = (path for path in others if not path.name.endswith(PARTIAL_SUFFIX))
-    yield "", (UnexpectedTensorError("the manifest knows no such file", file=path) for path in extra)
+        yield from _faults_of(weights / name, layout, manifest["checksums"][name], on_bytes)
+    yield from vision_faults(directory, on_bytes)
+    for path in sorted(weights.glob("*")):
+        if path.name not in manifest["files"] and not path.name.endswith(PARTIAL_SUFFIX):
+            yield UnexpectedTensorError("the manifest knows no such file", file=path)
 
 
 def vision_faults(directory: Path, on_bytes: OnBytes = None) -> Iterator[CheckpointError]:
@@ -72,10 +53,8 @@ def vision_faults(directory: Path, on_bytes: OnBytes = None) -> Iterator[Checkpo
     Raises:
         MissingShardError, CorruptHeaderError: the manifest is missing or damaged.
     """
-    manifest = load_manifest(directory)
-    if tower := manifest.get("vision"):
-        digest = _digest(directory, manifest)
-        yield from _faults_of(directory / VISION_FILE, file_layout(tower), tower["checksums"], digest, on_bytes)
+    if tower := load_manifest(directory).get("vision"):
+        yield from _faults_of(directory / VISION_FILE, file_layout(tower), tower["checksums"], on_bytes)
 
 
 @contextmanager
@@ -87,9 +66,8 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
         MissingTensorError: (when reading) the file has no such tensor.
         CheckpointError: (when reading) the bytes are not those that were written.
     """
-    manifest = load_manifest(directory)
     path = directory / WEIGHTS / rank_file_name(rank)
-    sums, make_digest = manifest["checksums"][path.name], _digest(directory, manifest)
+    sums = load_manifest(directory)["checksums"][path.name]
     try:
         with open_tensors(path) as file:
             names = set(file.keys())
@@ -98,9 +76,7 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
                 if name not in names:
                     raise MissingTensorError("not in the file", file=path, tensor=name)
                 tensor: Tensor = file.get_tensor(name)
-                digest = make_digest()
-                digest.update(tensor_bytes(tensor))
-                if digest.hexdigest() != sums.get(name):
+                if xxh3_128_hexdigest(tensor_bytes(tensor)) != sums.get(name):
                     raise CheckpointError(
                         f"the bytes differ from the manifest's checksum; {_MEND}", file=path, tensor=name
                     )
@@ -111,12 +87,8 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
         raise MissingShardError(f"cannot be read: {error}", file=path) from None
 
 
-def _digest(directory: Path, manifest: dict[str, Any]) -> MakeDigest:
-    return digest_maker(manifest.get("checksum", FIRST_CHECKSUM), directory / MANIFEST)
-
-
 def _faults_of(
-    path: Path, layout: FileLayout, checksums: dict[str, str], digest: MakeDigest, on_bytes: OnBytes
+    path: Path, layout: FileLayout, checksums: dict[str, str], on_bytes: OnBytes
 ) -> Iterator[CheckpointError]:
     if not path.is_file():
         yield MissingShardError("no such file", file=path)
@@ -130,7 +102,7 @@ def _faults_of(
                 yield from _header_faults(path, layout)
                 return
             for name in layout.specs:
-                if layout.checksum(file.fileno(), name, digest, on_bytes) != checksums[name]:
+                if layout.checksum(file.fileno(), name, on_bytes) != checksums[name]:
                     yield CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=name)
     except OSError as error:
         yield CheckpointError(f"cannot be read: {error.strerror}", file=path)

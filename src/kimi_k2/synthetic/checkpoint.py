@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, stored_name
-from kimi_k2.checkpoint.writer import SafetensorsWriter, write_index, write_json
+from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
 from kimi_k2.files import LOCK, DirectoryLock, read_data, replace_file
@@ -245,7 +245,7 @@ def _write(
         total += sum(spec.nbytes for spec in stored)
         finished = (directory / name).exists()
         if not finished:
-            with SafetensorsWriter(directory / name, stored) as writer:
+            with SafetensorsFile(directory / name, FileLayout.of(stored)) as writer:
                 for spec, renamed in zip(group, stored, strict=True):
                     writer.write(renamed.name, weights.tensor(spec))
                     if on_tensor:

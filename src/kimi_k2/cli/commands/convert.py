@@ -14,7 +14,7 @@ from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.sharding.experts.format import ConversionError
+    from kimi_k2.sharding.experts import ConversionError
     from kimi_k2.sharding.layout import Layout
 
 

@@ -77,7 +77,7 @@ class Step:
 
 def small_config(preset: Deployment) -> KimiK2Config:
     """A member of the family, small, that the preset's ranks can share."""
-    from kimi_k2.sharding.experts.format import expert_formats
+    from kimi_k2.sharding.experts import expert_formats
     from kimi_k2.synthetic.config import TINY_VISION, tiny_config
 
     made = expert_formats().get(preset.experts)

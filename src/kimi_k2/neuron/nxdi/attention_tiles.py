@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kimi_k2.contrib_model.moe import Held
 from kimi_k2.sharding.attention_tiles import CORES, group_shapes, shapes
-from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.experts import PARTITIONS
 
 from .config import KimiK2InferenceConfig
 from .experts import CutWeights

@@ -15,8 +15,7 @@ from kimi_k2.contrib_model.quantization import StoredForm
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
-from kimi_k2.sharding.experts import tiles
-from kimi_k2.sharding.experts.format import ExpertFormat, expert_formats
+from kimi_k2.sharding.experts import PARTITIONS, ExpertFormat, check_width, shared_width
 from kimi_k2.sharding.layout import Decode, Layout
 
 from . import lora, options
@@ -151,7 +150,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
     def held_blocks(self) -> tuple[int, int]:
         """The base's; of tiles 128 hidden values and a rank's columns."""
         width = self.moe_intermediate_size // self.neuron_config.moe_tp_degree
-        return (tiles.PARTITIONS, width) if self.neuron_config.layers else super().held_blocks()
+        return (PARTITIONS, width) if self.neuron_config.layers else super().held_blocks()
 
     @property
     def layout(self) -> Layout:
@@ -161,12 +160,12 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
     @property
     def experts(self) -> ExpertFormat:
         """How the routed experts are held, and in tiles the shared one."""
-        return expert_formats()[self.layout.experts].for_layout(self.hf, self.layout)
+        return self.layout.expert_format(self.hf)
 
     @property
     def shared_width(self) -> int:
         """Columns of the shared expert that a rank holds in tiles; 0 where it is three linears."""
-        return 0 if self.experts.shared is None else tiles.shared_width(self.hf, self.layout)
+        return 0 if self.experts.shared is None else shared_width(self.hf, self.layout.ranks)
 
     @property
     def shared_tiles(self) -> torch.dtype | None:
@@ -179,7 +178,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
 
     def _check_layers(self) -> None:
         hf, neuron = self.hf, self.neuron_config
-        tiles.check_width(hf, self.layout)
+        check_width(hf, self.layout.moe_tp)
         check_sizes(hf)
         options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
         if not self.shared_width:

@@ -1,4 +1,4 @@
-"""Experts in the tiles of the kernel of whole layers (`kimi_k2.sharding.experts.tiles`), for the hand-written class.
+"""Experts in the tiles of the kernel of whole layers (`kimi_k2.sharding.experts`), for the hand-written class.
 
 Prefill, and whatever else does not run the kernel, computes with the same tiles in PyTorch: gate and up contract the
 hidden states in the order of the tiles' rows, so that no expert is held twice.
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kimi_k2.contrib_model.moe import ExpertWeights, Held, KimiK2Experts, KimiK2MoE
 from kimi_k2.sharding.convert import TILE_CUTS
-from kimi_k2.sharding.experts.tiles import PARTITIONS
+from kimi_k2.sharding.experts import PARTITIONS
 
 from .config import KimiK2InferenceConfig
 

@@ -72,7 +72,7 @@ def in_xla_form(decode: Decode, options: dict[str, Any]) -> Decode:
     """Form of a decode step with these options of a neuron config: with adapters always PyTorch operations.
 
     The kernels read weights that are folded at conversion, where an adapter is not. Experts are then in square blocks
-    in place of tiles' (`kimi_k2.sharding.experts.blockwise`): `options` is changed.
+    in place of tiles' (`kimi_k2.sharding.experts`): `options` is changed.
     """
     if options.get("lora_config") is None or decode == "xla":
         return decode

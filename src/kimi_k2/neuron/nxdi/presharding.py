@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.sharding.experts.format import format_held
+from kimi_k2.sharding.experts import format_held
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.presharder import Presharder

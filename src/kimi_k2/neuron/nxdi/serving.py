@@ -17,7 +17,7 @@ from kimi_k2.contrib_model.configuration_kimi_k2 import UNTOUCHED
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.compile import environment, runtime_environment
 from kimi_k2.plan.deployment import Deployment, NeuronOptions
-from kimi_k2.sharding.experts.format import expert_formats, without_tiles
+from kimi_k2.sharding.experts import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
@@ -94,7 +94,7 @@ def hold_experts(config: KimiK2InferenceConfig) -> None:
     if neuron.experts == FROM_CHECKPOINT:
         neuron.experts = checkpoint_experts(config.hf, neuron.decode)
     layout = Layout(neuron.moe_tp_degree, neuron.moe_ep_degree, experts=neuron.experts, decode=neuron.decode)
-    if options := expert_formats()[neuron.experts].for_layout(config.hf, layout).neuron_options():
+    if options := layout.expert_format(config.hf).neuron_options():
         more = {
             "quantization_dtype": "f8e4m3",
             "modules_to_not_convert": list(UNTOUCHED),

@@ -47,7 +47,7 @@ class Experts:
     Args:
         config: of the model.
         weights: `experts` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
-            `scale`; in tiles as `sharding.experts.tiles` has them, then perhaps with such `shared_experts` beside it.
+            `scale`; in tiles as `sharding.experts` has them, then perhaps with such `shared_experts` beside it.
         kernels: that may run where they lie in tiles; None where they do not.
         first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
     """

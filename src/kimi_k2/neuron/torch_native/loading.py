@@ -14,7 +14,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.neuron.torch_native.settings import Ranks, layout_of
 from kimi_k2.sharding.convert import NeuronMapping, converted
-from kimi_k2.sharding.experts.format import ConversionError
+from kimi_k2.sharding.experts import ConversionError
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import MANIFEST, check_made_for
 from kimi_k2.sharding.verify import open_rank_file

@@ -18,7 +18,7 @@ from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.loading import rank_tensors
 from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_neuron_config, planned_tensors
 from kimi_k2.ops.embedding import rotary_cos_sin
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts import expert_formats
 
 cos_sin = rotary_cos_sin.__wrapped__  # type: ignore[attr-defined]
 

@@ -10,7 +10,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.sharding.experts.format import expert_formats
+from kimi_k2.sharding.experts import expert_formats
 from kimi_k2.sharding.layout import Layout, PlannedTensor
 from kimi_k2.sharding.plan import make_plan, without_nxdis
 

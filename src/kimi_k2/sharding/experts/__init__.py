@@ -1,1 +1,0 @@
-"""Formats of routed experts on Neuron: one class each (`format.ExpertFormat`)."""
