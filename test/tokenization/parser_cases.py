@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
+from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect, openai_delta
 from kimi_k2.tokenization.lexer import SPELLINGS
 from kimi_k2.tokenization.message import MessageStream, parse_message
+from kimi_k2.tokenization.reasoning import ReasoningStream
 from kimi_k2.tokenization.special_tokens import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END
 
 
@@ -37,10 +38,36 @@ def without_markers(text: str) -> str:
 
 
 def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, list[Delta]]:
-    reason = options.pop("reason", None)
+    """The message of a text in pieces, which a client of OpenAI's API puts together too; and its deltas."""
     stream = MessageStream(**options)
-    deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish(reason)
-    return collect(deltas, str(stream.finish_reason)), deltas
+    steps = [*map(stream.feed, pieces), stream.finish()]
+    deltas = [delta for step in steps for delta in step]
+    message = collect(deltas, str(stream.finish_reason))
+    fields = [openai_delta(step) for step in steps]
+    calls: list[dict[str, Any]] = []
+    for change in (change for each in fields for change in each.get("tool_calls", [])):
+        if "id" in change:
+            assert change["index"] == len(calls)
+            calls.append({name: value for name, value in change.items() if name != "index"})
+        else:
+            calls[change["index"]]["function"]["arguments"] += change["function"]["arguments"]
+    said = {name: "".join(each.get(name, "") for each in fields) for name in ("reasoning_content", "content")}
+    expected = {"role": "assistant", **said, "tool_calls": calls}
+    if calls:
+        expected["content"] = said["content"] or None
+    assert message.to_openai() == {name: value for name, value in expected.items() if value or name == "content"}
+    return message, deltas
+
+
+def in_two(pieces: Sequence[str], prefilled: bool = False, **options: Any) -> AssistantMessage:
+    """The same by two parsers, as engines have them: one takes the reasoning, the other what it leaves."""
+    first, second = ReasoningStream(prefilled=prefilled), MessageStream(after_reasoning=True, **options)
+    parts = [*map(first.feed, pieces), first.flush()]
+    assert all(part.closed for part in parts[:-1] if part.content)
+    message = collect([delta for part in parts for delta in second.feed(part.content)] + second.finish())
+    message.reasoning_content += "".join(part.reasoning for part in parts)
+    message.finish_reason = str(second.finish_reason) if parts[-1].closed else "length"
+    return message
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -53,9 +80,9 @@ def check_cuts(text: str, count: int, seed: int = 0, **options: Any) -> Assistan
     """The whole message, after `count` random ways of cutting the text gave the same, with no markup in content."""
     whole = parse_message(text, **options)
     check_nothing_is_lost(text, whole)
-    random_source = random.Random(seed)
-    for _ in range(count):
-        places = [random_source.randrange(len(text) + 1) for _ in range(random_source.choice((1, 1, 2, 5, 30)))]
+    draw = random.Random(seed)
+    cuts = [[draw.randrange(len(text) + 1) for _ in range(draw.choice((1, 1, 2, 5, 30)))] for _ in range(count)]
+    for places in [*cuts, list(range(len(text)))]:
         message, deltas = streamed(cut(text, places), **options)
         assert message == whole, places
         for delta in deltas:

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from parser_cases import call, section, tool
+from parser_cases import call, section, tool, without_markers
 
 from kimi_k2.tokenization.special_tokens import (
     ARGUMENT_BEGIN,
@@ -38,6 +38,7 @@ class Case:
     tools: list[dict[str, Any]] | None = None
     prefilled: bool = False
     finish_reason: str | None = None
+    cut: bool = False  # the last call has no end
     difference: str | None = None
 
 
@@ -97,7 +98,7 @@ VLLM = [
          [weathers(0)], difference="text inside a section"),
     Case("empty section", "Why. " + section(), "Why. "),
     Case("arguments cut off", "I look. " + SECTION_BEGIN + weather(0)[: -len('lo"}' + CALL_END)], "I look. ",
-         [weathers(0, '{"city": "Os')], finish_reason="length"),
+         [weathers(0, '{"city": "Os')], finish_reason="length", cut=True),
     Case("text after the section", "Before. " + section(weather(0)) + " After.", "Before.  After.", [weathers(0)],
          difference="text after a section"),
     Case("spaces around id and arguments", section(call("functions.weather:0 ", OSLO + " ")), "",
@@ -115,7 +116,7 @@ VLLM = [
     Case("values of another type than the schema's", section(weather(0, '{"count": "3"}')), "",
          [weathers(0, '{"count": "3"}')], difference="types of argument values"),
     Case("cut off inside a value", SECTION_BEGIN + CALL_BEGIN + "functions.weather:0 " + ARGUMENT_BEGIN + '{"count":"3',
-         "", [weathers(0, '{"count":"3')], finish_reason="length", difference="types of argument values"),
+         "", [weathers(0, '{"count":"3')], finish_reason="length", cut=True, difference="types of argument values"),
 ]  # fmt: skip
 
 SGLANG = [
@@ -210,4 +211,54 @@ REPORTED = [
     Case("Kimi-K2#100", f"{THINK}Look around. {SECTION_BEGIN} {CALL_BEGIN} functions.weather:0 {ARGUMENT_BEGIN} {{}} "
          f"{CALL_END} {SECTION_END}{THINK_END} Then {section(weather(1))}", " Then ",
          [weathers(0, " {} "), weathers(1)], "Look around. "),
+]  # fmt: skip
+
+F, G = ("functions.f:0", "f", '{"a": 1}'), ("functions.g:1", "g", "")
+CALL_G = call("functions.g:1", "")
+HEAD = SECTION_BEGIN + CALL_BEGIN + "functions.f:0" + ARGUMENT_BEGIN
+OWN = [
+    Case("name with a colon", section(call("functions.ns:f:3")), "", [("functions.ns:f:3", "ns:f", F[2])]),
+    Case("name called functions", section(call("functions.functions.x:0")), "",
+         [("functions.functions.x:0", "functions.x", F[2])]),
+    Case("white space between", section("\n ", call(" functions.f:0 "), "\n", CALL_G, "\n"), "", [F, G]),
+    Case("white space after the id's colon", section(call("functions.f: 0")), "", [("functions.f: 0", "f", F[2])]),
+    Case("white space alone in a section", SECTION_BEGIN + "  \n"),
+    Case("white space before text in a section", SECTION_BEGIN + "  \nx ", "  \nx "),
+    Case("section not closed", SECTION_BEGIN + call(), "", [F]),
+    Case("singular section", f"<|tool_call_section_begin|>{call()}<|tool_call_section_end|>", "", [F]),
+    Case("markers in arguments that cannot end them",
+         section(call(arguments=f"{THINK}{ARGUMENT_BEGIN}{THINK_END}")) + THINK_END, "",
+         [(*F[:2], f"{THINK}{ARGUMENT_BEGIN}{THINK_END}")]),
+    Case("what cannot be read beside what can", section(call("what?"), CALL_G), 'what?{"a": 1}', [G]),
+    # A call cut off, or ended by another marker, is kept.
+    Case("cut in a marker", HEAD + "{}<|tool_call_e", "", [(*F[:2], "{}<|tool_call_e")], finish_reason="length",
+         cut=True),
+    Case("no arguments yet", HEAD, "", [(*F[:2], "")], finish_reason="length", cut=True),
+    Case("cut after a good one", SECTION_BEGIN + call() + CALL_BEGIN + "functions.g:1" + ARGUMENT_BEGIN, "", [F, G],
+         finish_reason="length", cut=True),
+    Case("not closed before the section's end", HEAD + "{}" + SECTION_END, "", [(*F[:2], "{}")], cut=True),
+    Case("section within arguments", HEAD + SECTION_BEGIN + SECTION_END, "", [(*F[:2], "")], cut=True),
+    # Nothing tells a function: all comes back as content, without the markers.
+    *(Case(f"malformed {text}", text, without_markers(text)) for text in (
+        section("hello"), "x" + SECTION_BEGIN,
+        *(section(call(name)) for name in ("", "functions.f", "functions.f g:0", "functions.f:x", "functions.f:\u0663",
+                                           "functions.:0", ":0", "call_6b0e7c24")),
+        section(CALL_BEGIN + "functions.f:0" + CALL_BEGIN + "functions.f:0"),
+        SECTION_BEGIN + SECTION_BEGIN + SECTION_END, section(call("what?", f"{THINK}{{{ARGUMENT_BEGIN}}}")))),
+    Case("header cut", SECTION_BEGIN + CALL_BEGIN + "functions.f", "functions.f", finish_reason="length"),
+    Case("opened twice", f"{THINK}why{THINK_END}answer", "answer", reasoning="why", prefilled=True),
+    Case("white space around reasoning", f"\n {THINK}why{THINK_END}\nanswer", "\nanswer", reasoning="why"),
+    Case("empty reasoning", f"{THINK}{THINK_END}answer", "answer"),
+    Case("never ends", "never ends", "", reasoning="never ends", prefilled=True, finish_reason="length"),
+    Case("cut in a tag", f"{THINK}cut </thi", "", reasoning="cut </thi", finish_reason="length"),
+    Case("only a tag's beginning", "<thin", "<thin"),
+    Case("white space before a cut tag", "  <thin", "", reasoning="  <thin", prefilled=True, finish_reason="length"),
+    # MoonshotAI/Kimi-K2#128: K2.6 ended its turn there; a message without content is no error.
+    Case("nothing after reasoning", f"All done.{THINK_END}", "", reasoning="All done.", prefilled=True),
+    # Tags out of place are dropped, the text stays.
+    Case("closed late", f"answer{THINK_END}more", "answermore"),
+    Case("opened late", f"answer{THINK}late{THINK_END}", "answerlate"),
+    Case("closed alone", f"{THINK_END}x", "x"),
+    Case("tags in reasoning", f"{THINK}a{THINK}b{THINK_END}c{THINK_END}d", "cd", reasoning="ab"),
+    Case("markers in reasoning", f"{THINK}a{SECTION_END}{CALL_END}b", "", reasoning="ab", finish_reason="length"),
 ]  # fmt: skip

@@ -58,7 +58,16 @@ REFUSED: dict[str, list[Any]] = {
     "split_special_tokens": [True],
     "errors": ["strict"],
     "chat_template": [[{"name": "default", "template": "x"}], 1],
-    "added_tokens_decoder": [[], {"3": {"content": "a"}}, {"512": "[BOS]"}],
+    "added_tokens_decoder": [
+        [],
+        {"3": {"content": "a"}},
+        {"512": "[BOS]"},
+        {"x": {"content": "a"}},
+        {"520": {}},
+        {"520": {"content": ""}},
+        {"520": {"content": "[BOS]"}},
+        {"512": {"content": "begin"}},
+    ],
     "pad_tokn": ["[PAD]"],
     "foo": [1],
 }

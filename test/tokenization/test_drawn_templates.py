@@ -1,20 +1,29 @@
-"""Chat templates beside transformers' `apply_chat_template`: every construct that it takes, and drawn templates.
+"""Chat templates beside transformers' `apply_chat_template`: every construct that it takes, drawn ones, and our own.
 
 KIMI_K2_DRAWS=2000 draws so many, each with a conversation of its own, and prints how many are rendered.
+KIMI_K2_PUBLISHED_TEMPLATES names a directory with copies of the published ones, as COPIES' name and `.jinja`: ours are
+held against them. Copies of K2-Thinking from before its template was mended differ in two names; that of K2-Instruct
+also numbers the calls itself. K2.5 has the template of K2.6 but for preserve_thinking.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from drawn_templates import MESSAGE_TOKENS, NAMED, TEMPLATE_TOKENS, drawn_conversation, drawn_template
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.chat import built_in_template, template_source
+from kimi_k2.tokenization.messages import normalized
 from kimi_k2.tokenization.special_tokens import special_tokens
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate, Segment
+from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "80"))
 SPECIAL = special_tokens(1792)
@@ -90,6 +99,9 @@ CONSTRUCTS = [
     "{{ '<|im_user|>' + t + '<|im_user|>' }}", "{{ t.replace('two', '<|im_user|>') }}", "{{ '<|im_user|>' in t }}",
     "{% for m in messages|selectattr('role', 'eq', 'user') %}{{ m.content }}{% endfor %}",
     "{{ messages|map(attribute='content')|join(',') }}", "{{ t|default('d') }}{{ u is defined }}{{ u }}",
+    "{% if true %}\nx\n{% endif %}\ny\n", "a\n   {% if true %}x{% endif %}\n\t{# note #}\nb",
+    "{% for m in [t, t] %}\n  {% if loop.first %}{% continue %}{% endif %}\n{{ m }}\n{% endfor %}",
+    "{{ tools|tojson }}{{ tools|tojson(indent=2) }}{{ m|tojson(sort_keys=true) }}",
     "{% autoescape true %}{{ t }}{% endautoescape %}", "{{ documents is none }}{{ thinking is defined }}{{ t }}",
 ]  # fmt: skip
 
@@ -98,8 +110,9 @@ CONSTRUCTS = [
 def test_constructs(tokenizer: Any, construct: str) -> None:
     source = "{% for m in messages %}{% set t = m.content %}" + construct + "{% endfor %}"
     messages = [{"role": "user", "content": CONTENT}]
-    segments = ours(source, messages, None)
-    expected = theirs(tokenizer, source, messages, None, add_generation_prompt=True)
+    tools = [{"function": {"description": "<é>'", "name": "f"}, "type": "function"}]
+    segments = ours(source, messages, tools)
+    expected = theirs(tokenizer, source, messages, tools, add_generation_prompt=True)
     assert "".join(segment.text for segment in segments) == expected
     # Markup is what the construct itself names, and no more of it than without the message.
     literal = construct.count("<|im_user|>") if "|im_user|>' in t" not in construct else 0
@@ -114,3 +127,129 @@ def test_reasoning_has_the_names_that_templates_read(tokenizer: Any) -> None:
         messages = [{"role": "assistant", "content": None, field: "why", "tool_calls": None}]
         segments = ours(source, messages, None)
         assert "".join(s.text for s in segments) == theirs(tokenizer, source, messages, None)
+
+
+# Uses what real templates use: macros, namespaces, loop controls, slices, trimming, JSON with separators.
+THINKING = """
+{%- macro text(content) -%}
+  {%- if content is string %}{{ content }}{% elif content is not none -%}
+    {%- for part in content %}{{ part.text }}{% endfor %}
+  {%- endif %}
+{%- endmacro -%}
+{%- set last = namespace(answer=-1) -%}
+{%- for i in range(messages | length - 1, -1, -1) -%}
+  {%- if messages[i].role == 'assistant' and not messages[i].tool_calls -%}
+    {%- set last.answer = i -%}
+    {%- break -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+  <|im_system|>tool_declare<|im_middle|>
+  {%- if tools_ts_str is defined %}{{ tools_ts_str }}{% else %}{{ tools | tojson(separators=(',', ':')) }}{% endif -%}
+  <|im_end|>
+{%- endif -%}
+{%- if not messages or messages[0].role != 'system' -%}
+  <|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>
+{%- endif -%}
+{%- for m in messages -%}
+  <|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.get('name') or m.role }}<|im_middle|>
+  {%- if m.role == 'tool' -%}
+## Return of {{ m.tool_call_id }}
+{{ text(m.content) }}
+  {%- elif m.role == 'assistant' -%}
+    <think>{{ m.get('reasoning_content', '') if loop.index0 > last.answer else '' }}</think>{{ text(m.content) }}
+    {%- if m.tool_calls -%}
+      <|tool_calls_section_begin|>
+      {%- for call in m.tool_calls -%}
+        <|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+        {%- if call.function.arguments is string %}{{ call.function.arguments -}}
+        {% else %}{{ call.function.arguments | tojson }}{% endif -%}
+        <|tool_call_end|>
+      {%- endfor -%}
+      <|tool_calls_section_end|>
+    {%- endif -%}
+  {%- else -%}
+    {{ text(m.content) }}
+  {%- endif -%}
+  <|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif -%}
+"""
+
+
+class Copy(NamedTuple):
+    repository: str
+    commit: str
+    path: str
+    style: ChatStyle
+    renamed: dict[str, str]
+
+
+COPIES = {
+    "k2.6": Copy(
+        "paswans05/kite1.0", "ee33012cddfd5e4f5136f9583f8af9c84ff012da", "chat_template.jinja", ChatStyle.K25,
+        {"<|kite_video_placeholder|>": "<|kimi_k25_video_placeholder|>"}),
+    "thinking": Copy(
+        "ggml-org/llama.cpp", "0c3c896ea80643608b4e961eec7e1efcd844e109",
+        "models/templates/moonshotai-Kimi-K2-Thinking.jinja", ChatStyle.THINKING,
+        {"media_start": "media_begin", "tojson()": "tojson(separators=(',', ':'))"}),
+    "instruct": Copy(
+        "ikawrakow/ik_llama.cpp", "3c54a451a4dc68a7c45f349af1c14641593def7b",
+        "models/templates/Kimi-K2-Instruct.jinja", ChatStyle.INSTRUCT,
+        {"media_start": "media_begin", "| tojson }}<|im_end|>": "| tojson(separators=(',', ':')) }}<|im_end|>",
+         "<|im_end|>\n  {% endif %}": "<|im_end|>{%- endif -%}",
+         "{%- set _ = tool_response_queue.ids.append(formatted_id) -%}": "",
+         "{%- if tool_response_queue.ids -%}": "{%- if true -%}",
+         "tool_response_queue.ids.pop(0)": "message.tool_call_id"}),
+}  # fmt: skip
+COPIES["k2.7"] = COPIES["k2.6"]._replace(style=ChatStyle.K27)  # which has preserve_thinking on
+COPIES["k2.5"] = COPIES["k2.6"]._replace(
+    renamed=COPIES["k2.6"].renamed | {"preserve_thinking | default(false)": "false"}
+)
+
+
+@pytest.mark.parametrize("name", [*ChatStyle, *(f"published {name}" for name in COPIES)])
+def test_the_familys_template_on_drawn_conversations(tokenizer: Any, name: str) -> None:
+    """It stands alone in transformers, and says what the published ones say."""
+    copy = COPIES.get(name.removeprefix("published ")) if name.startswith("published ") else None
+    style = ChatStyle(name) if copy is None else copy.style
+    published = None if copy is None else published_template(name.removeprefix("published "))
+    for seed in range(DRAWN if copy is None else int(os.environ.get("KIMI_K2_DRAWS", "200"))):
+        draw = random.Random(seed)
+        messages, tools = drawn_conversation(seed)
+        for message in messages if copy is not None or seed % 2 else ():
+            if isinstance(message["content"], list):
+                kinds = ["image", "image_url", "video"] if style.is_k25 else ["image", "image_url"]
+                message["content"].insert(draw.randint(0, 1), {"type": (kind := draw.choice(kinds)), kind: "x"})
+        options: dict[str, Any] = {"add_generation_prompt": draw.random() < 0.7}
+        if style.is_k25:
+            options["thinking"] = draw.choice([None, True, False])
+            options["preserve_thinking"] = None if name.endswith("k2.5") and copy else draw.choice([None, True, False])
+        segments = built_in_template(style).render_segments(messages, tools=tools, style=style, **options)
+        if published is not None:
+            if style is ChatStyle.K27 and options["preserve_thinking"] is None:
+                options["preserve_thinking"] = True
+            assert segments == published.render_segments(messages, tools=tools, style=style, **options), (
+                seed,
+                messages,
+            )
+            continue
+        said = {key: value for key, value in options.items() if value is not None}
+        if style.is_k25 and (typescript := typescript_declaration(checked_tools(tools))) is not None:
+            said["tools_ts_str"] = typescript
+        given, text = (normalized(messages), checked_tools(tools)), "".join(segment.text for segment in segments)
+        assert text == theirs(tokenizer, template_source(style), *given, **said), (seed, messages)
+        if style is ChatStyle.THINKING and not seed % 2:
+            assert text == theirs(tokenizer, THINKING, *given, **said), (seed, messages)
+            assert segments == ours(THINKING, messages, tools, **options)
+
+
+def published_template(name: str) -> ChatTemplate:
+    directory, copy = os.environ.get("KIMI_K2_PUBLISHED_TEMPLATES"), COPIES[name]
+    if directory is None:
+        pytest.skip(f"KIMI_K2_PUBLISHED_TEMPLATES is not set: {copy.repository}@{copy.commit}:{copy.path}")
+    source = (Path(directory) / f"{'k2.6' if copy.style.is_k25 else name}.jinja").read_text()
+    for old, new in copy.renamed.items():
+        assert old in source
+        source = source.replace(old, new)
+    return ChatTemplate(source, SPECIAL)

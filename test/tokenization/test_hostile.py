@@ -19,7 +19,7 @@ from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization import renderer, template
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
-from kimi_k2.tokenization.message import MessageStream, parse_message
+from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -67,6 +67,10 @@ HOSTILE = {
     "indented JSON": ("{{ messages|tojson(indent=10**9) }}", "too much memory"),
     "division by zero": ("{{ 1 / 0 }}", "division by zero"),
     "undefined name": ("{{ x.y.z }}", "'x' is undefined"),
+    "no Jinja": ("{% if %}", "Expected an expression"),
+    "a refusal": ("{{ raise_exception('no system turn') }}", "no system turn"),
+    "what is not to be changed": ("{{ messages.clear() }}", "unsafe"),
+    "a wrong type": ("{{ 1 + 'a' }}", "unsupported operand"),
     "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
 }  # fmt: skip
 
@@ -146,28 +150,6 @@ def test_threads_share_the_process() -> None:
         assert list(pool.map(render, range(100))) == [f"{index}" * 1000 for index in range(100)]
 
 
-@pytest.mark.parametrize(("file", "content", "says"), [
-    ("tokenizer_config.json", b"[" * 100_000, "nested more than"),
-    ("tokenizer_config.json", b"\xff", "not valid JSON: 'utf-8'"),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"256": {"content": ""}}}', "256: ''"),
-    ("chat_template.jinja", b"\xff", "expected UTF-8"),
-])  # fmt: skip
-def test_hostile_files(tmp_path: Path, file: str, content: bytes, says: str) -> None:
-    write_synthetic_vocabulary(tmp_path, 512)
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(TokenizerError, match=rf"{file}: .*({says})"):
-        KimiTokenizer.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja", "tiktoken.model"])
-def test_huge_files_are_not_read(tmp_path: Path, file: str) -> None:
-    write_synthetic_vocabulary(tmp_path, 512)
-    with (tmp_path / file).open("wb") as huge:
-        huge.truncate(20 * 2**30)
-    with pytest.raises(TokenizerError, match=rf"{file}: 21474836480 bytes; at most 67108864 are read"):
-        KimiTokenizer.from_pretrained(tmp_path)
-
-
 def test_special_names_with_many_first_characters() -> None:
     names = [chr(0x4E00 + index) + "x" for index in range(256)]
     content = "".join(names)
@@ -175,17 +157,6 @@ def test_special_names_with_many_first_characters() -> None:
         [{**USER[0], "content": content}]
     )
     assert [(segment.text, segment.markup) for segment in segments] == [(content, False), (names[200], True)]
-
-
-def test_long_conversations_are_within_the_limits() -> None:
-    messages: list[dict[str, Any]] = []
-    for index in range(2000):
-        messages.append({"role": "user", "content": "<[" * 200})
-        message = parse_message(f"why</think>{index}{section(call(f'functions.f:{index}'))}", prefilled=True)
-        messages += [message.to_openai(), {"role": "tool", "tool_call_id": f"functions.f:{index}", "content": "r"}]
-    text = apply_chat_template(messages, style="k2.5", tools=[tool("f", "a")])
-    assert text.count("<[" * 200) == 2000
-    assert "## Return of functions.f:1999\nr" in text
 
 
 def nested(depth: int) -> Any:
@@ -226,50 +197,6 @@ def test_long_names() -> None:
     with pytest.raises(TokenizerError) as caught:
         apply_chat_template([{"role": name, "content": "x"}])
     assert len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize("marker", ["<|tool_call_begin|>", "<|tool_calls_section_begin|>", "<think>", "<"])
-def test_many_markers_take_linear_memory(marker: str) -> None:
-    text = marker * 10_000
-    tracemalloc.start()
-    stream = MessageStream(tools=[tool("f")])
-    for start in range(0, len(text), 1000):
-        stream.feed(text[start : start + 1000])
-    stream.finish()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    # Held back a byte each, since another marker's end may make them one, then once in pieces and once as the answer.
-    assert peak < 3 * len(text)
-
-
-MALFORMED_SCHEMAS: list[Any] = [
-    {"properties": 3}, {"properties": [1]}, {"properties": {"a": 3}}, {"properties": {"a": {"type": {}}}},
-    {"properties": {"a": {"anyOf": 3}}}, {"properties": {"a": {"enum": 3}}}, {"properties": {"a": {"$ref": 3}}},
-    {"$defs": 3}, {"$defs": {"X": 3}, "properties": {"a": {"$ref": "#/$defs/X"}}}, {"required": 3},
-    {"properties": {"a": {"description": 3}}}, {"properties": {"a": {"type": "array", "items": [1]}}},
-    {"properties": {"a": {"type": ["string", {}]}}}, {"properties": {"a": {"default": float("nan")}}},
-    {"properties": {"a": {"type": "object", "additionalProperties": 3}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("schema", MALFORMED_SCHEMAS)
-@pytest.mark.parametrize("style", ChatStyle)
-def test_malformed_schemas_are_declared_as_they_are(schema: Any, style: ChatStyle) -> None:
-    """A schema is the client's; what has no TypeScript form is shown in JSON, as the published tokenizers do."""
-    text = apply_chat_template(
-        USER, tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}], style=style
-    )
-    assert text.startswith("<|im_system|>tool_declare<|im_middle|>")
-
-
-@pytest.mark.parametrize(("tools", "says"), [
-    ([{"type": "x", 1: 2}], "tools: expected text"), ([None], "tool 0: "),
-    ([{"type": "function", "function": {"name": "f", "parameters": {"a": {1, 2}}}}], "JSON"),
-    ([{"type": "function", "function": {"name": "f", "x": object()}}], "JSON"),
-])  # fmt: skip
-def test_malformed_tools_are_typed_errors(tools: Any, says: str) -> None:
-    with pytest.raises(TokenizerError, match=says):
-        apply_chat_template(USER, tools=tools)
 
 
 ANY = st.recursive(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
@@ -54,11 +53,6 @@ def test_special_ids_of_the_facts() -> None:
         assert names[name] == token
     assert len(names) == 256
     assert max(names.values()) == 163839
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_known_texts_round_trip(tokenizer: KimiTokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.text(max_size=200))
@@ -112,16 +106,6 @@ def test_user_text_cannot_forge_special_tokens(tokenizer: KimiTokenizer) -> None
         assert [t for t in chat if t in special] == [t for t in honest if t in special]
 
 
-def test_streaming_decoder_cuts_no_character(tokenizer: KimiTokenizer) -> None:
-    text = "汉字 🙂 naïve"
-    decoder = tokenizer.incremental_decoder()
-    pieces = [decoder.feed(token) for token in tokenizer.encode(text)]
-    assert "".join(pieces) + decoder.flush() == text
-    assert "\ufffd" not in "".join(pieces)
-    broken = tokenizer.incremental_decoder()
-    assert broken.feed(tokenizer.encode("🙂")[0]) + broken.flush() == "\ufffd"
-
-
 @given(st.lists(st.integers(0, 2047), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_streamed_decoding_equals_whole(tokenizer: KimiTokenizer, ids: list[int]) -> None:
@@ -157,18 +141,6 @@ def test_stop_tokens(tokenizer: KimiTokenizer) -> None:
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size) == (1792, 2047, 2048)
 
 
-def test_config_names_win(directory: Path, tmp_path: Path) -> None:
-    for name in ("tiktoken.model", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((directory / name).read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["added_tokens_decoder"]["1797"]["content"] = "<|new|>"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert KimiTokenizer.from_pretrained(tmp_path).encode("<|new|>", allow_special=True) == [1797]
-    (tmp_path / "tokenizer_config.json").unlink()
-    names = KimiTokenizer.from_pretrained(tmp_path).special_tokens
-    assert names["<|reserved_token_1797|>"] == 1797
-
-
 def lines_of(base: int = 256) -> list[str]:
     return [f"{base64.b64encode(token).decode()} {rank}" for token, rank in synthetic_ranks(base).items()]
 
@@ -193,23 +165,6 @@ def test_damaged_vocabulary(tmp_path: Path, lines: list[str], says: str) -> None
 
 def test_missing_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tiktoken\.model: cannot be read"):
-        KimiTokenizer.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["{", "[]", '{"added_tokens_decoder": {"x": {"content": "a"}}}',
-     '{"added_tokens_decoder": {"3": {"content": "a"}}}',
-     '{"added_tokens_decoder": {"1800": {}}}', '{"added_tokens_decoder": {"1800": {"content": "[BOS]"}}}',
-     '{"added_tokens_decoder": {"1792": {"content": "begin"}}}'],
-)  # fmt: skip
-def test_damaged_tokenizer_config(directory: Path, tmp_path: Path, content: str) -> None:
-    (tmp_path / "tiktoken.model").write_bytes((directory / "tiktoken.model").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(
-        TokenizerError,
-        match=r"tokenizer_config\.json: (field 'added_tokens_decoder'|not valid JSON|expected a JSON object)",
-    ):
         KimiTokenizer.from_pretrained(tmp_path)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.chat import apply_chat_template
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 
@@ -113,12 +114,19 @@ def test_published_typescript() -> None:
     "schema",
     [
         {"oneOf": []}, {"$ref": "#/$defs/Missing"}, {"$ref": "http://x"}, {"type": ["string", "date"]},
-        {"enum": ["a", 1], "type": "string"}, {"enum": [1], "type": ["string", "integer", "null"]}, "string",
+        {"enum": ["a", 1], "type": "string"}, {"enum": [1], "type": ["string", "integer", "null"]}, "string", 3,
+        {"type": {}}, {"anyOf": 3}, {"enum": 3}, {"$ref": 3}, {"type": ["string", {}]}, {"type": "array", "items": [1]},
+        {"description": 3}, {"type": "object", "additionalProperties": 3},
     ],
 )  # fmt: skip
 def test_schemas_without_a_typescript_form(schema: Any) -> None:
-    tools = checked_tools([tool("f", parameters={"type": "object", "properties": {"a": schema}})])
-    assert typescript_declaration(tools) is None
+    """A schema is the client's; such tools are shown in JSON, as the published tokenizers do."""
+    tools = [tool("f", parameters={"type": "object", "properties": {"a": schema}})]
+    assert schema == {"description": 3} or typescript_declaration(checked_tools(tools)) is None
+    for parameters in (tools[0]["function"]["parameters"], {"properties": schema}, {"$defs": schema}):
+        told = [tool("f", parameters=parameters)]
+        text = apply_chat_template([{"role": "user", "content": "U"}], tools=told, style="k2.5")
+        assert text.startswith("<|im_system|>tool_declare<|im_middle|>")
 
 
 def test_other_kinds_of_tools_are_not_declared_in_typescript() -> None:
@@ -151,8 +159,11 @@ def test_keys_are_sorted_at_every_level(extra: dict[str, Any]) -> None:
         ([tool("f"), {"type": "function"}], "tool 1: field 'function.name'"),
         ([{"function": {"name": ""}}], "tool 0: field 'function.name'"),
         ([tool("f", parameters=[1])], "tool 0: field 'function.parameters'"),
+        ([{"type": "x", 1: 2}], "tools: expected text"),
+        ([tool("f", parameters={"a": {1, 2}})], "JSON"),
+        ([tool("f", x=object())], "JSON"),
     ],
 )
 def test_malformed_tools(tools: Any, says: str) -> None:
     with pytest.raises(TokenizerError, match=says):
-        checked_tools(tools)
+        apply_chat_template([], tools=tools)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from typing import Any
 
@@ -77,13 +78,6 @@ CITY = '{"city": "x"}'
         ("functions.get_weather_0", CITY, TWO, "get_weather"),
         ("get_weather_0", CITY, TWO, "get_weather"),
         ("functions.get_weather:-1", CITY, TWO, "get_weather"),
-        # An id that names a tool is that tool, whatever the arguments; another's name is none.
-        ("functions.get_weather:0", '{"path": "/a.py"}', TWO, "get_weather"),
-        (" get_weather:7 ", "{}", TWO, "get_weather"),
-        ("functions.get_weather", "not JSON", TWO, "get_weather"),
-        ("get_weather", CITY, TWO, "get_weather"),
-        ("functions_get_weather_3", CITY, TWO, "get_weather"),
-        ("get_weather.3", CITY, TWO, "get_weather"),
         ("functions.rm:0", '{"target": "/"}', TWO, None),
         ("functions.rm:0", CITY, TWO, "get_weather"),
         ("functions.rm:0", "{}", [], None),
@@ -95,12 +89,10 @@ CITY = '{"city": "x"}'
         ("functions_my_tool_3", "[]", [taking("my.tool"), taking("my:tool")], None),
         ("functions.x:0", "{}", [taking("functions.x"), taking("x")], "x"),
         # What is no JSON object fits no tool; a boolean schema takes all or nothing.
-        ("0", '{"city": "Oslo", "ok": flase', TWO, None),
         ("0", '{"city": NaN}', [tool("f", True)], None),
         ("0", '["city"]', [tool("f", True)], None),
         ("0", '{"z": 1}', [tool("f", True), tool("g", False)], "f"),
         ("0", '{"z": 1}', [tool("f", True), tool("g", True)], None),
-        ("0", '{"z": 1}', [tool("f", {"type": "object"})], "f"),
         ("0", '{"q": "1"}', [tool("f", None), taking("g", "q")], "g"),
         # A schema that cannot be used takes nothing.
         ("0", '{"q": "1"}', [tool("f", {"type": "objekt"}), taking("g", "q")], "g"),
@@ -124,6 +116,11 @@ def test_without_definitions_the_trained_forms_tell() -> None:
     assert ToolResolver([]).by_id("functions.a:0") is None
 
 
+# Of a name, and of the name as some clients must write it.
+ID_FORMS = ("functions.{}:3", " {}:0 ", "functions.{}", "{}", "functions.{}_1", "{}_12", "functions.{}:-1", "{}.3",
+            "functions_{1}_3")  # fmt: skip
+# Schemas that say nothing, and so tell no call from another tool's.
+SILENT = [{**kind, "properties": {}, **more} for kind in ({}, {"type": "object"}) for more in ({}, {"required": []})]
 DEPTH = 2
 PLAIN: list[dict[str, Any]] = [
     {"type": "string"}, {"type": "integer"}, {"enum": ["a", 1]}, {"const": "a"}, {"minLength": 2}, {"minimum": 2},
@@ -164,35 +161,23 @@ def test_drawn_schemas_beside_jsonschema() -> None:
     draw, chosen = random.Random(41), 0
     for number in range(DRAWS):
         names = draw.sample(["get", "put", "my-tool", "a.b", "list_2"], draw.randrange(1, 5))
-        tools = [tool(name, drawn_schema(draw)) for name in names]
+        schemas = {name: drawn_schema(draw) for name in names}
         arguments = {word: drawn_value(draw) for word in WORDS if draw.random() < 0.4}
-        text = json.dumps(arguments)
-        resolver = ToolResolver(tools)
-        takes = {
-            one["function"]["name"]
-            for one in tools
-            if Draft202012Validator(one["function"]["parameters"]).is_valid(arguments)
-        }
-        silent = {
-            one["function"]["name"]
-            for one in tools
-            if isinstance(one["function"]["parameters"], dict)
-            and one["function"]["parameters"].keys() <= {"type", "properties", "required"}
-            and not any(one["function"]["parameters"].get(key) for key in ("properties", "required"))
-        }
-        if arguments and len(tools) > 1:
-            takes -= silent
-        found = resolver.by_arguments(f"call_{number}", text)
-        assert (found and found.name) == (next(iter(takes)) if len(takes) == 1 else None), (tools, text)
+        resolver = ToolResolver([tool(*each) for each in schemas.items()])
+        takes = [
+            name
+            for name, schema in schemas.items()
+            if Draft202012Validator(schema).is_valid(arguments)
+            and not (arguments and len(names) > 1 and schema in SILENT)
+        ]
+        found = resolver.by_arguments(f"call_{number}", json.dumps(arguments))
+        assert (found and found.name) == (takes[0] if len(takes) == 1 else None), (schemas, arguments)
         chosen += found is not None
-        form = draw.choice(
-            ["functions.{}:3", "{}:0", "functions.{}", "{}", "functions.{}_1", "{}_12", "functions.{}:-1"]
-        )
+        form = draw.choice(ID_FORMS)
         name = draw.choice(names)
-        resolved = resolver.by_id(form.format(name))
+        resolved = resolver.by_id(form.format(name, re.sub("[^a-z0-9-]", "_", name)))
         assert resolved is not None and resolved.name == name, (form, names)
-        stranger = resolver.by_id(form.format("undeclared"))
-        assert stranger is None
+        assert resolver.by_id(form.format("undeclared", "undeclared")) is None
     assert chosen > DRAWS / 10
 
 
@@ -207,6 +192,6 @@ def test_drawn_schemas_beside_jsonschema() -> None:
 )  # fmt: skip
 def test_a_schema_that_would_run_for_minutes(schema: Any) -> None:
     """Schemas are the client's, and arguments what it made the model write."""
-    begun = time.monotonic()
+    begun = time.process_time()
     assert schema_problem({"q": "a" * 60 + "!"}, schema) is not None
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
