@@ -52,7 +52,7 @@ def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, l
         else:
             calls[change["index"]]["function"]["arguments"] += change["function"]["arguments"]
     said = {name: "".join(each.get(name, "") for each in fields) for name in ("reasoning_content", "content")}
-    expected = {"role": "assistant", **said, "tool_calls": calls}
+    expected: dict[str, Any] = {"role": "assistant", **said, "tool_calls": calls}
     if calls:
         expected["content"] = said["content"] or None
     assert message.to_openai() == {name: value for name, value in expected.items() if value or name == "content"}

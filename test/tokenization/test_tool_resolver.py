@@ -120,7 +120,10 @@ def test_without_definitions_the_trained_forms_tell() -> None:
 ID_FORMS = ("functions.{}:3", " {}:0 ", "functions.{}", "{}", "functions.{}_1", "{}_12", "functions.{}:-1", "{}.3",
             "functions_{1}_3")  # fmt: skip
 # Schemas that say nothing, and so tell no call from another tool's.
-SILENT = [{**kind, "properties": {}, **more} for kind in ({}, {"type": "object"}) for more in ({}, {"required": []})]
+SILENT: list[dict[str, Any]] = [
+    {"properties": {}}, {"properties": {}, "required": []}, {"type": "object", "properties": {}},
+    {"type": "object", "properties": {}, "required": []},
+]  # fmt: skip
 DEPTH = 2
 PLAIN: list[dict[str, Any]] = [
     {"type": "string"}, {"type": "integer"}, {"enum": ["a", 1]}, {"const": "a"}, {"minLength": 2}, {"minimum": 2},
