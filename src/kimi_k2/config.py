@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from kimi_k2.config_fields import check_limits
+from kimi_k2.config_fields import check_limits, first_fault
 from kimi_k2.config_file import KV_CACHE_SCHEME, normalised
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_data
@@ -79,20 +78,6 @@ class YarnScaling(BaseModel):
     def softmax_multiplier(self) -> float:
         """Factor on the softmax scale: the square of the `mscale_all_dim` magnitude."""
         return self._mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-
-def first_fault(
-    error: ValidationError, file: str | Path | None, name: Callable[[str], str] = lambda field: field
-) -> ConfigError:
-    """The first thing that pydantic has found; `name` gives a field's name in the file."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
-        message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
-    else:
-        message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
-    return ConfigError(message, field=name(where) if where else None, file=file)
 
 
 _ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")

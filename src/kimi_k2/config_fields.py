@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from kimi_k2.errors import ConfigError, KimiK2Warning
 
@@ -161,3 +164,17 @@ def check_limits(config: Any, limits: Mapping[str, tuple[float, float]]) -> None
         if value is not None and not least <= value <= most:
             bound = f"at least {least:g}" if value < least else f"at most {most:g}"
             raise ConfigError(f"expected {bound}, got {value!r:.100}", field=field)
+
+
+def first_fault(
+    error: ValidationError, file: str | Path | None, name: Callable[[str], str] = lambda field: field
+) -> ConfigError:
+    """The first thing that pydantic has found; `name` gives a field's name in the file."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
+        message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
+    else:
+        message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
+    return ConfigError(message, field=name(where) if where else None, file=file)

@@ -102,7 +102,7 @@ def test_leftovers_and_vision_tensors_are_ignored(checkpoints: dict[str, Path], 
 
 
 def test_natural_shard_order(tmp_path: Path) -> None:
-    names = [f"model-{i}-of-11.safetensors" for i in ("²", *range(1, 12))]
+    names = [f"model-{i}-of-11.safetensors" for i in (*range(1, 12), "²")]
     for name in names:
         (tmp_path / name).touch()
     weight_map = {f"t{i}": name for i, name in enumerate(reversed(names))}
@@ -151,11 +151,6 @@ def expect(directory: Path, error: type[CheckpointError], says: str, *, file: st
     assert caught.value.tensor == tensor
 
 
-def test_missing_shard(fp8: Path) -> None:
-    (fp8 / SHARD).unlink()
-    expect(fp8, MissingShardError, "not there", file=SHARD, tensor="model.layers.1.input_layernorm.weight")
-
-
 def test_empty_directory(fp8: Path) -> None:
     (fp8 / INDEX_NAME).unlink()
     with pytest.raises(MissingShardError, match=r"expected model\.safetensors\.index\.json or"):
@@ -176,46 +171,61 @@ def test_index_names_a_file_elsewhere(fp8: Path, shard: object) -> None:
     expect(fp8, CorruptHeaderError, "beside the index", file=INDEX_NAME, tensor="lm_head.weight")
 
 
-def test_tensor_missing_from_the_index(fp8: Path) -> None:
-    edit_index(fp8, lambda weight_map: weight_map.pop(f"{EXPERT}.weight"))
-    expect(fp8, MissingTensorError, "index does not name", file=SHARD, tensor=f"{EXPERT}.weight")
+def in_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], object]:
+    return lambda directory: edit_index(directory, change)
 
 
-def test_index_names_a_tensor_that_the_shard_lacks(fp8: Path) -> None:
-    edit_index(fp8, lambda weight_map: weight_map.update({"model.ghost.weight": SHARD}))
-    expect(fp8, MissingTensorError, "does not hold it", file=SHARD, tensor="model.ghost.weight")
+def in_shard(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda directory: rewrite(directory, SHARD, change)
 
 
-def test_index_names_the_wrong_shard(fp8: Path) -> None:
-    edit_index(fp8, lambda weight_map: weight_map.update({"lm_head.weight": SHARD}))
-    expect(fp8, MissingTensorError, "does not hold it", file=SHARD, tensor="lm_head.weight")
+def of_shape(name: str, *shape: int) -> Callable[[Path], object]:
+    return in_shard(lambda tensors: tensors.update({name: torch.zeros(shape).to(tensors[name].dtype)}))
 
 
-def test_missing_tensor(fp8: Path) -> None:
-    name = "model.layers.1.input_layernorm.weight"
-    rewrite(fp8, SHARD, lambda tensors: tensors.pop(name))
-    expect(fp8, MissingTensorError, "expected bfloat16 [256]", file=None, tensor=name)
+def of_dtype(name: str, dtype: torch.dtype) -> Callable[[Path], object]:
+    return in_shard(lambda tensors: tensors.update({name: tensors[name].float().to(dtype)}))
 
 
-def test_unexpected_tensor(fp8: Path) -> None:
-    rewrite(fp8, SHARD, lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.zeros(3)}))
-    expect(fp8, UnexpectedTensorError, "implies no such tensor", file=SHARD, tensor="model.layers.1.extra.weight")
+NORM, EMBEDDING, BIAS = (
+    "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight",
+    "model.layers.1.mlp.gate.e_score_correction_bias",
+)  # fmt: skip
+WEIGHT, SCALE, KV_B = f"{EXPERT}.weight", f"{EXPERT}.weight_scale_inv", "model.layers.1.self_attn.kv_b_proj.weight"
+Damage = tuple[Callable[[Path], object], type[CheckpointError], str, str | None, str]
+# What is done to a directory; the error, what it says, the file and the tensor that it names.
+DAMAGES: list[Damage] = [
+    (lambda directory: (directory / SHARD).unlink(), MissingShardError, "not there", SHARD, NORM),
+    (in_index(lambda index: index.pop(WEIGHT)), MissingTensorError, "index does not name", SHARD, WEIGHT),
+    (in_index(lambda index: index.update({"model.ghost.weight": SHARD})), MissingTensorError, "does not hold it", SHARD,
+     "model.ghost.weight"),
+    (in_index(lambda index: index.update({"lm_head.weight": SHARD})), MissingTensorError, "does not hold it", SHARD,
+     "lm_head.weight"),
+    (in_shard(lambda tensors: tensors.pop(NORM)), MissingTensorError, "expected bfloat16 [256]", None, NORM),
+    (in_shard(lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.zeros(3)})), UnexpectedTensorError,
+     "implies no such tensor", SHARD, "model.layers.1.extra.weight"),
+    (in_shard(lambda tensors: tensors.update({EMBEDDING: torch.zeros(768, 256, dtype=torch.bfloat16)})),
+     UnexpectedTensorError, "already in model-1-of-3", SHARD, EMBEDDING),
+    (in_shard(lambda tensors: tensors.pop(WEIGHT)), OrphanScaleError, "expected float8_e4m3fn", None, WEIGHT),
+    (in_shard(lambda tensors: tensors.pop(SCALE)), OrphanScaleError, "expected float32 [1, 2]", None, SCALE),
+    (of_shape(WEIGHT, 127, 256), TensorShapeError, "got [127, 256]", SHARD, WEIGHT),
+    (of_shape(SCALE, 2, 2), TensorShapeError, "got [2, 2]", SHARD, SCALE),
+    (of_shape(KV_B, 255, 64), TensorShapeError, "got [255, 64]", SHARD, KV_B),
+    (of_shape(BIAS, 15), TensorShapeError, "got [15]", SHARD, BIAS),
+    (of_dtype(WEIGHT, torch.bfloat16), TensorDtypeError, "got torch.bfloat16", SHARD, WEIGHT),
+    (of_dtype(WEIGHT, torch.float8_e5m2), TensorDtypeError, "got torch.float8_e5m2", SHARD, WEIGHT),
+    (of_dtype(SCALE, torch.int32), TensorDtypeError, "got torch.int32", SHARD, SCALE),
+    (of_dtype("model.layers.1.mlp.gate.weight", torch.int8), TensorDtypeError, "got torch.int8", SHARD,
+     "model.layers.1.mlp.gate.weight"),
+]  # fmt: skip
 
 
-def test_tensor_in_two_shards(fp8: Path) -> None:
-    name = "model.embed_tokens.weight"
-    rewrite(fp8, SHARD, lambda tensors: tensors.update({name: torch.zeros(768, 256, dtype=torch.bfloat16)}))
-    expect(fp8, UnexpectedTensorError, "already in model-1-of-3", file=SHARD, tensor=name)
-
-
-def test_scale_without_its_weight(fp8: Path) -> None:
-    rewrite(fp8, SHARD, lambda tensors: tensors.pop(f"{EXPERT}.weight"))
-    expect(fp8, OrphanScaleError, "stands alone", file=SHARD, tensor=f"{EXPERT}.weight_scale_inv")
-
-
-def test_weight_without_its_scale(fp8: Path) -> None:
-    rewrite(fp8, SHARD, lambda tensors: tensors.pop(f"{EXPERT}.weight_scale_inv"))
-    expect(fp8, OrphanScaleError, "expected float32 [1, 2]", file=None, tensor=f"{EXPERT}.weight_scale_inv")
+@pytest.mark.parametrize(("damage", "error", "says", "file", "tensor"), DAMAGES)
+def test_damage_is_named(
+    fp8: Path, damage: Callable[[Path], object], error: type[CheckpointError], says: str, file: str | None, tensor: str
+) -> None:
+    damage(fp8)
+    expect(fp8, error, says, file=file, tensor=tensor)
 
 
 @pytest.mark.parametrize("lost", ["weight_packed", "weight_scale", "weight_shape"])
@@ -233,20 +243,6 @@ def test_int4_weight_shape_that_lies(checkpoints: dict[str, Path], tmp_path: Pat
     expect(directory, TensorShapeError, "says [7, 7], but weight_packed is [128, 32]", file=SHARD, tensor=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        (f"{EXPERT}.weight", [127, 256]),
-        (f"{EXPERT}.weight_scale_inv", [2, 2]),
-        ("model.layers.1.self_attn.kv_b_proj.weight", [255, 64]),
-        ("model.layers.1.mlp.gate.e_score_correction_bias", [15]),
-    ],
-)
-def test_wrong_shape(fp8: Path, name: str, shape: list[int]) -> None:
-    rewrite(fp8, SHARD, lambda tensors: tensors.update({name: torch.zeros(shape).to(tensors[name].dtype)}))
-    expect(fp8, TensorShapeError, f"got {shape}", file=SHARD, tensor=name)
-
-
 def test_kv_lora_rank_that_contradicts_the_tensors(fp8: Path) -> None:
     raw = json.loads((fp8 / "config.json").read_text())
     raw["kv_lora_rank"] = 128
@@ -254,20 +250,6 @@ def test_kv_lora_rank_that_contradicts_the_tensors(fp8: Path) -> None:
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     expect(fp8, TensorShapeError, "expected shape [144, 256] from config.json, got [80, 256]",
            file="model-1-of-3.safetensors", tensor=name)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (f"{EXPERT}.weight", torch.bfloat16),
-        (f"{EXPERT}.weight", torch.float8_e5m2),
-        (f"{EXPERT}.weight_scale_inv", torch.int32),
-        ("model.layers.1.mlp.gate.weight", torch.int8),
-    ],
-)
-def test_wrong_dtype(fp8: Path, name: str, dtype: torch.dtype) -> None:
-    rewrite(fp8, SHARD, lambda tensors: tensors.update({name: tensors[name].float().to(dtype)}))
-    expect(fp8, TensorDtypeError, f"got {dtype}", file=SHARD, tensor=name)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 100, -1, -1000])

@@ -7,15 +7,18 @@ import torch
 
 from kimi_k2.quantization import neuron_e4m3
 from kimi_k2.quantization.fp8_block import (
-    dequantize_fp8_block,
     dequantized_chunks,
     expand_block_scale,
     quantize_fp8_block,
 )
-from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_blocks, quantize_chunks, reserved_codes
-from kimi_k2.quantization.rows import row_chunks
+from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX, halve_blocks, quantize_chunks
 
 CODES = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def reserved_codes(weight: torch.Tensor) -> int:
+    """Values that Trainium2 reads as NaN."""
+    return int((weight.float().abs() > NEURON_E4M3_MAX).sum())
 
 
 def test_halving_every_code() -> None:
@@ -32,55 +35,16 @@ def test_halving_every_code() -> None:
     assert float((halved.double() * 2 - value).abs().max()) == 2.0**-9
 
 
-def test_nan_is_kept() -> None:
-    nan = torch.tensor([[0x7F, 0xFF]], dtype=torch.uint8)
-    halved, _, inexact = halve_blocks(nan.view(torch.float8_e4m3fn), torch.ones(1, 2), (1, 1), 1)
-    assert torch.equal(halved.view(torch.uint8), nan)
-    assert not len(inexact)
-
-
 def test_nan_is_kept_in_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long tensors are halved a piece at a time."""
     monkeypatch.setattr(neuron_e4m3, "_CHUNK", 4)
     codes = torch.arange(24, dtype=torch.uint8).add(64)
     for place in range(24):
         weight = codes.clone()
-        weight[place] = 0x7F
-        halved, _, _ = halve_blocks(weight.view(torch.float8_e4m3fn).view(12, 2), torch.ones(12, 2), (1, 1), 1)
+        weight[place] = nan = (0x7F, 0xFF)[place % 2]
+        halved, _, inexact = halve_blocks(weight.view(torch.float8_e4m3fn).view(12, 2), torch.ones(12, 2), (1, 1), 1)
         assert halved.float().isnan().flatten().nonzero().tolist() == [[place]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_halving_is_never_worse_than_clamping(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight, scale = quantize_fp8_block(torch.randn(256, 384, generator=generator))
-    plain = dequantize_fp8_block(weight, scale).double()
-    clamped = weight.float().clamp(-NEURON_E4M3_MAX, NEURON_E4M3_MAX).to(torch.float8_e4m3fn)
-    by_clamping = (dequantize_fp8_block(clamped, scale).double() - plain).norm()
-    halved, doubled, _ = halve_blocks(weight, scale, (128, 128), 128)
-    by_halving = (dequantize_fp8_block(halved, doubled).double() - plain).norm()
-    assert reserved_codes(weight) > 0
-    assert by_halving < 1e-3 * by_clamping
-    by_channel = [
-        quantize_chunks(weight.shape, dequantized_chunks(codes, scale, (128, 128))) for codes in (weight, clamped)
-    ]
-    errors = [float((codes.float() * own - plain).norm()) for codes, own in by_channel]
-    assert errors[0] < errors[1]
-
-
-def test_per_channel_is_the_nearest_code_of_a_float64_search() -> None:
-    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    weight[10] = 0
-    codes, scale = quantize_chunks(weight.shape, row_chunks(weight))
-    assert reserved_codes(codes) == 0
-    assert scale[10] == 1
-    grid = CODES.double()
-    grid = grid[grid.abs() <= NEURON_E4M3_MAX].unique()
-    target = weight.double() / scale.double()
-    nearest = (target.unsqueeze(-1) - grid).abs().amin(-1)
-    # float32 division may tip a tie; it cannot do worse than its own rounding.
-    assert bool(((codes.double() - target).abs() <= nearest + 1e-4).all())
-    assert float((codes.float() * scale - weight).norm() / weight.norm()) < 0.03
+        assert halved.view(torch.uint8).flatten()[place] == nan and not len(inexact)
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1024, 1536)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from kimi_k2.errors import CorruptHeaderError, MissingShardError
+from kimi_k2.errors import CorruptHeaderError, MissingShardError, TruncatedShardError
 from kimi_k2.files import check_regular, is_there, open_regular, parse_json, read_data
 from kimi_k2.limits import NAME_CHARACTERS, SAFETENSORS_HEADER_BYTES, SHARDS
 
@@ -77,11 +78,11 @@ class CheckpointIndex:
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptHeaderError("expected a non-empty object 'weight_map'", file=path)
-        for shard in set(map(_hashable, weight_map.values())):
-            if not isinstance(shard, str) or Path(shard).name != shard or not _is_shard(shard):
-                name = next(name for name, value in weight_map.items() if _hashable(value) == shard)
+        # What is no text does not end as a shard's name does, as text either.
+        for shard, name in {str(shard): name for name, shard in weight_map.items()}.items():
+            if Path(shard).name != shard or not _is_shard(shard):
                 raise CorruptHeaderError(
-                    f"expected the name of a .safetensors file beside the index, got {shard!r}",
+                    f"expected the name of a .safetensors file beside the index, got {weight_map[name]!r}",
                     file=path,
                     tensor=name,
                 )
@@ -107,24 +108,9 @@ def _is_shard(name: str) -> bool:
     return name.endswith(".safetensors") and len(name) <= NAME_CHARACTERS and "\0" not in name
 
 
-def _hashable(value: object) -> object:
-    """Any JSON value as something a set can hold."""
-    return value if isinstance(value, str) else repr(value)
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
+def _natural(name: str) -> tuple[str | int, ...]:
     """Sort key that puts model-2-of-61 before model-10-of-61: the names are not zero-padded."""
-    parts: list[tuple[int, str]] = []
-    number = ""
-    for character in name + "\0":
-        if character.isdecimal():  # what `int` reads; isdigit() holds for ² too
-            number += character
-            continue
-        if number:
-            parts.append((int(number), ""))
-            number = ""
-        parts.append((-1, character))
-    return tuple(parts)
+    return tuple(int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name)))
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -158,7 +144,8 @@ def header_bytes(path: Path) -> bytes:
     """Length prefix and JSON text of a file's header as they are stored.
 
     Raises:
-        CorruptHeaderError: the file is shorter than it says, or the header is larger than safetensors allows.
+        TruncatedShardError: the file ends within its header.
+        CorruptHeaderError: the header is larger than safetensors allows.
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
@@ -170,7 +157,7 @@ def header_bytes(path: Path) -> bytes:
             )
         text = file.read(length)
     if len(prefix) < 8 or len(text) < length:
-        raise CorruptHeaderError("ends within its header", file=path)
+        raise TruncatedShardError("ends within its header (or is no safetensors)", file=path)
     return prefix + text
 
 
@@ -179,11 +166,19 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         CorruptHeaderError: this is no such header.
+        TruncatedShardError: the file has another length than its header says.
         OSError: the file cannot be read.
     """
+    header, size = header_bytes(path), path.stat().st_size
     try:
-        entries = parse_json(header_bytes(path)[8:])
+        entries = parse_json(header[8:])
         entries.pop("__metadata__", None)
-        return dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]))
+        ordered = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]))
+        expected = len(header) + max((int(entry["data_offsets"][1]) for entry in ordered.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CorruptHeaderError(f"the safetensors header cannot be parsed ({error!r})", file=path) from None
+    if size != expected:
+        raise TruncatedShardError(
+            f"expected {expected} bytes by its header, got {size}", file=path, tensor=next(reversed(ordered), None)
+        )
+    return ordered

@@ -110,14 +110,6 @@ def expected_tensors(config: KimiK2Config) -> Iterator[TensorSpec]:
     yield TensorSpec("lm_head.weight", torch.bfloat16, embedding)
 
 
-def companions(quantization: StoredFormat | None, name: str) -> list[str]:
-    """Names of the tensors that must stand beside `name`, one that only a quantized Linear has."""
-    module, _, suffix = name.rpartition(".")
-    if quantization is None or suffix == "weight" or suffix not in quantization.suffixes:
-        return []
-    return [f"{module}.{other}" for other in quantization.suffixes if other != suffix]
-
-
 VISION = re.compile(r"^(vision_tower|mm_projector)\.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypedDict
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kimi_k2.checkpoint.index import DTYPES, CheckpointIndex, open_tensors, read_header
-from kimi_k2.checkpoint.names import IGNORED, STACKED, VISION, companions, expected_tensors, vision_tensors
+from kimi_k2.checkpoint.names import IGNORED, STACKED, VISION, expected_tensors, vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
@@ -23,10 +24,8 @@ from kimi_k2.errors import (
     OrphanScaleError,
     TensorDtypeError,
     TensorShapeError,
-    TruncatedShardError,
     UnexpectedTensorError,
 )
-from kimi_k2.files import open_regular
 from kimi_k2.limits import NAME_CHARACTERS
 from kimi_k2.quantization.rows import nonfinite
 from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
@@ -120,9 +119,11 @@ class CheckpointReader:
     # -- headers -------------------------------------------------------------------------------------
 
     def _read_header(self, shard: str) -> list[str]:
-        self._acquire(shard)  # safetensors checks the header and the file's length against it
+        with _opening(self.directory / shard):
+            entries = read_header(self.directory / shard)
+        self._acquire(shard)  # safetensors checks the header once more
         names = []
-        for key, entry in read_header(self.directory / shard).items():
+        for key, entry in entries.items():
             if len(key) > NAME_CHARACTERS:
                 raise CorruptHeaderError(
                     f"a tensor's name of {len(key)} characters; at most {NAME_CHARACTERS} are read",
@@ -187,14 +188,6 @@ class CheckpointReader:
                     tensor=self.stored_name(name),
                 )
         suffixes = config.quantization.suffixes if config.quantization else ()
-        for name, lone in self.tensors.items():
-            for other in companions(config.quantization, name):
-                if other not in self.tensors:
-                    raise OrphanScaleError(
-                        f"stands alone; expected '{self.stored_name(other)}' beside it",
-                        file=self.directory / lone.shard,
-                        tensor=self.stored_name(name),
-                    )
         self._leave_out(config)
         expected = {spec.name: spec for spec in expected_tensors(config)}
         if self.vision:
@@ -202,8 +195,8 @@ class CheckpointReader:
         for name, spec in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
-                module, _, suffix = name.rpartition(".")
-                beside = suffix != "weight" and any(f"{module}.{other}" in self.tensors for other in suffixes)
+                module = name.rpartition(".")[0]
+                beside = any(f"{module}.{other}" in self.tensors for other in suffixes)
                 kind = OrphanScaleError if beside else MissingTensorError
                 raise kind(
                     f"missing from the checkpoint; expected {_describe(spec.dtype, spec.shape)}",
@@ -345,10 +338,8 @@ class CheckpointReader:
         if self._open_shard != shard:
             self._release()
             path = self.directory / shard
-            try:
+            with _opening(path):
                 self._handle = open_tensors(path)
-            except (SafetensorError, OSError) as error:
-                raise _diagnose(path, error) from None
             self._open_shard = shard
         return self._handle
 
@@ -360,31 +351,14 @@ def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _diagnose(path: Path, error: Exception) -> CheckpointError:
-    """Turn safetensors' message into an error that says whether the file is gone, short, or its header is bad."""
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Errors of opening a shard, by its name: it is gone, cannot be read, or its header is wrong."""
     try:
-        size = path.stat().st_size
-        with open_regular(path) as file:
-            prefix = file.read(8)
+        yield
     except FileNotFoundError:
-        return MissingShardError("no such file", file=path)
-    except OSError as unreadable:
-        return CheckpointError(f"cannot be read: {unreadable.strerror}", file=path)
-    if len(prefix) < 8:
-        return TruncatedShardError(f"{size} bytes; a safetensors file starts with 8 bytes of length", file=path)
-    length = int.from_bytes(prefix, "little")
-    if length > size - 8:
-        return TruncatedShardError(
-            f"the header alone should have {length} bytes, the file has {size} (truncated, or no safetensors)",
-            file=path,
-        )
-    try:
-        ends = [(entry["data_offsets"][1], name) for name, entry in read_header(path).items()]
-        expected, last = max(ends, default=(0, ""))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return CorruptHeaderError(f"the safetensors header cannot be parsed ({error})", file=path)
-    if size != 8 + length + expected:
-        return TruncatedShardError(
-            f"expected {8 + length + expected} bytes by its header, got {size}", file=path, tensor=last
-        )
-    return CorruptHeaderError(f"the safetensors header is inconsistent ({error})", file=path)
+        raise MissingShardError("no such file", file=path) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from None
+    except SafetensorError as error:
+        raise CorruptHeaderError(f"the safetensors header is inconsistent ({error})", file=path) from None

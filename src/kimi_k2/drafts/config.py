@@ -20,8 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.config import KimiK2Config, YarnScaling, first_fault
-from kimi_k2.config_fields import ONLY, WITHOUT_EFFECT, check_limits, refuse_unknown
+from kimi_k2.config import KimiK2Config, YarnScaling
+from kimi_k2.config_fields import ONLY, WITHOUT_EFFECT, check_limits, first_fault, refuse_unknown
 from kimi_k2.config_file import normalise_rope
 from kimi_k2.errors import (
     ConfigError,

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from kimi_k2.config import KimiK2Config, changed, first_fault
+from kimi_k2.config import KimiK2Config, changed
+from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import parse_yaml, read_data
 from kimi_k2.limits import YAML_BYTES

@@ -37,11 +37,6 @@ def _halving_table() -> npt.NDArray[np.uint8]:
 _HALVED = _halving_table()
 
 
-def reserved_codes(weight: Tensor) -> int:
-    """Number of codes of a float8_e4m3fn tensor that Trainium2 reads as NaN."""
-    return int(((weight.view(torch.uint8) & _EXPONENT) == _EXPONENT).sum())
-
-
 def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
     """Half of each value, at most 224, rounded to nearest even, and where in the flattened tensor it rounds.
 

@@ -12,12 +12,14 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from torch import Tensor
 
+from kimi_k2 import quantization
+from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError
 from kimi_k2.limits import BLOCK_SIDE
 from kimi_k2.quantization.modules import Rule, names_module
@@ -29,35 +31,6 @@ BlockSide = Annotated[int, Field(ge=1, le=BLOCK_SIDE)]
 # Linears that no format quantizes.
 _FLOAT_MODULES = ("lm_head", "model.embed_tokens")
 _FLOAT_ENDINGS = ("norm", ".mlp.gate")
-
-T = TypeVar("T")
-
-
-class Registry(Generic[T]):
-    """Classes of one kind by name, found by looking through a package: a file that is added there is known.
-
-    Args:
-        package: whose modules are imported when the classes are first asked for; a module elsewhere registers its
-            classes when it is imported.
-    """
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-        self._known: dict[str, type[T]] = {}
-        self._searched = False
-
-    def register(self, cls: type[T]) -> type[T]:
-        """Class decorator: known by the class's `name`."""
-        self._known[str(vars(cls)["name"])] = cls
-        return cls
-
-    def known(self) -> Mapping[str, type[T]]:
-        """All classes by name, in the order of their modules' names."""
-        if not self._searched:
-            self._searched = True
-            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
-                importlib.import_module(f"{self.package}.{module.name}")
-        return dict(sorted(self._known.items(), key=lambda item: item[1].__module__))
 
 
 class TensorSpec(NamedTuple):
@@ -273,16 +246,10 @@ _LARGEST_SCALE = torch.finfo(torch.bfloat16).max / torch.finfo(torch.float8_e4m3
 
 
 class RecastFormat(StoredFormat, ABC):
-    """A format whose values models and ranks hold in another, exactly."""
+    """A format whose values models and ranks hold in another, `held_as`, exactly.
 
-    @property
-    @abstractmethod
-    def held_as(self) -> StoredFormat:
-        """The other format."""
-
-    @abstractmethod
-    def hold(self, stored: Stored) -> Stored:
-        """The same values as the other format has them; what is held already is given back."""
+    `hold` gives the same values as the other has them; what is held already is given back.
+    """
 
     def held(self, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
         """The other format's."""
@@ -311,13 +278,31 @@ class RecastFormat(StoredFormat, ABC):
         return self.held_as.dequantized_rows(self.hold(stored))
 
 
-_REGISTRY: Registry[StoredFormat] = Registry("kimi_k2.quantization")
-register = _REGISTRY.register
+_REGISTERED: list[type[StoredFormat]] = []
+
+
+def register(cls: type[StoredFormat]) -> type[StoredFormat]:
+    """Class decorator: known by the class's `name`."""
+    _REGISTERED.append(cls)
+    return cls
+
+
+@functools.cache
+def _search() -> None:
+    """Import this package's modules, which register their formats."""
+    for module in pkgutil.iter_modules(quantization.__path__):
+        importlib.import_module(f"{quantization.__name__}.{module.name}")
+
+
+def _known() -> list[type[StoredFormat]]:
+    """All formats, in the order of their modules' names."""
+    _search()
+    return sorted(_REGISTERED, key=lambda one: one.__module__)
 
 
 def formats() -> Mapping[str, type[StoredFormat]]:
     """All formats that a Linear may be stored in, by name."""
-    return {name: one for name, one in _REGISTRY.known().items() if one.suffixes}
+    return {one.name: one for one in _known() if one.suffixes}
 
 
 @contextmanager
@@ -330,13 +315,8 @@ def named_errors(field: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join([field, *(str(part) for part in first["loc"])])
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise ConfigError(cause.message, field=".".join(part for part in (name, cause.field) if part)) from None
-        message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.100}"
-        raise ConfigError(message, field=name) from None
+        fault = first_fault(error, None)
+        raise ConfigError(fault.message, field=".".join(filter(None, (field, fault.field)))) from None
 
 
 @functools.cache
@@ -354,7 +334,7 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
     with named_errors(field):
-        for candidate in _REGISTRY.known().values():
+        for candidate in _known():
             if (stored_format := candidate.parse(raw, field)) is not None:
                 return stored_format
     known = " or ".join(sorted({repr(one.method) for one in formats().values() if one.method}))

@@ -9,6 +9,7 @@ and a column.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.neuron_e4m3 import halve_blocks
-from kimi_k2.quantization.stored import Stored, StoredFormat, format_of
+from kimi_k2.quantization.stored import Stored, format_of
 from kimi_k2.sharding.experts import PARTITIONS
-from kimi_k2.sharding.layout import AttentionTiles, PlannedTensor
+from kimi_k2.sharding.layout import AttentionTiles, Layout, PlannedTensor
 
 NAME = "self_attn.tiles"
 SOURCES = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj")
@@ -87,61 +88,41 @@ def group_shapes(config: KimiK2Config, group: int) -> dict[str, tuple[tuple[int,
     }
 
 
-def group_tensors(
-    config: KimiK2Config, root: str, layer: int, group: int, kind: AttentionTiles, dtype: torch.dtype
-) -> Iterator[PlannedTensor]:
-    """OF_GROUP's tensors of a layer: each group's on all of its ranks."""
-    groups = config.num_attention_heads // group
-    for name, (shape, scale) in group_shapes(config, group).items():
-        tile_dtype = torch.float8_e4m3fn if kind == "fp8" else dtype
-        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", tile_dtype, shape, layer, None, 1, group, groups)
-        if kind == "fp8":
-            yield PlannedTensor(f"{root}.{NAME}.{name}.scale", torch.float32, scale, layer, None, 1, group, groups)
+def attention_tiles_tensors(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
+    """All tiles of a layer and, in FP8, their scales; OF_GROUP's are each group's on all of its ranks."""
+    fp8, group = layout.attention_tiles(config) == "fp8", layout.query_group
+    cuts: dict[str, tuple[Any, Any, int, int]] = {
+        name: (*both, layout.ranks, 1) for name, both in shapes(config, layout.ranks).items()
+    }
+    for name, (whole, of_scale) in group_shapes(config, group).items() if group else ():
+        cuts[name] = (whole, None), (of_scale, None), group, config.num_attention_heads // group
+    for name, (weight, scale, parts, groups) in cuts.items():
+        tensors = [("weight", torch.float8_e4m3fn if fp8 else layout.dtype, weight)]
+        tensors += [("scale", torch.float32, scale)] if fp8 else []
+        for suffix, dtype, (shape, dim) in tensors:
+            full = f"layers.{layer}.{NAME}.{name}.{suffix}"
+            yield PlannedTensor(full, dtype, shape, layer, dim, 1, parts, groups)
 
 
-def attention_tiles_tensors(
-    config: KimiK2Config, root: str, layer: int, ranks: int, kind: AttentionTiles, dtype: torch.dtype
-) -> Iterator[PlannedTensor]:
-    """All tiles of a layer and, in FP8, their scales."""
-    for name, ((shape, dim), scale) in shapes(config, ranks).items():
-        tile_dtype = torch.float8_e4m3fn if kind == "fp8" else dtype
-        yield PlannedTensor(f"{root}.{NAME}.{name}.weight", tile_dtype, shape, layer, dim, 1, ranks)
-        if kind == "fp8":
-            shape, dim = scale
-            yield PlannedTensor(f"{root}.{NAME}.{name}.scale", torch.float32, shape, layer, dim, 1, ranks)
-
-
-def make_tiles(
-    config: KimiK2Config,
-    module: str,
-    stored: Stored,
-    source: StoredFormat,
-    ranks: int,
-    kind: AttentionTiles,
-    dtype: torch.dtype,
-    group: int = 0,
-) -> dict[str, Tensor]:
+def make_tiles(config: KimiK2Config, layout: Layout, module: str, stored: Stored) -> dict[str, Tensor]:
     """Tiles and scales, by name and suffix, of one of SOURCES.
 
     Args:
         config: of the model.
+        layout: ranks that divide the heads (the rows of q_b lie in their order) or share a cache, and formats.
         module: the stored linear's name.
         stored: its tensors.
-        source: their format.
-        ranks: that divide the heads; the rows of q_b lie in their order.
-        kind: what the tiles are held in.
-        dtype: of float tiles.
-        group: ranks that share a cache, whose queries each of them makes; 0 without.
     """
+    source, ranks, group = format_of(config.quantization, module), layout.ranks, layout.query_group
     scale: Tensor | None = None
-    if kind == "fp8":
+    if layout.attention_tiles(config) == "fp8":
         blocks = source.e4m3_blocks(stored)
         assert blocks is not None
         sides = (PARTITIONS, PARTITIONS)
         weight, grid, _ = halve_blocks(*blocks, sides, sides)
         scale = grid.repeat_interleave(PARTITIONS, 0)[: len(weight)]
     else:
-        weight = source.dequantize(stored, dtype)
+        weight = source.dequantize(stored, layout.dtype)
     bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.dtype.itemsize])
     make = _q_b if module.endswith("q_b_proj") else _kv_b if module.endswith("kv_b_proj") else _o
     made: dict[str, Tensor] = {}

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +134,7 @@ class NeuronMapping(CheckpointMapping):
             if not (in_tiles and attention_tiles.in_place_of_linears(kind)):
                 yield module
             if in_tiles:
-                yield Module(f"{own}.tiles", module.sources, partial(self._tiles, module.sources[0], kind))
+                yield Module(f"{own}.tiles", module.sources, partial(self._tiles, module.sources[0]))
 
     def router(self, own: str, stored: str) -> Module:
         """The base's; the torch-native line's weight is [hidden, experts]."""
@@ -176,11 +175,9 @@ class NeuronMapping(CheckpointMapping):
         residual, heads = early_router.fold(gate, gamma, read[2], source)
         return {early_router.RESIDUAL: residual, early_router.HEADS: heads}
 
-    def _tiles(self, module: str, kind: Any, read: list[Stored]) -> dict[str, Tensor]:
+    def _tiles(self, module: str, read: list[Stored]) -> dict[str, Tensor]:
         group = self.layout.query_group
-        made = attention_tiles.make_tiles(
-            self.config, module, read[0], self._format(module), self.ranks, kind, self.dtype, group
-        )
+        made = attention_tiles.make_tiles(self.config, self.layout, module, read[0])
         if self.by_rank:
             return made
         return {

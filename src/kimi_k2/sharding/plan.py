@@ -24,7 +24,6 @@ from kimi_k2.sharding.attention_tiles import (
     attention_tiles_tensors,
     check_sizes,
     check_stored,
-    group_tensors,
     in_place_of_linears,
 )
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
@@ -142,9 +141,7 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
     if not config.is_moe_layer(layer):
         return
     if kind:
-        yield from attention_tiles_tensors(config, root, layer, ranks, kind, dtype)
-        if layout.query_group:
-            yield from group_tensors(config, root, layer, layout.query_group, kind, dtype)
+        yield from attention_tiles_tensors(config, layout, layer)
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
     gate = (hidden, count) if layout.transposed_router else (count, hidden)

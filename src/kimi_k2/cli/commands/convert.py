@@ -49,9 +49,7 @@ def convert(
     """
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.plan.deployment import Deployment
     from kimi_k2.progress import ByteProgress
-    from kimi_k2.sharding.dry_run import dry_run
     from kimi_k2.sharding.presharder import Presharder
 
     if only_sizes:
@@ -64,6 +62,8 @@ def convert(
     if preset is None:
         layout = _layout(tp, ep, target, experts)
     else:
+        from kimi_k2.plan.deployment import Deployment
+
         refuse(context, "the preset says it", "tp", "ep", "target", "experts")
         layout = Deployment.load(preset).layout(config)
     if only_sizes:
@@ -71,12 +71,12 @@ def convert(
         return
     if output is None:
         raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
-    total = dry_run(config, layout).input_bytes
-    with resumable(), ByteProgress("converting", total) as bar:
+    with resumable(), ByteProgress("converting", None) as bar:
         job = Presharder(
             source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
             verify_source=verify_source, on_bytes=bar.advance, on_layer=_print_error,
         )  # fmt: skip
+        bar.total = job.reader.total_bytes
         manifest = job.run(verify_output=verify_output)
     if job.looked_through:
         say("finished before: sizes and headers are right, --verify-output compares the bytes")
