@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -63,37 +62,12 @@ def test_transformers_5_writes_the_same_model(name: str) -> None:
         assert getattr(again, field) == getattr(same, field), field
 
 
-def test_rope_parameters_and_rope_scaling_agree() -> None:
-    raw = raw_preset()
-    modern = copy.deepcopy(raw)
-    scaling = modern.pop("rope_scaling")
-    scaling["rope_type"] = scaling.pop("type")
-    modern["rope_parameters"] = {**scaling, "rope_theta": modern.pop("rope_theta")}
-    assert KimiK2Config.from_dict(modern) == KimiK2Config.from_dict(raw)
-
-
 def test_missing_factor_is_the_ratio_of_the_lengths() -> None:
     raw = raw_preset()
     raw["rope_scaling"]["factor"] = None
     config = KimiK2Config.from_dict(raw)
     assert config.rope_scaling is not None
     assert config.rope_scaling.factor == 262144 / 4096
-
-
-def test_softmax_scale_formula() -> None:
-    config = KimiK2Config.from_preset("kimi-k2-instruct")
-    assert config.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / math.sqrt(192), rel=1e-15)
-
-
-@pytest.mark.parametrize("holder", ["quantization_config", "compression_config"])
-def test_quantization_under_either_name_and_place(holder: str) -> None:
-    raw = raw_preset("kimi-k2.5")
-    quantization = raw.pop("quantization_config")
-    raw["text_config"].pop("quantization_config")
-    for place in (raw, raw["text_config"]):
-        place[holder] = quantization
-        assert isinstance(KimiK2Config.from_dict(raw).quantization, Int4GroupFormat)
-        del place[holder]
 
 
 def test_int4_ignore_list_decides_by_module() -> None:
@@ -165,25 +139,6 @@ def test_each_wrong_field_is_named(change: dict[str, Any], field: str, says: str
     assert caught.value.field == field
     assert says in str(caught.value)
     assert str(caught.value).startswith("somewhere/config.json: field '")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "field"),
-    [
-        (("num_bits",), 8, "num_bits"),
-        (("strategy",), "channel", "strategy"),
-        (("symmetric",), 0, "symmetric"),
-        (("type",), "float", "type"),
-        (("actorder",), "group", "actorder"),
-        (("group_size",), 0, "group_size"),
-    ],
-)
-def test_unsupported_int4_arguments_are_named(path: tuple[str], value: object, field: str) -> None:
-    raw = raw_preset("kimi-k2-thinking")
-    raw["quantization_config"]["config_groups"]["group_0"]["weights"][path[0]] = value
-    with pytest.raises(ConfigError) as caught:
-        KimiK2Config.from_dict(raw)
-    assert caught.value.field == f"quantization_config.config_groups.group_0.weights.{field}"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"text_config": 3}'])

@@ -13,18 +13,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError, MissingTensorError, TensorShapeError
 from kimi_k2.synthetic.config import tiny_config
-from kimi_k2.vision_config import Grid, VisionConfig
-
-
-@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2.6", "kimi-k2.7-code"])
-def test_presets_have_the_published_tower(name: str) -> None:
-    config = KimiK2Config.from_preset(name)
-    assert config.vision == VisionConfig()
-    assert (config.vision.head_dim, config.vision.merged_size) == (72, 4608)
-    assert config.vision.media_token_ids == (163605,)
-    layer = 3456 * 1153 + 1152 * 1153 + 4304 * 1153 + 1152 * 4305 + 4 * 1152
-    rest = 1152 * (3 * 14 * 14 + 1) + 64 * 64 * 1152 + 2 * 2 * 1152
-    assert sum(spec.nbytes // 2 for spec in vision_tensors(config)) == 27 * layer + rest + (4608 + 7168) * 4609
+from kimi_k2.vision_config import VisionConfig
 
 
 def test_published_names_and_those_of_transformers_mean_the_same() -> None:
@@ -99,8 +88,3 @@ def test_reader_checks_the_towers_tensors(checkpoints: dict[str, Path]) -> None:
         with pytest.raises(kind, match=r"vision_tower\.encoder\.blocks"):
             CheckpointReader.for_config(checkpoints["k2.5"], other, vision=True)
         CheckpointReader.for_config(checkpoints["k2.5"], other)  # whoever wants the text alone is not bothered
-
-
-def test_grid_counts() -> None:
-    grid = Grid(4, 6, 8)
-    assert (grid.patches, grid.tokens()) == (192, 12)

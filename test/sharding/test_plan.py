@@ -49,18 +49,6 @@ def test_early_down_projections_take_time_to_fold() -> None:
     assert early.seconds(1e9) > plain.seconds(1e9)
 
 
-def test_cuts_are_torch_chunks() -> None:
-    plan = make_plan(tiny_config(num_attention_heads=8, num_key_value_heads=8), Layout(4, 2))
-    tensor = next(t for t in plan.tensors if t.stride == 2 and t.name.endswith("scale"))
-    whole = torch.arange(torch.Size(tensor.shape).numel()).view(tensor.shape)
-    gate, up = whole.chunk(2, dim=2)
-    for rank in range(8):
-        own = torch.cat([whole[region] for region in tensor.regions(rank)], dim=2)
-        half = torch.cat([part.chunk(4, dim=2)[rank % 4] for part in (gate, up)], dim=2).chunk(2, dim=0)[rank // 4]
-        assert torch.equal(own, half)
-        assert tuple(own.shape) == tensor.local_shape
-
-
 def test_a_hole_is_found() -> None:
     plan = make_plan(tiny_config(), Layout(2))
     tensor = next(t for t in plan.tensors if t.dim == 0 and t.parts == 2)
