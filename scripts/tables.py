@@ -5,29 +5,42 @@ prints it), `columns` and `rows`; it stands in a document behind `<!-- measured:
 was made. A planned one stands behind `<!-- planned: MODEL PRESET ... -->`: rows of `kimi-k2 plan --all-presets`.
 Kimi's published runs stand behind `<!-- published: Kimi-K2 -->`.
 
-Figures in sentences are in docs/figures.json: by document the sentence, with {} for each figure, and where each is
-from: a cell of measured.json, a plan, or what others published. All other numbers of a document's text stand there
-under its headings, as they were recorded (`python scripts/tables.py --record`): a number changed in one place is seen.
+Figures in sentences are in docs/figures.json, "rendered": by document the sentence, with {} for each figure, and for
+each an object of `OBJECTS`, a path in it, and steps: `~` a match, `*` times, `/` of which it is a divisor, or a format.
+All other numbers of a document's text, measured or quoted, stand under "stated" by heading, with their source, as
+`python scripts/tables.py --record` took them: a number changed in one place is seen.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import re
 import sys
-from dataclasses import asdict
-from functools import cache
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kimi_k2.bench.render import markdown_table
 from kimi_k2.config import KimiK2Config
+from kimi_k2.nki.step_counts import stored
 from kimi_k2.plan.comparison import published_memory
+from kimi_k2.plan.cost import prefill_counts
 from kimi_k2.plan.deployment import Deployment
 from kimi_k2.plan.expectation import fit
-from kimi_k2.plan.presets import PresetRow, preset_row, served_rows
+from kimi_k2.plan.presets import PresetRow, ServedRow, preset_row, served_rows
 from kimi_k2.plan.published import KIMI_HEADER, kimi_rows, runs
 from kimi_k2.plan.report import plan
+from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
+from kimi_k2.plan.target import load_target
+from kimi_k2.plan.vision import image_cost, tower_bytes
+from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
+from kimi_k2.sharding.experts.format import ConversionError, Matrix, expert_formats
+from kimi_k2.vision_config import Grid
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,7 +54,7 @@ PLANNED = (
 FITS = {(True, True): "yes", (True, False): "if", (False, False): "no"}
 
 
-@cache
+@functools.cache
 def _json(name: str) -> Any:
     return json.loads((DOCS / name).read_text(encoding="utf-8"))
 
@@ -57,21 +70,21 @@ def rendered(text: str, name: str = "") -> str:
         KeyError: a table is not recorded.
         ValueError: a sentence stands not once in the document.
     """
-    for entry in _sentences(name):
-        text = _sentence(text, entry["text"], [_figure(source) for source in entry["from"]])
+    for template, sources in _sentences(name).items():
+        text = _sentence(text, template, list(map(_figure, sources)))
     tables = {"measured": _measured, "planned": _planned, "published": _published}
     return BLOCK.sub(lambda match: tables[match[1]](match[2]), text)
 
 
-def _sentences(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = _json("figures.json")["rendered"].get(name, [])
+def _sentences(name: str) -> dict[str, list[list[str]]]:
+    found: dict[str, list[list[str]]] = _json("figures.json")["rendered"].get(name, {})
     return found
 
 
 def stated(text: str, name: str) -> dict[str, str]:
     """All numbers of a document that nothing renders, in order, by heading; not those of commands and addresses."""
-    for entry in _sentences(name):
-        text = _sentence(text, entry["text"], ["" for _ in entry["from"]])
+    for template, sources in _sentences(name).items():
+        text = _sentence(text, template, ["" for _ in sources])
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", BLOCK.sub("", text), flags=re.DOTALL)
     found: dict[str, str] = {}
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
@@ -96,42 +109,90 @@ def _sentence(text: str, template: str, figures: list[str]) -> str:
     return text
 
 
-def _figure(source: dict[str, Any]) -> str:
-    """The words of one figure: a value, times `scale`, in `format`."""
-    if "measured" in source:
-        cell = _json("measured.json")[source["measured"]]["rows"][source["row"]][source["column"]]
-        value: Any = re.search(source["match"], cell)[1]  # type: ignore[index]
-        value = value if "format" not in source else float(value)
-    elif "plan" in source:
-        value = _report(*source["plan"])
-        for key in source["path"].split("."):
-            value = value[int(key) if key.isdecimal() and isinstance(value, list) else key]
-    elif "gpus" in source:
-        value = _gpus(*source["gpus"])[source["path"]]
-    elif "fit" in source:
-        term = fit(source["fit"]).terms[source["term"]]
-        value = term if source["term"] == 2 else 1 / term  # seconds a layer, or a share of the peak rate
-    elif "runs" in source:
-        value = len(runs())
-    elif "run" in source:
-        value = getattr(next(run for run in runs() if run.name == source["run"]), source["field"])
-    else:
-        differences = [row.difference for row in published_memory()]
-        value = min(differences) if source["memory"] == "least" else max(differences)
-    if "format" not in source:
-        return str(value)
-    return format(1 / value if source.get("inverse") else value * source.get("scale", 1), source["format"])
+def _figure(source: list[str]) -> str:
+    words, path, *steps = source
+    value = functools.reduce(_part, path.split("."), _object(words))
+    for step in steps:
+        rest = step[1:]
+        if step[0] == "~":
+            value = re.search(rest, value)[1]  # type: ignore[index]
+        elif step[0] in "*/":
+            value = float(value) * float(rest) if step[0] == "*" else float(rest) / float(value)
+        else:
+            value = format(float(value) if isinstance(value, str) else value, step)
+    return str(value)
 
 
-@cache
-def _report(model: str, preset: str) -> dict[str, Any]:
-    return plan(model, preset)
+def _part(whole: Any, key: str) -> Any:
+    if isinstance(whole, dict):
+        return whole[key]
+    return whole[int(key)] if isinstance(whole, list | tuple) and key.isdecimal() else getattr(whole, key)
 
 
-@cache
-def _gpus(model: str, gpu: str, way: str) -> dict[str, Any]:
-    rows = served_rows(KimiK2Config.from_preset(model), 4096, 1)
-    return asdict(next(row for row in rows if (row.gpu, row.way) == (gpu, way)))
+@functools.cache
+def _object(words: str) -> Any:
+    kind, *names = words.split(" ")
+    return OBJECTS[kind](*names)
+
+
+def _gpus(model: str, gpu: str, way: str, requests: str = "1") -> ServedRow:
+    rows = served_rows(KimiK2Config.from_preset(model), 4096, int(requests))
+    return next(row for row in rows if (row.gpu, row.way) == (gpu, way))
+
+
+def _convert(model: str, preset: str) -> dict[str, float]:
+    """Of a conversion on two cores."""
+    config = KimiK2Config.from_preset(model)
+    layout = Deployment.load(preset).layout(config)
+    made, source = dry_run(config, layout), config.format_of_experts()
+    weight = torch.randn(config.moe_intermediate_size, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    matrix = Matrix(source.quantize(weight), source, *weight.shape)
+    error = ConversionError()
+    expert_formats()[layout.experts].for_layout(config, layout).convert(matrix, torch.bfloat16, error)
+    hours = made.seconds() / 3600
+    folds = made.fold_flops / FOLD_FLOPS / 3600
+    return {**asdict(made), "hours": hours, "fold_hours": folds, "error": error.relative_l2}
+
+
+def _prefill(model: str, preset: str, rows: str) -> dict[str, float]:
+    """Of a preset whose experts take so many rows at once."""
+    config = KimiK2Config.from_preset(model)
+    target = replace(load_target(preset, config), prefill_rows_at_once=int(rows))
+    return {"ttft": roofline(prefill_counts(config, target, target.sharding(config)), target.machine).bound}
+
+
+def _split(model: str, preset: str) -> dict[str, Any]:
+    """What splitting the cache over groups adds and spares."""
+    given = plan(model, preset)
+    target, read = given["target"], given["decode"]["bytes_read_by_part"]["KV cache"]
+    calls = sum(one["times"] for one in given["decode"]["collectives"] if one["ranks"] == target["cache_ranks"])
+    spared = read * (target["cache_ranks"] - 1) / TRN2_LNC2.bytes_per_second
+    return {"collectives": calls, "seconds": calls * TRN2_LNC2.collective_latency, "spared": spared}
+
+
+def _differences() -> list[float]:
+    return [row.difference for row in published_memory()]
+
+
+OBJECTS: dict[str, Callable[..., Any]] = {
+    "measured": lambda name: _json("measured.json")[name]["rows"],
+    "plan": lambda model, preset, *tokens: plan(model, preset, max_model_len=int(tokens[0]) if tokens else None),
+    "config": KimiK2Config.from_preset,
+    "preset": Deployment.load,
+    "instance": INSTANCES.__getitem__,
+    "module": importlib.import_module,
+    "convert": _convert,
+    "prefill": _prefill,
+    "split": _split,
+    "gpus": _gpus,
+    "tower": lambda model, side: image_cost(KimiK2Config.from_preset(model), Grid(1, int(side), int(side))),
+    "bytes": lambda model: {"tower": tower_bytes(KimiK2Config.from_preset(model))},
+    "fit": lambda *words: fit(" ".join(words)),
+    "run": lambda *words: next(run for run in runs() if run.name == " ".join(words)),
+    "runs": lambda: {"count": len(runs())},
+    "memory": lambda: {"least": min(_differences()), "most": max(_differences())},
+    "counted": lambda: stored()["presets"],
+}
 
 
 def _measured(name: str) -> str:
@@ -142,11 +203,13 @@ def _measured(name: str) -> str:
     return f"<!-- measured: {name} -->\n{caption}\n\n{table}"
 
 
+@functools.cache
 def _published(name: str) -> str:
     caption = "*quoted: `kimi-k2 plan kimi-k2-instruct-0905 --published` has other models beside these*"
     return f"<!-- published: {name} -->\n{caption}\n\n{markdown_table(KIMI_HEADER, kimi_rows())}"
 
 
+@functools.cache
 def _planned(words: str) -> str:
     model, *presets = words.split()
     config = KimiK2Config.from_preset(model)
@@ -225,6 +288,13 @@ if __name__ == "__main__":
     for name, drawing in pictures().items():
         (DOCS / name).write_text(drawing, encoding="utf-8")
     if sys.argv[1:] == ["--record"]:
-        numbers = {name: stated(path.read_text(encoding="utf-8"), name) for name, path in documents().items()}
+        old = _json("figures.json")["stated"]
+        numbers = {
+            name: {
+                heading: {"source": old.get(name, {}).get(heading, {}).get("source", ""), "numbers": found}
+                for heading, found in stated(path.read_text(encoding="utf-8"), name).items()
+            }
+            for name, path in documents().items()
+        }
         text = json.dumps({**_json("figures.json"), "stated": numbers}, indent=1, ensure_ascii=False)
         (DOCS / "figures.json").write_text(text + "\n", encoding="utf-8")

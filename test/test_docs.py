@@ -83,8 +83,10 @@ def test_pictures_are_as_planned_and_measured(tables: dict[str, Any]) -> None:
 def test_a_figure_changed_by_hand_is_seen(name: str, tables: dict[str, Any]) -> None:
     """Twenty drawn of all numbers outside commands, tables that are rendered among them."""
     text = tables["documents"]()[name].read_text(encoding="utf-8")
-    recorded = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))["stated"].get(name, {})
+    found_under = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))["stated"][name]
+    recorded = {heading: one["numbers"] for heading, one in found_under.items()}
     assert tables["stated"](text, name) == recorded, "python scripts/tables.py --record"
+    assert all(one["source"] for one in found_under.values())
     code = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--[^>]*-->|^#.*$", re.DOTALL | re.MULTILINE)
     part = code.sub(lambda found: "`" * len(found[0]), text)
     found = list(tables["STATED"].finditer(part))
@@ -377,7 +379,7 @@ def test_the_first_commands_with_images_run(
     """The first block of docs/vision.md; `compile` needs NxD, and is test/nxd's."""
     monkeypatch.chdir(tiny)
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
-    commands = shell_commands(text[: text.index("```python")])
+    commands = shell_commands(text[: text.index("```python")])[1:]  # behind pip's
     assert [words[1] for words in commands] == ["make-checkpoint", "generate", "chat", "plan", "compile"]
     for words in commands[:-1]:
         named = {"/tmp/k25": str(tiny / "again"), "b.mp4": "b.gif"}

@@ -5,13 +5,16 @@ KIMI_K2_SLOW lowers every Trainium preset for each stored form; graphs with imag
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from graphs import DECODE, MEMBER, PREFILL, counted, fetches, graph_of, kernels, of_experts, of_folder, planned
 from harness import SLOW, launch
+from hlo import entry_instructions
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.deployment import Deployment, preset_names
@@ -112,6 +115,24 @@ def test_tensor_parallel_decode_reads_8_experts() -> None:
     # Attention output and MLP output of both layers: one all-reduce each.
     sums = [one["times"] for one in counts["collectives"] if (one["kind"], one["ranks"]) == ("all-reduce", 64)]
     assert sum(sums) == 4
+
+
+@pytest.mark.parametrize(("column", "preset"), [(2, "trn2-tp64-ep1"), (3, "trn2-tp32-ep2")])
+def test_the_documents_count_a_layers_operations(column: int, preset: str) -> None:
+    """What a third layer adds to two; the published port's column was counted once, of its own source."""
+    text = (Path(__file__).parents[2] / "docs" / "measured.json").read_text(encoding="utf-8")
+    told = {row[0]: row[column] for row in json.loads(text)["operations"]["rows"]}
+    added, read = Counter[str](), 0
+    for layers, sign in ((3, 1), (2, -1)):
+        graph = graph_of(preset, DECODE, layers)
+        added.update({op: sign * n for op, n in Counter(one.op for one in entry_instructions(graph.hlo)).items()})
+        read += sign * counted(graph)["counts"].bytes_read()
+    assert told["instructions"] == str(added.total())
+    named = ("dot", "gather", "scatter", "sort")
+    assert told["products; gathers; scatters; sorts"] == "; ".join(str(added[op]) for op in named)
+    assert (added["all-reduce"], added["all-gather"]) == (2, 1)
+    read -= (graph.bucket - 512) * 576 * 2  # the port's graph has 512 slots
+    assert told["MB that a core reads"] == f"{read / 1e6:.1f}"
 
 
 @pytest.mark.parametrize(("tp", "ep", "quantized"), [(32, 2, True), (64, 1, False)], ids=["TP32xEP2", "TP64"])
