@@ -211,7 +211,6 @@ def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed(tmp_path: Path
         file, replace(compared(1.0), format=cases[0][0], layout=cases[0][1], routing=cases[0][2], tokens=cases[0][3])
     )
     assert begun_rows(file) - read_rows(file).keys() == {cases[1]}
-    assert begun_rows(file, forget=True) and begun_rows(file) == set()
 
 
 def test_a_formats_state_follows_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,16 +189,28 @@ def _sampled(otherwise: str, text: str, *names: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class ChatSampling:
     """How tokens are chosen; names and meanings of vLLM and Hugging Face. None is what generation_config.json says."""
 
     max_new_tokens: Annotated[
         int | None,
         _sampled("128; 1024 in chat", "Tokens at most.", "--max-new-tokens", "--max-tokens", min=1, max=MOST),
     ] = None
-    min_tokens: Annotated[int | None, _sampled("0", "Tokens of a reply at least.", min=0, max=MOST)] = None
     temperature: Annotated[float | None, _sampled("0; 0.6 in chat", "0 is greedy.", min=0.0)] = None
     top_p: Annotated[float | None, _sampled("1", "Nucleus size in (0, 1].")] = None
+    seed: Annotated[int, _in(SAMPLING, min=0, max=2**63 - 1, help="Of the random choices.")] = 0
+
+    def chosen(self, **more: Any) -> dict[str, Any]:
+        """Fields of SamplingParams that win over generation_config.json."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"} | more
+        return {name: value for name, value in own.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SamplingOptions(ChatSampling):
+    """All of them."""
+
+    min_tokens: Annotated[int | None, _sampled("0", "Tokens of a reply at least.", min=0, max=MOST)] = None
     top_k: Annotated[int | None, _sampled("0", "Tokens to choose from; 0 for all.", min=0, max=MOST)] = None
     min_p: Annotated[float | None, _sampled("0", "Least share of the likeliest token's probability; 0 for all.")] = None
     repetition_penalty: Annotated[float | None, _sampled("1", "Of tokens in the prompt or the reply; 1 for none.")] = (
@@ -206,15 +218,9 @@ class SamplingOptions:
     )
     presence_penalty: Annotated[float, _in(SAMPLING, help="Of tokens in the reply; 0 for none.")] = 0.0
     frequency_penalty: Annotated[float, _in(SAMPLING, help="Times how often a token is in the reply.")] = 0.0
-    seed: Annotated[int, _in(SAMPLING, min=0, max=2**63 - 1, help="Of the random choices.")] = 0
     stop: Annotated[
         list[str] | None, _in(SAMPLING, callback=_not_empty, help="End a reply before this text; may be repeated.")
     ] = None
-
-    def chosen(self, **more: Any) -> dict[str, Any]:
-        """Fields of SamplingParams that win over generation_config.json."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"} | more
-        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -118,14 +118,11 @@ def begin_row(path: Path, key: Key) -> None:
         file.write(json.dumps(key) + "\n")
 
 
-def begun_rows(path: Path, *, forget: bool = False) -> set[Key]:
-    """The cases that runs into this file have begun; `forget`: and have it no more."""
-    keys: set[Key] = set()
-    if _begun(path).exists():
-        keys = {tuple(json.loads(line)) for line in _begun(path).read_text().splitlines()}
-    if forget:
-        _begun(path).unlink(missing_ok=True)
-    return keys
+def begun_rows(path: Path) -> set[Key]:
+    """The cases that runs into this file have begun."""
+    if not _begun(path).exists():
+        return set()
+    return {tuple(json.loads(line)) for line in _begun(path).read_text().splitlines()}
 
 
 def ratios(rows: Iterable[Comparison]) -> list[tuple[float, Comparison]]:

@@ -209,7 +209,6 @@ def run(
     out: Path | None,
     say: Callable[[str], None],
     *,
-    resume: bool = False,
     seconds: float | None = None,
 ) -> None:
     """Say a line a case and a summary.
@@ -217,10 +216,10 @@ def run(
     Args:
         config: of the model, for the layouts' shapes.
         wanted: the cases.
-        out: file of JSON lines, a case each, written as they are found; None for none.
+        out: file of JSON lines, a case each, written as they are found; None for none. Rows that it has are kept: the
+            cases that it lacks are timed, then those of other kernels, and all are summed up. A case that a run before
+            began and did not end is named and left out: it may have ended that run.
         say: takes each line.
-        resume: keep the rows of `out`, time the cases that it lacks, then those of other kernels, and sum up all. A
-            case that a run before began and did not end is named and left out: it may have ended that run.
         seconds: begin no case after so many; None: time all.
 
     Raises:
@@ -234,14 +233,11 @@ def run(
             raise KernelError(f"{kind}: {', '.join(unknown)} not among {', '.join(known)}")
     for routing in wanted.routings:
         Routing.parse(routing)
-    have = read_rows(out) if resume and out is not None else {}
+    have = read_rows(out) if out is not None else {}
     if not torch.cuda.is_available():
         raise KernelError("no CUDA device")
     quick_captures()
     say(f"{torch.cuda.get_device_name()}: read {read_bandwidth():.0f} GB/s")
-    if out is not None and not resume:
-        out.unlink(missing_ok=True)
-        begun_rows(out, forget=True)
     ended = begun_rows(out) - have.keys() if out is not None else set()
     for key in sorted(ended):
         say(f"left out, as a run ended in it: {key}")

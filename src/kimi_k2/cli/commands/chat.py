@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import (
-    Checkpoint,
-    ModelOptions,
-    PreserveThinking,
-    SamplingOptions,
-    Style,
-    Thinking,
-    with_groups,
-)
+from kimi_k2.cli.options import ChatSampling, Checkpoint, ModelOptions, PreserveThinking, Style, Thinking, with_groups
 from kimi_k2.terminal import new_console, printable
 
 if TYPE_CHECKING:
@@ -46,7 +38,7 @@ A line that ends in \\ goes on in the next. Ctrl-C stops a reply."""
 def chat(
     context: typer.Context,
     checkpoint: Checkpoint,
-    sampling: SamplingOptions,
+    sampling: ChatSampling,
     model: ModelOptions,
     thinking: Thinking = True,
     preserve_thinking: PreserveThinking = None,
@@ -56,6 +48,7 @@ def chat(
 
     Reasoning is shown dimmed. When the model calls a tool, you type its result. The KV cache is kept between turns:
     only what is new is read, from where the template has changed what was said (as it does with earlier reasoning).
+    How tokens are chosen besides stands in the checkpoint's generation_config.json.
     """
     from kimi_k2.api import KimiK2, compute_defaults
     from kimi_k2.errors import GenerationError
@@ -66,7 +59,7 @@ def chat(
     computed = compute_defaults(model.backend, model.dtype, model.keep_quantized)[0]
     if model.compiled is not None:
         computed = "as compiled"
-    options |= {"sampling": sampling.chosen(), "otherwise": OTHERWISE, "stop": sampling.stop or ()}
+    options |= {"sampling": sampling.chosen(), "otherwise": OTHERWISE}
     with KimiK2.open(checkpoint, style=style, keep_cache=True, **options) as session:
         most = session.config.max_position_embeddings
         if session.params.max_new_tokens >= most:

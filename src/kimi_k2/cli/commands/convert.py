@@ -40,7 +40,6 @@ def convert(
         bool, typer.Option("--verify-output", help="Read a finished conversion again and make what is damaged anew.")
     ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
-    rate: Annotated[float, typer.Option(min=1e-3, max=1e6, help="MB/s of input that --dry-run takes.")] = 190.0,
     download: Download = False,
 ) -> None:
     """Cut a checkpoint into one file a rank; the same command resumes an interrupted run.
@@ -55,8 +54,6 @@ def convert(
     if only_sizes:
         ways = ("report", "allow_nonfinite", "verify_source", "verify_output")
         refuse(context, "--dry-run reads and writes no weights", *ways)
-    else:
-        refuse(context, "goes with --dry-run", "rate")
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
     if preset is None:
@@ -67,7 +64,7 @@ def convert(
         refuse(context, "the preset says it", "tp", "ep", "target", "experts")
         layout = Deployment.load(preset).layout(config)
     if only_sizes:
-        _print_dry_run(config, layout, rate)
+        _print_dry_run(config, layout)
         return
     if output is None:
         raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
@@ -107,11 +104,11 @@ def _print_error(layer: int, error: ConversionError | None) -> None:
         say(f"layer {layer}: {_describe(error.as_dict())}")
 
 
-def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
-    from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
+def _print_dry_run(config: KimiK2Config, layout: Layout) -> None:
+    from kimi_k2.sharding.dry_run import FOLD_FLOPS, READ_BYTES, dry_run
 
     plan = dry_run(config, layout)
-    hours = plan.seconds(rate * 1e6) / 3600
+    hours = plan.seconds() / 3600
     folds = f" and {FOLD_FLOPS / 1e9:g} GFLOP/s a core of folds" if plan.fold_flops else ""
     for label, value in (
         ("input", f"{plan.input_bytes:,} bytes"),
@@ -120,7 +117,7 @@ def _print_dry_run(config: KimiK2Config, layout: Layout, rate: float) -> None:
             f"{plan.output_bytes:,} bytes: {plan.ranks} files of {plan.rank_bytes:,}, {plan.tensors} tensors each",
         ),
         ("peak memory", f"{plan.peak_memory / 1e9:.1f} GB (estimate)"),
-        ("time", f"{hours:.1f} h, extrapolated from {rate:g} MB/s of input{folds}"),
+        ("time", f"{hours:.1f} h, extrapolated from {READ_BYTES / 1e6:g} MB/s of input{folds}"),
     ):
         say(f"{label:12} {value}")
 

@@ -61,10 +61,13 @@ def experts(
     drawn: Annotated[int, number(0, "So many cases drawn from these instead of all; tokens up to the most.")] = 0,
     seed: Annotated[int, number(0, "Of --drawn.")] = 0,
     peers: Annotated[bool, typer.Option(help="Also time vLLM's kernels, Marlin and DeepGEMM where installed.")] = True,
-    out: Annotated[Path | None, typer.Option(help="File of JSON lines to write.", dir_okay=False)] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Keep --out's rows: time the cases it lacks, then those of other kernels.")
-    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of JSON lines: of one that is there, the cases it lacks, then those of other kernels.",
+            dir_okay=False,
+        ),
+    ] = None,
     seconds: Annotated[float | None, number(0, "Begin no case after so many.")] = None,
 ) -> None:
     """Time the routed experts over routings and layouts beside the peers installed, each checked against float64."""
@@ -73,13 +76,11 @@ def experts(
 
     if not drawn:
         refuse(context, "goes with --drawn", "seed")
-    if out is None:
-        refuse(context, "goes with --out", "resume")
     names = {"formats": listed(format_), "layouts": listed(shape), "routings": listed(routing)}
     options = {**names, "tokens": listed_numbers(tokens, "--tokens")}
     chosen = {name: value for name, value in options.items() if value}
     selection = Selection(**chosen, with_peers=peers, drawn=drawn, seed=seed)  # type: ignore[arg-type]
-    run(KimiK2Config.load(model), selection, out, say, resume=resume, seconds=seconds)
+    run(KimiK2Config.load(model), selection, out, say, seconds=seconds)
 
 
 def drafts(
