@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import json
 import re
 import sys
@@ -23,7 +24,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
 import torch
+from matplotlib import pyplot as plt
 
 from kimi_k2.bench.render import markdown_table
 from kimi_k2.config import KimiK2Config
@@ -229,30 +233,24 @@ def _cells(row: PresetRow) -> list[str]:
 
 def picture(title: str, labels: list[str], series: dict[str, list[float]], line: tuple[str, float] | None) -> str:
     """Bars as SVG: of each label the series side by side, or one on the other under a line."""
-    top = 1.1 * (
-        max(map(max, series.values())) if line is None else max(line[1], *map(sum, zip(*series.values(), strict=True)))
-    )
-    step, drawn = 620 / len(labels), [f'<text x="20" y="20" font-weight="bold">{title}</text>']
-    for number, (name, values) in enumerate(series.items()):
-        colour, legend = ("#7a869a", "#1f6feb", "#f2a33a")[number], 330 + 130 * number
-        drawn.append(f'<rect x="{legend}" y="11" width="10" height="10" fill="{colour}"/>')
-        drawn.append(f'<text x="{legend + 15}" y="20">{name}</text>')
-        for place, value in enumerate(values):
-            below = sum(list(series.values())[n][place] for n in range(number)) if line else 0
-            width = step / (2 if line else len(series) + 1)
-            x, height = 60 + place * step + (0 if line else number * width), 160 * value / top
-            y = 195 - height - 160 * below / top
-            drawn.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" fill="{colour}"/>')
-            right, down = (width + 4, height / 2 + 4) if line else (4, -3)
-            drawn.append(f'<text x="{x + right:.0f}" y="{y + down:.0f}">{value:.3g}</text>')
-    drawn += [f'<text x="{60 + n * step:.0f}" y="210">{label}</text>' for n, label in enumerate(labels)]
-    if line:
-        y = 195 - 160 * line[1] / top
-        drawn.append(f'<path d="M20 {y:.0f}H690" stroke="black" stroke-dasharray="5"/>')
-        drawn.append(f'<text x="20" y="{y - 4:.0f}">{line[0]} {line[1]:.1f}</text>')
-    body = "\n".join(drawn)
-    opened = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 220" font-family="sans-serif" font-size="11">'
-    return f"{opened}\n{body}\n</svg>\n"
+    text, colours = io.StringIO(), ("#7a869a", "#1f6feb", "#f2a33a")
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 8}):
+        figure, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
+        base, places = np.zeros(len(labels)), np.arange(len(labels))
+        for number, (name, values) in enumerate(series.items()):
+            shift = 0 if line else 0.38 * number - 0.19
+            bars = axes.bar(places + shift, values, 0.36, bottom=base, label=name, color=colours[number])
+            axes.bar_label(bars, fmt="%.3g", label_type="center" if line else "edge")
+            base += values if line else 0
+        if line:
+            axes.axhline(line[1], color="black", linestyle="--", zorder=0, label=f"{line[0]} {line[1]:.1f}")
+        axes.set_xticks(places, labels)
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        plt.close(figure)
+    return text.getvalue()
 
 
 def pictures() -> dict[str, str]:

@@ -183,24 +183,28 @@ def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
 
 def print_answer(report: dict[str, Any], console: Console) -> None:
     """Whether it fits, one TPOT with its kind, the three largest items, and what would make it fit."""
+    _print_verdict(report, console)
+    memory = report["rank_memory"]
+    scratch = memory["needed"] - memory["resident"]
+    items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
+    largest = sorted(items.items(), key=lambda item: -item[1])[:3]
+    console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest), highlight=False)
+    console.print("--verbose has the rest", highlight=False)
+
+
+def _print_verdict(report: dict[str, Any], console: Console) -> None:
     target, memory = report["target"], report["rank_memory"]
     lengths = f"batch {target['batch']}, {target['context']:,} tokens"
     style = "green" if memory["certain"] else "yellow" if memory["fits"] else "bold red"
     console.print(
         f"{target['name']}, {target['ranks']} ranks, {lengths}: {memory['verdict']}", style=style, highlight=False
     )
-    for line in report["advice"]:
-        console.print(f"  it would fit with {line}", highlight=False)
-    if report["lora"]:
-        console.print(report["lora"], highlight=False)
+    for line in (*(f"  it would fit with {line}" for line in report["advice"]), report["lora"], _longest(memory)):
+        if line:
+            console.print(line, highlight=False)
     _print_time(report, console)
     if report["drafts"]:
         print_drafts(report["drafts"], console)
-    scratch = memory["needed"] - memory["resident"]
-    items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
-    largest = sorted(items.items(), key=lambda item: -item[1])[:3]
-    console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest), highlight=False)
-    console.print(f"{_longest(memory)}; --verbose has the rest", highlight=False)
 
 
 def _range(time: dict[str, float]) -> str:
@@ -240,38 +244,32 @@ def _longest(memory: dict[str, Any]) -> str:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as tables."""
-    target, memory = report["target"], report["rank_memory"]
-    title = f"{target['name']}: {target['ranks']} ranks, batch {target['batch']}, context {target['context']:,}"
-    if target["cache_ranks"] > 1:
-        title += f", its cache over {target['cache_ranks']}"
+    """The same, and the report as tables."""
+    _print_verdict(report, console)
+    memory, cache_ranks = report["rank_memory"], report["target"]["cache_ranks"]
+    title = f"its cache over {cache_ranks} ranks" if cache_ranks > 1 else None
     table = Table("one rank holds", "GB", "GiB", "%", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
+
+    def row(name: str, size: int, style: str | None = None) -> None:
+        share = f"{100 * size / memory['usable']:.1f}"
+        table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", share, style=style)
+
     for name, size in memory["parts"].items():
-        table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", f"{100 * size / memory['usable']:.1f}")
-    total = memory["resident"]
+        row(name, size)
     table.add_section()
-    percent = f"{100 * total / memory['usable']:.1f}"
-    table.add_row("resident", f"{total / 1e9:.3f}", f"{total / GIB:.3f}", percent, style="bold")
+    row("resident", memory["resident"], "bold")
     for name, size in _scratch_rows(memory["scratch"]):
-        table.add_row(name, f"{size / 1e9:.3f}", f"{size / GIB:.3f}", f"{100 * size / memory['usable']:.1f}")
-    table.add_row("usable", f"{memory['usable'] / 1e9:.3f}", f"{memory['usable'] / GIB:.3f}", "100.0")
+        row(name, size)
+    row("usable", memory["usable"])
     console.print(table)
-    console.print(memory["verdict"], style="green" if memory["certain"] else "bold red", highlight=False)
-    if report["lora"]:
-        console.print(report["lora"], highlight=False)
-    for line in report["advice"]:
-        console.print(f"  it would fit with {line}", highlight=False)
-    console.print(_longest(memory), highlight=False)
     console.print(f"memory: {memory['source']}", style="dim", highlight=False)
     if report["stored_form"] is not None:
         print_stored_form(report["stored_form"], console)
     if report["vision"] is not None:
         print_vision(report["vision"], console)
     _print_steps(report, console)
-    if report["drafts"]:
-        print_drafts(report["drafts"], console)
     _print_host(report, console)
 
 
@@ -316,7 +314,6 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
             f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes: {counted['follows']}",
             highlight=False,
         )
-    _print_time(report, console)
     source = report["machine"]["source"]
     console.print(f"bounds are modelled from peak rates, not measured: {source}", style="dim", highlight=False)
     if report["kernels"] is not None and report["kernels"]["deployed"]:
