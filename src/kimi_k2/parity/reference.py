@@ -36,8 +36,7 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        extra = "test" if name == "compressed_tensors" else "parity"
-        raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[{extra}]' ({error})") from None
+        raise MissingLibraryError(f"the comparison needs {name}: pip install 'kimi-k2[parity]' ({error})") from None
 
 
 def transformers_config(directory: str | Path) -> Any:
