@@ -43,7 +43,8 @@ from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
-from kimi_k2.sharding.experts.format import ConversionError, Matrix, expert_formats
+from kimi_k2.sharding.experts import ConversionError
+from kimi_k2.sharding.experts.format import Matrix, expert_formats
 from kimi_k2.vision_config import Grid
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +77,7 @@ def rendered(text: str, name: str = "") -> str:
     """
     for template, sources in _sentences(name).items():
         text = _sentence(text, template, list(map(_figure, sources)))
-    tables = {"measured": _measured, "planned": _planned, "published": _published}
+    tables: dict[str, Callable[[str], str]] = {"measured": _measured, "planned": _planned, "published": _published}
     return BLOCK.sub(lambda match: tables[match[1]](match[2]), text)
 
 
