@@ -43,8 +43,7 @@ from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
-from kimi_k2.sharding.experts import ConversionError
-from kimi_k2.sharding.experts.format import Matrix, expert_formats
+from kimi_k2.sharding.experts import ConversionError, Matrix, expert_formats
 from kimi_k2.vision_config import Grid
 
 ROOT = Path(__file__).parents[1]
