@@ -43,7 +43,7 @@ from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
-from kimi_k2.sharding.experts import ConversionError, Matrix, expert_formats
+from kimi_k2.sharding.experts import ConversionError, Matrix
 from kimi_k2.vision_config import Grid
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def _convert(model: str, preset: str) -> dict[str, float]:
     weight = torch.randn(config.moe_intermediate_size, config.hidden_size, generator=torch.Generator().manual_seed(0))
     matrix = Matrix(source.quantize(weight), source, *weight.shape)
     error = ConversionError()
-    expert_formats()[layout.experts].for_layout(config, layout).convert(matrix, torch.bfloat16, error)
+    layout.expert_format(config).convert(matrix, torch.bfloat16, error)
     hours = made.seconds() / 3600
     folds = made.fold_flops / FOLD_FLOPS / 3600
     return {**asdict(made), "hours": hours, "fold_hours": folds, "error": error.relative_l2}
