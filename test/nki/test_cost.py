@@ -56,23 +56,6 @@ def test_a_matmul_takes_its_columns(dtype: str, passes: int, hint: bool) -> None
     assert cost.busy["tensor"] == pytest.approx((512 + 64) * passes / 2.4e9)
 
 
-def test_independent_work_overlaps_and_dependent_work_does_not() -> None:
-    def chained(_: NkiTensor) -> None:
-        tile = nl.zeros((128, 4096), dtype=nl.float32)
-        nisa.activation(tile, nl.exp, tile)
-
-    def apart(_: NkiTensor) -> None:
-        tile, other = nl.ndarray((128, 4096), dtype=nl.float32), nl.zeros((128, 64), dtype=nl.float32)
-        nisa.activation(other, nl.exp, other)
-        nisa.memset(tile, 0)
-
-    data = np.zeros((1, 1), np.float32)
-    cost = costed(chained, data)
-    assert cost.span == pytest.approx(sum(cost.busy.values()))
-    cost = costed(apart, data)
-    assert cost.span < sum(cost.busy.values())
-
-
 def test_a_later_transfer_does_not_wait_for_one_that_is_not_ready() -> None:
     def kernel(data: NkiTensor) -> NkiTensor:
         out = nl.ndarray(data.shape, dtype=data.dtype, buffer=nl.shared_hbm)

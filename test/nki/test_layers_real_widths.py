@@ -69,19 +69,18 @@ def wide(values: Any) -> Tensor:
 
 
 def rms(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean() + EPS)
+    return torch.nn.functional.rms_norm(x, x.shape, eps=EPS)
 
 
 def expert(x: Tensor, gate_up: Any, up_scales: Any, down: Any, down_scales: Any) -> tuple[Tensor, Tensor]:
     """(what goes into down, the result) of tiles [128, H/128, 2 I] and [I, H] with their scales."""
-    columns = x.view(BLOCKS, 128)
-    products = torch.einsum("cp,pcj->cj", columns, wide(gate_up))
-    half = products.shape[1] // 2
-    ups = torch.ones(2, BLOCKS).double() if up_scales is None else wide(up_scales)
-    downs = torch.ones(BLOCKS).double() if down_scales is None else wide(down_scales)
-    gate, up = ((products[:, n * half : (n + 1) * half] * ups[n, :, None]).sum(0) for n in range(2))
+    products = torch.einsum("cp,pcj->jc", x.view(BLOCKS, 128), wide(gate_up))
+    if up_scales is not None:
+        products *= wide(up_scales).repeat_interleave(len(products) // 2, dim=0)
+    gate, up = products.sum(1).chunk(2)
     inner = torch.nn.functional.silu(gate) * up
-    return inner, (inner @ wide(down)) * downs.repeat_interleave(128)
+    out = inner @ wide(down)
+    return inner, out if down_scales is None else out * wide(down_scales).repeat_interleave(128)
 
 
 def reference(x: Tensor, downs: Tensor, layers: list[Any], cos: Tensor, sin: Tensor, slots: int) -> Tensor:

@@ -62,7 +62,7 @@ class Kernels:
         if len(x) > MOST_TOKENS or x.shape[1] % (128 * self.cores) or top_k > 8 or not self.can_run(x):
             return None
         run = self.wrap(self.made["noaux_tc_router"])[self.cores]
-        index, weights, _ = run(x, weight_t, bias.unsqueeze(0), scaling, norm, top_k)
+        index, weights = run(x, weight_t, bias.unsqueeze(0), scaling, norm, top_k)
         return index.to(torch.long), weights
 
     def experts(

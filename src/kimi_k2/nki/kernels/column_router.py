@@ -44,16 +44,14 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
             nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=factor)
         biased = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=biased, data1=scores, data2=stretched(self.bias, tokens), op=nl.add)
-        _, index = largest(self._rows(biased))
-        return index, scores
+        return largest(self._rows(biased)), scores
 
     def weights(self, scores: Any, index: Any) -> Any:
         """Weights float32 [T, 8] of what `choose` gave."""
         rows = self._rows(scores)
         in_sbuf = nl.ndarray(rows.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=in_sbuf, src=rows, engine=nisa.engine.scalar)
-        weights, _ = normalized_weights(in_sbuf, index, self.factor)
-        return weights
+        return normalized_weights(in_sbuf, index, self.factor)
 
     def _rows(self, columns: Any) -> Any:
         """Columns as rows in PSUM, float32 [T, E]."""

@@ -22,7 +22,7 @@ def load_columns(rows: Any, identity: Any) -> Any:
     What the engines work on at once has a DMA ring of its own, and does not queue behind weights.
 
     Args:
-        rows: in HBM, T at most 128.
+        rows: in HBM, T and n at most 128.
         identity: [128, 128] of the same dtype.
     """
     count, width = rows.shape
@@ -33,18 +33,16 @@ def load_columns(rows: Any, identity: Any) -> Any:
         return turn_rows(whole, identity)
     pieces = rows.reshape((count * chunks, BLOCK))
     columns = nl.ndarray((BLOCK, chunks, count), dtype=rows.dtype, buffer=nl.sbuf)
-    each = max(1, BLOCK // chunks)  # rows that one transpose turns
+    each = BLOCK // chunks  # rows that one transpose turns
     for row in range(0, count, each):
         many = min(each, count - row)
-        for begin in range(0, chunks, BLOCK):
-            size = min(BLOCK, chunks - begin)
-            place, total = row * chunks + begin, many * size
-            loaded = nl.ndarray((total, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=loaded, src=pieces[place : place + total], engine=nisa.engine.sync)
-            turned = nl.ndarray((BLOCK, many, size), dtype=rows.dtype, buffer=nl.psum)
-            nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:total, 0:total], is_transpose=True)
-            target = columns.ap(pattern=[[chunks * count, BLOCK], [1, many], [count, size]], offset=begin * count + row)
-            nisa.tensor_copy(dst=target, src=turned)
+        place, total = row * chunks, many * chunks
+        loaded = nl.ndarray((total, BLOCK), dtype=rows.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=loaded, src=pieces[place : place + total], engine=nisa.engine.sync)
+        turned = nl.ndarray((BLOCK, many, chunks), dtype=rows.dtype, buffer=nl.psum)
+        nisa.nc_matmul(dst=turned, stationary=loaded, moving=identity[0:total, 0:total], is_transpose=True)
+        target = columns.ap(pattern=[[chunks * count, BLOCK], [1, many], [count, chunks]], offset=row)
+        nisa.tensor_copy(dst=target, src=turned)
     return columns
 
 

@@ -14,7 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
-from kimi_k2.nki.kernels.exchange import OwnTokens, add_over_cores, share_of
+from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.shared_expert import SharedExpert
 from kimi_k2.nki.kernels.views import bytes_of
@@ -66,39 +66,30 @@ def selective_experts(
     """
     tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
     out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    holds_all = gate_up_tiles.shape[0] == num_experts
-    own = OwnTokens(tokens, blocks, holds_all, gate_up_tiles.shape[3], parts_of(hidden, gate_up_tiles))
-    first, count = own.first, own.count
+    first, count = share_of(blocks)
     exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
     identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-    routed = RoutedExperts(
-        gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts, divided=own.divided
-    )
+    routed = RoutedExperts(gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts)
 
     # On its way before anything that a collective brings.
     shared_expert = None
-    half, size = share_of(blocks)
     if shared_gate_up_tiles != None:
         shared_expert = SharedExpert(
-            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, half, size
+            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
         )
 
-    begin, end = own.begin, own.begin + own.tokens
-    index = nl.ndarray((own.tokens, expert_index.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=index, src=expert_index[begin:end])
-    weights = nl.ndarray((own.tokens, expert_weights.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=weights, src=expert_weights[begin:end])
+    index = nl.ndarray(expert_index.shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=index, src=expert_index)
+    weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=weights, src=expert_weights)
     # First of all, as the experts' loads wait for it.
     places, held_here = routed.numbers(index, first_expert)
     kept = routed.kept(weights, held_here)
-    columns = load_columns(hidden, identity)
+    columns = load_columns(hidden, identity)[:, first : first + count, :]
     shared = None
     if shared_expert != None:
-        shared = shared_expert.apply(columns[:, half : half + size, :])
-        if own.divided:
-            shared = own.all_blocks(shared)
-    sums = routed.sum(columns[:, first : first + count, begin:end], places, kept, shared, exact)
-    store_columns(out, sums, begin * blocks + first, exact)
+        shared = shared_expert.outer(shared_expert.activated(columns))
+    store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
     return out
 
 
@@ -135,7 +126,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         apart: this core's sums are of all blocks, and to be added to the other's, which adds up other experts or, where
             gate and up are divided by blocks, other rows of down.
         beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
-        divided: the other core has other tokens, and this one all blocks, which it adds up as two cores' halves.
     """
 
     beside_rows: Any
@@ -144,13 +134,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
         num_experts: int, slots: int = 8, apart: bool = False, beside: Any = None,
-        divided: bool = False,
     ) -> None:  # fmt: skip
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
         self.apart, self.beside, self.local = apart, beside, local
         self.extra = 0 if beside == None else beside.shape[2]
-        self.divided, self.num_experts = divided, num_experts
+        self.num_experts = num_experts
         self.width, self.count, self.slots = width, count, slots
         self.exchanged = count < blocks
         out_first, out_count, begin, rows = first, count, 0, width
@@ -320,8 +309,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         parts = column.shape[2]
         per, width, count, rows = self.per, self.width, self.count, self.rows
         pairs = self.stack // per
-        halves = 2 if self.divided else 1
-        sums = nl.ndarray((BLOCK, pairs, halves), dtype=nl.float32, buffer=nl.sbuf)
+        both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
         for pair in range(pairs):
             of_all = group * pairs + pair
             products = nl.ndarray((BLOCK, count, parts), dtype=nl.float32, buffer=nl.psum)
@@ -339,13 +327,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             pattern = [[row_scales.shape[1] * count, BLOCK], [1, count], [0, parts]]
             scales = row_scales.ap(pattern=pattern, offset=of_all * count)
             nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-            by_half = scaled.reshape((BLOCK, halves, count // halves * parts))
-            nisa.tensor_reduce(dst=sums[:, pair, :], op=nl.add, data=by_half, axis=2)
-        both = sums.reshape((BLOCK, pairs * halves))
-        if self.divided:
-            both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.tensor_tensor(dst=both, data1=sums[:, :, 0], data2=sums[:, :, 1], op=nl.add)
-        elif self.exchanged:
+            flat = scaled.reshape((BLOCK, count * parts))
+            nisa.tensor_reduce(dst=both[:, pair : pair + 1], op=nl.add, data=flat, axis=1)
+        if self.exchanged:
             add_over_cores(both)
         # To the partitions that down's rows lie on.
         gate = nl.ndarray((BLOCK, 1), dtype=nl.float32, buffer=nl.sbuf)

@@ -14,7 +14,7 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BANK, BLOCK, all_ones, sum_partitions
 from kimi_k2.nki.kernels.exchange import from_other_core
 from kimi_k2.nki.kernels.latent_cache import Cache, Queries
-from kimi_k2.nki.kernels.views import bytes_of, on_partitions, over_sums, split, swapped
+from kimi_k2.nki.kernels.views import bytes_of, on_partitions, swapped
 
 # Added to the score of a slot that is not in use; its exponential is 0 beside any real score.
 MASKED = -30000.0
@@ -100,20 +100,13 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 cache.turn(tile)
         self.caches[sequence] = cache
 
-    def attend(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any]:
-        """Sums of latents float32 [128, B, rank / 128, heads], and their weights [128, B, heads] everywhere."""
-        chunks = self.latents.shape[2] // BLOCK
-        parts = self._parts(queries, softmax_scale)
-        if nl.num_programs() > 1:
-            _join(parts, from_other_core(parts))
-        return parts[:, :, 0:chunks, :], parts[:, :, chunks, :]
+    def attend(
+        self, queries: Queries, softmax_scale: float, dtype: Any, join: bool = True, early: Any = None, own: Any = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Sums over this core's slots alone, [128, rank / 128, B, heads] of `dtype`, and their `Shares`.
 
-    def attend_apart(self, queries: Queries, softmax_scale: float, dtype: Any, early: Any, own: Any) -> tuple[Any, Any]:
-        """Sums over this core's slots alone, [128, rank / 128, B, heads] of `dtype`, and float32 [128, B, heads].
-
-        Times the second, the sums of both cores add up to softmax times latents. The cores exchange maxima and weights
-        while the Tensor Engine still sums; `early`, the router's `EarlyLogits`, takes `own` and begins where that waits
-        for the last sequence's maximum.
+        Where the shares are joined, the cores exchange maxima and weights while the Tensor Engine still sums. `early`,
+        the router's `EarlyLogits`, takes `own` and begins where that waits for the last sequence's maximum.
         """
         batch, rank = self.latents.shape[0], self.latents.shape[2]
         chunks, heads = rank // BLOCK, queries.heads
@@ -121,47 +114,21 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         shares = Shares(batch, heads)
         for sequence in range(batch):
             last = sequence == batch - 1
-            scores = self._scored(queries, sequence, softmax_scale)
+            self._load(sequence)
+            if self.ahead:
+                self._load(sequence + 1)
+            scores = self._scores(self.caches[sequence], queries, sequence, softmax_scale)
             turned = self.turned_maxima(scores)
-            if last:
+            if last and early != None:
                 early.take_own(own)
                 early.begin()
             self.negate_maxima(turned, shares.negative[:, sequence, :])
-            if last:
+            if last and join:
                 shares.send_maxima()
             weights = self._weights(scores, shares.negative, sequence, queries.latent.dtype)
             target, total = sums[:, :, sequence, :], shares.weights[:, sequence, :]
-            self._sum(weights, queries, sequence, target, total, shares if last else None)
-        return sums, shares.result()
-
-    def attend_alone(self, queries: Queries, softmax_scale: float) -> tuple[Any, Any, Any]:
-        """`attend` over this core's slots alone; maxima like the weights come third."""
-        chunks = self.latents.shape[2] // BLOCK
-        parts = self._parts(queries, softmax_scale)
-        return parts[:, :, 0:chunks, :], parts[:, :, chunks, :], parts[:, :, chunks + 1, :]
-
-    def _parts(self, queries: Queries, softmax_scale: float) -> Any:
-        """[128, B, rank / 128 + 2, heads] float32: sums of latents, their weight, the maximum."""
-        batch, rank = self.latents.shape[0], self.latents.shape[2]
-        chunks, heads = rank // BLOCK, queries.heads
-        parts = nl.ndarray((BLOCK, batch, chunks + 2, heads), dtype=nl.float32, buffer=nl.sbuf)
-        for sequence in range(batch):
-            scores = self._scored(queries, sequence, softmax_scale)
-            negative = nl.ndarray((BLOCK, 1, heads), dtype=nl.float32, buffer=nl.sbuf)
-            self.negate_maxima(self.turned_maxima(scores), negative[:, 0, :])
-            weights = self._weights(scores, negative, 0, queries.latent.dtype)
-            top = parts[:, sequence, chunks + 1, :]
-            nisa.tensor_scalar(dst=top, data=negative[:, 0, :], op0=nl.multiply, operand0=-1.0)
-            sums, total = parts[:, sequence, 0:chunks, :], parts[:, sequence, chunks, :]
-            self._sum(weights, queries, sequence, sums, total, None)
-        return parts
-
-    def _scored(self, queries: Queries, sequence: int, softmax_scale: float) -> Any:
-        """A sequence's `_scores`; the next one's cache is loaded ahead."""
-        self._load(sequence)
-        if self.ahead:
-            self._load(sequence + 1)
-        return self._scores(self.caches[sequence], queries, sequence, softmax_scale)
+            self._sum(weights, queries, sequence, target, total, shares if last and join else None)
+        return sums, shares
 
     def _scores(self, cache: Any, queries: Queries, sequence: int, softmax_scale: float) -> Any:
         """Scaled and masked [128, count + tokens, heads] float32; last are new entries, on every partition."""
@@ -399,34 +366,3 @@ class Shares(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=shares, data1=shares, data2=self.weights, op=nl.add)
         nisa.reciprocal(dst=shares, data=shares)
         return shares
-
-
-def _join(mine: Any, theirs: Any) -> None:
-    """Both cores' [128, B, sums | weight | maximum, heads], into the first, under the common maximum."""
-    rows, batch, last, heads = mine.shape
-    top = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=top, data1=mine[:, :, last - 1, :], data2=theirs[:, :, last - 1, :], op=nl.maximum)
-    _rescale(mine, top)
-    _rescale(theirs, top)
-    kept = mine[:, :, 0 : last - 1, :]
-    nisa.tensor_tensor(dst=kept, data1=kept, data2=theirs[:, :, 0 : last - 1, :], op=nl.add)
-
-
-def _rescale(part: Any, top: Any) -> None:
-    """One core's sums and weight under the common maximum `top`."""
-    last = part.shape[2]
-    factor = nl.ndarray(top.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=factor, data1=part[:, :, last - 1, :], data2=top, op=nl.subtract)
-    nisa.activation(dst=factor, op=nl.exp, data=factor)
-    sums = part[:, :, 0 : last - 1, :]
-    nisa.tensor_tensor(dst=sums, data1=sums, data2=over_sums(factor, last - 1), op=nl.multiply)
-
-
-def normalized(sums: Any, total: Any, dtype: Any) -> Any:
-    """Sums over their weights, as columns [128, rank / 128, B * heads] of `dtype`."""
-    rows, batch, chunks, heads = sums.shape
-    divisor = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.reciprocal(dst=divisor, data=total)
-    result = nl.ndarray((rows, chunks, batch, heads), dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=split(result), data1=sums, data2=over_sums(divisor, chunks), op=nl.multiply)
-    return result.reshape((rows, chunks, batch * heads))

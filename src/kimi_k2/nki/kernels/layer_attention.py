@@ -16,7 +16,7 @@ from kimi_k2.nki.kernels.latent_attention import LatentAttention
 from kimi_k2.nki.kernels.latent_cache import rows_of_keys
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, turn_short_rows
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
-from kimi_k2.nki.kernels.views import on_partitions, over_sums, split
+from kimi_k2.nki.kernels.views import on_partitions, spread
 
 # Weights of a MoE layer on one rank, as the arguments of `projections` and `selective_experts` of the same names.
 # `next_*` are folded down projections of the next layer, [n, N], [E_local, I, N] and [I_shared, N]; None in the last.
@@ -194,9 +194,9 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             values, shares = self.core.attend_values(queries, step.softmax_scale, step.dtype, self.early, own)
             factor = shares.result()
         else:
-            sums, shares = self.core.attend_apart(queries, step.softmax_scale, step.dtype, self.early, own)
+            sums, shares = self.core.attend(queries, step.softmax_scale, step.dtype, True, self.early, own)
             blocks, heads = sums.shape[1], self.behind.heads
-            shares = shares.reshape((BLOCK, batch, heads))
+            shares = shares.result().reshape((BLOCK, batch, heads))
             values = self.behind.values(sums.reshape((BLOCK, blocks, batch * heads)), shares)
         logits = self.early.experts // BLOCK
         summand = nl.ndarray((BLOCK, chunks + logits, batch), dtype=nl.float32, buffer=nl.sbuf)
@@ -215,8 +215,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             queries.join_tokens(step.tokens)
         if following != None:
             following.load_weights()
-        sums, total, top = self.core.attend_alone(queries, step.softmax_scale)
-        exchanged = self._exchange(sums, total, top, heads)
+        sums, shares = self.core.attend(queries, step.softmax_scale, nl.float32, False)
+        exchanged = self._exchange(sums, shares, heads)
         if following != None:
             following.load_cache()
         self.early.take_own(own)
@@ -236,26 +236,27 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         self.early.end(summand[:, chunks:, :], False)
         return summand, queries
 
-    def _exchange(self, sums: Any, total: Any, top: Any, each: int) -> Any:
+    def _exchange(self, sums: Any, shares: Any, each: int) -> Any:
         """This core's parts of all heads to the ranks of the heads: [ranks, cores, B, rank + 1] of this rank's head.
 
         Args:
-            sums: float32 [128, B, rank / 128, heads], before they are divided by their weights.
-            total, top: float32 [128, B, heads], weights and maxima, on every partition.
+            sums: float32 [128, rank / 128, B, heads], before they are divided by their weights.
+            shares: weights and maxima of them.
             each: heads of a token; of several tokens a sequence the result has each token's.
         """
         step = self.step
-        rows, batch, blocks, heads = sums.shape
+        rows, blocks, batch, heads = sums.shape
         count, cores = batch * heads, nl.num_programs()
         size = blocks * BLOCK + 1
         logs = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=logs, op=nl.log, data=total)
-        nisa.tensor_tensor(dst=logs, data1=logs, data2=top, op=nl.add)
+        nisa.activation(dst=logs, op=nl.log, data=shares.weights)
+        nisa.tensor_tensor(dst=logs, data1=logs, data2=shares.negative, op=nl.subtract)
         inverse = nl.ndarray((rows, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.reciprocal(dst=inverse, data=total)
-        divided = nl.ndarray((rows, blocks, batch, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=split(divided), data1=sums, data2=over_sums(inverse, blocks), op=nl.multiply)
-        turned = turn_columns(divided.reshape((rows, blocks, count)), step.exact)
+        nisa.reciprocal(dst=inverse, data=shares.weights)
+        divided = sums.reshape((rows, blocks, count))
+        share = spread(inverse.reshape((rows, count)), blocks)
+        nisa.tensor_tensor(dst=divided, data1=divided, data2=share, op=nl.multiply)
+        turned = turn_columns(divided, step.exact)
         batch, heads = count // each, each
         in_rows = nl.ndarray((count, 1), dtype=nl.float32, buffer=nl.sbuf)
         by_row = nl.ndarray((count, BLOCK), dtype=nl.float32, buffer=nl.psum)

@@ -9,10 +9,11 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns, turn_rows
-from kimi_k2.nki.kernels.exchange import share_of
-from kimi_k2.nki.kernels.latent_attention import LatentAttention, normalized
+from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
+from kimi_k2.nki.kernels.latent_attention import LatentAttention
 from kimi_k2.nki.kernels.latent_cache import Pages, Queries, copies_of_keys, rows_of_keys
 from kimi_k2.nki.kernels.projections import turn_short_rows
+from kimi_k2.nki.kernels.views import spread
 
 
 @nki.jit
@@ -54,18 +55,18 @@ def mla_decode_pages(
         pages.latents, pages.keys, lengths, None, first, count, identity, exact, all_ones(), pages=pages
     )
     queries = _queries(query, new_latents, new_keys, identity, rank, rope)
-    sums, total = attention.attend(queries, softmax_scale)
-    return _rows_of(normalized(sums, total, nl.float32), batch, heads, rank, exact)
-
-
-def _rows_of(columns: Any, batch: int, heads: int, rank: int, exact: Any) -> Any:
-    """[128, rank / 128, B * heads] in SBUF as [B, heads, rank] in HBM."""
+    sums, shares = attention.attend(queries, softmax_scale, nl.float32)
+    chunks, total = rank // BLOCK, batch * heads
+    columns = sums.reshape((BLOCK, chunks, total))
+    share = spread(shares.result().reshape((BLOCK, total)), chunks)
+    nisa.tensor_tensor(dst=columns, data1=columns, data2=share, op=nl.multiply)
+    add_over_cores(columns)
     out = nl.ndarray((batch, heads, rank), dtype=nl.float32, buffer=nl.shared_hbm)
     if nl.program_id() == 0:
-        rows = out.reshape((batch * heads, rank))
-        for begin in range(0, batch * heads, BLOCK):
-            end = min(begin + BLOCK, batch * heads)
-            nisa.dma_copy(dst=rows[begin:end], src=turn_columns(columns[:, :, begin:end], exact))
+        by_head = out.reshape((total, rank))
+        for begin in range(0, total, BLOCK):
+            end = min(begin + BLOCK, total)
+            nisa.dma_copy(dst=by_head[begin:end], src=turn_columns(columns[:, :, begin:end], exact))
     return out
 
 

@@ -14,12 +14,9 @@ import nki.language as nl
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.views import on_partitions
 
-# Stands for an expert that was chosen, in a copy of the biased scores; no score plus bias reaches it.
-_CHOSEN = -3.0e38
 _NORM_GUARD = 1e-20
 # Values that the Vector Engine finds at once.
 _FOUND = 8
-_NO_SCORE = 3.0e38
 # Weight tiles a DMA: few, so that the first matmul starts early; 5 KiB a partition, enough to fill the engines.
 _TILES_A_DMA = 7
 
@@ -32,7 +29,7 @@ def noaux_tc_router(
     routed_scaling_factor: float,
     norm_topk_prob: bool = True,
     top_k: int = 8,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any]:
     """Choice and weights of T tokens; at LNC=2 each core reads one half of the weight.
 
     Args:
@@ -46,90 +43,52 @@ def noaux_tc_router(
 
     Returns:
         (expert_index int32 [T, top_k] by falling biased score, equal ones by the lower index; expert_weights float32
-        [T, top_k]; expert_affinities float32 [T, E], the same weights at their experts and 0 elsewhere).
+        [T, top_k]).
     """
     tokens, size = hidden.shape
     experts = weight_t.shape[1]
     logits = _logits(hidden, weight_t, tokens, size // nl.tile_size.pmax, experts)
-    index, weights, scores = choose(logits, e_score_correction_bias, routed_scaling_factor, norm_topk_prob, top_k)
-    return _store(index, weights, scores)
-
-
-def _store(index: Any, weights: Any, scores: Any) -> tuple[Any, Any, Any]:
-    """What `choose` gave, in HBM; the numbers as int32."""
-    tokens, top_k = index.shape
-    experts = scores.shape[1]
-    expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
-    expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
-    expert_affinities = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    signed = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=signed, src=index)
-    # Both cores hold all results; each stores some.
-    if nl.program_id() == 0:
-        nisa.dma_copy(dst=expert_index, src=signed)
-        nisa.dma_copy(dst=expert_weights, src=weights)
-    if nl.program_id() == nl.num_programs() - 1:
-        nisa.dma_copy(dst=expert_affinities, src=scores)
-    return expert_index, expert_weights, expert_affinities
-
-
-def choose(
-    logits: Any,
-    bias: Any,
-    routed_scaling_factor: float,
-    norm_topk_prob: bool = True,
-    top_k: int = 8,
-) -> tuple[Any, Any, Any]:
-    """Choice and weights from logits [T, E] float32 in SBUF: uint32 [T, top_k], float32 [T, top_k], float32 [T, E].
-
-    Args:
-        bias: e_score_correction_bias, float32 [1, E] in HBM.
-        routed_scaling_factor, norm_topk_prob, top_k: as in `noaux_tc_router`.
-    """
-    tokens, experts = logits.shape
     scores = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=scores, op=nl.sigmoid, data=logits)
     choice = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=choice, src=on_partitions(bias, tokens, experts))
+    nisa.dma_copy(dst=choice, src=on_partitions(e_score_correction_bias, tokens, experts))
     nisa.tensor_tensor(dst=choice, data1=choice, data2=scores, op=nl.add)
+    index = largest(choice)[:, 0:top_k]
+    weights = normalized_weights(scores, index, routed_scaling_factor, norm_topk_prob)
+    expert_index = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.shared_hbm)
+    expert_weights = nl.ndarray((tokens, top_k), dtype=nl.float32, buffer=nl.shared_hbm)
+    signed = nl.ndarray((tokens, top_k), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=signed, src=index)
+    # Both cores hold the results.
+    if nl.program_id() == 0:
+        nisa.dma_copy(dst=expert_index, src=signed)
+        nisa.dma_copy(dst=expert_weights, src=weights)
+    return expert_index, expert_weights
 
-    best, index = largest(choice)
-    weights, factor = normalized_weights(scores, index[:, 0:top_k], routed_scaling_factor, norm_topk_prob)
-    # The chosen scores in their places: a copy of the choice in which they alone are replaced says where.
-    if top_k < _FOUND:
-        nisa.memset(dst=best[:, top_k:_FOUND], value=_NO_SCORE)
-    nisa.nc_match_replace8(dst=choice, data=choice, vals=best, imm=_CHOSEN)
-    nisa.tensor_scalar(dst=choice, data=choice, op0=nl.less_equal, operand0=_CHOSEN, op1=nl.multiply, operand1=factor)
-    nisa.tensor_tensor(dst=scores, data1=scores, data2=choice, op=nl.multiply)
-    return index[:, 0:top_k], weights, scores
 
-
-def largest(values: Any) -> tuple[Any, Any]:
-    """The 8 largest of each row of values [T, E], falling, float32; and their numbers, uint32 [T, 8]."""
+def largest(values: Any) -> Any:
+    """Numbers of the 8 largest of each row of values [T, E], by falling value, uint32 [T, 8]."""
     best = nl.ndarray((values.shape[0], _FOUND), dtype=nl.float32, buffer=nl.sbuf)
     index = nl.ndarray((values.shape[0], _FOUND), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.max8(dst=best, src=values)
     nisa.nc_find_index8(dst=index, data=values, vals=best)
-    return best, index
+    return index
 
 
-def normalized_weights(
-    scores: Any, index: Any, routed_scaling_factor: float, norm_topk_prob: bool = True
-) -> tuple[Any, Any]:
-    """Weights float32 [T, n] of the experts uint32 [T, n], and what their scores [T, E] were multiplied by, [T, 1]."""
-    tokens = index.shape[0]
+def normalized_weights(scores: Any, index: Any, routed_scaling_factor: float, norm_topk_prob: bool = True) -> Any:
+    """Weights float32 [T, n] of the experts uint32 [T, n], of scores [T, E]."""
     weights = nl.ndarray(index.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.nc_n_gather(dst=weights, data=scores, indices=index)
-    factor = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
+    factor = routed_scaling_factor
     if norm_topk_prob:
-        nisa.tensor_reduce(dst=factor, op=nl.add, data=weights, axis=1)
-        nisa.tensor_scalar(dst=factor, data=factor, op0=nl.add, operand0=_NORM_GUARD)
-        nisa.reciprocal(dst=factor, data=factor)
-        nisa.tensor_scalar(dst=factor, data=factor, op0=nl.multiply, operand0=routed_scaling_factor)
-    else:
-        nisa.memset(dst=factor, value=routed_scaling_factor)
+        total = nl.ndarray((index.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=total, op=nl.add, data=weights, axis=1)
+        nisa.tensor_scalar(dst=total, data=total, op0=nl.add, operand0=_NORM_GUARD)
+        nisa.reciprocal(dst=total, data=total)
+        nisa.tensor_scalar(dst=total, data=total, op0=nl.multiply, operand0=routed_scaling_factor)
+        factor = total
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=factor)
-    return weights, factor
+    return weights
 
 
 def _logits(hidden: Any, weight_t: Any, tokens: int, columns: int, experts: int) -> Any:

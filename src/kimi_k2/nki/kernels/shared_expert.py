@@ -42,10 +42,6 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
             self.out_scales = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(dst=self.out_scales, src=on_partitions(down_scales, BLOCK, count, first))
 
-    def apply(self, columns: Any) -> Any:
-        """down . (silu(gate . x) * (up . x)) of this core's blocks [128, count, T]: the same shape, float32."""
-        return self.outer(self.activated(columns))
-
     def outer(self, activated: Any) -> Any:
         """Down of what `activated` gave, for this core's blocks: float32 [128, count, T]."""
         rows = self.down.reshape((self.width, 1, self.down.shape[1] * BLOCK))

@@ -37,18 +37,6 @@ def swapped(tensor: Any, count: int) -> Any:
     return tensor.ap(pattern=[[size * inner, rows], [1, inner], [inner, count]])
 
 
-def split(tensor: Any) -> Any:
-    """A whole tensor [P, n, m, k] as [P, m, n, k]."""
-    rows, size, inner, last = tensor.shape[0], tensor.shape[1], tensor.shape[2], tensor.shape[3]
-    return tensor.ap(pattern=[[size * inner * last, rows], [last, inner], [inner * last, size], [1, last]])
-
-
-def over_sums(factor: Any, count: int) -> Any:
-    """A whole tensor [P, B, h] as [P, B, count, h]."""
-    rows, batch, heads = factor.shape[0], factor.shape[1], factor.shape[2]
-    return factor.ap(pattern=[[batch * heads, rows], [heads, batch], [0, count], [1, heads]])
-
-
 def on_partitions(row: Any, count: int, width: int, offset: int = 0) -> Any:
     """`width` values of a tensor in HBM from `offset` on, read once for each of `count` partitions: [count, width]."""
     return row.ap(pattern=[[0, count], [1, width]], offset=offset)
