@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,6 +28,8 @@ DTYPE_BYTES = {
 
 # Operations that hand their operand on: what they read, their consumer reads.
 TRANSPARENT = frozenset({"reshape", "transpose", "bitcast", "convert", "copy", "bitcast-convert", "get-tuple-element"})
+# Operands of what writes to a cache: which is written to, and with what. A prompt stands before what is left of it.
+UPDATES = {"dynamic-update-slice": (0, 1), "scatter": (0, 2), "concatenate": (1, 0)}
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
@@ -172,6 +174,64 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
             key = Collective(one.op, _group_size(one.attributes), payload)
             counts.collectives[key] = counts.collectives.get(key, 0) + 1
     return counts
+
+
+def stale_readers(text: str, caches: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What is not in order where a graph reads and writes caches, as `lowering.stale_readers` has it of FX graphs.
+
+    A cache's output is one chain of updates of its own parameter, none of which is lost. Whoever reads it as it was
+    before an update has the new entries by another way: they reach what is no cache, or a kernel that read made them.
+
+    Args:
+        text: HLO text.
+        caches: numbers of the parameter and of the output, by name.
+    """
+    instructions = {one.name: one for one in entry_instructions(text)}
+    outputs = list(instructions.values())[-1].operands
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for one in instructions.values():
+        for operand in one.operands:
+            users[operand].append(one)
+
+    def behind(name: str, without: str) -> set[str]:
+        """Instructions that need one, but by the one that is left out."""
+        found, waiting = set[str](), [name]
+        while waiting:
+            for one in users[waiting.pop()]:
+                if one.name not in found and one.name != without:
+                    found.add(one.name)
+                    waiting.append(one.name)
+        return found
+
+    def source(name: str, through: Collection[str] = TRANSPARENT) -> Instruction:
+        while instructions[name].op in through:
+            name = instructions[name].operands[0]
+        return instructions[name]
+
+    of_caches, said = {output for _, output in caches.values()}, []
+    others = {name for number, name in enumerate(outputs) if number not in of_caches}
+    for cache, (number, output) in caches.items():
+        chain = [source(outputs[output])]
+        while chain[-1].op in UPDATES:
+            chain.append(source(chain[-1].operands[UPDATES[chain[-1].op][0]], TRANSPARENT | {"slice"}))
+        if chain[-1].op != "parameter" or chain[-1].operands[0] != str(number):
+            said.append(f"{cache}: what is given back is no update of it")
+        versions = {link.name for link in chain}
+        for one in instructions.values():
+            if one.op in TRANSPARENT or one.op in ("parameter", "tuple") or one in chain:
+                continue
+            read = [place for place, name in enumerate(one.operands) if source(name).name in versions]
+            if not read:
+                continue
+            if one.op in ("dynamic-update-slice", "scatter") and read[0] == 0:
+                said.append(f"{cache}: {one.name} is lost")
+            at = chain.index(source(one.operands[read[0]]))
+            for update in chain[:at]:
+                made = source(update.operands[UPDATES[update.op][1]])
+                # A kernel that reads the cache makes the entries itself.
+                if made.name not in behind(one.name, "") | {one.name} and not others & behind(made.name, update.name):
+                    said.append(f"{cache}: {one.name} reads what was there before {update.name}")
+    return said
 
 
 def kernel_cost(one: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from harness import launch
-from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, summary
+from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, stale_readers, summary
 from kernel_calls import kernel_name
 
 from kimi_k2.config import KimiK2Config, raw_preset
@@ -91,8 +91,16 @@ def graph_of(
     preset: str, stage: str, layers: int = 2, member: str = MEMBER, draft: Path | None = None, drafts: int = 0,
     every_expert: bool = False,
 ) -> Any:  # fmt: skip
-    """One graph of a preset."""
-    return launch(of_preset, preset, member, layers, [stage], draft, drafts, every_expert, way="lowered")[0]
+    """One graph of a preset, whose caches are read and written in order."""
+    graph = launch(of_preset, preset, member, layers, [stage], draft, drafts, every_expert, way="lowered")[0]
+    assert stale(graph) == []
+    return graph
+
+
+def stale(graph: Any) -> list[str]:
+    """See `stale_readers`."""
+    numbers = {name: number for number, name in graph.parameters.items()}
+    return stale_readers(graph.hlo, {name: (numbers[name], output) for name, output in graph.aliases.items()})
 
 
 def kernels(graph: Any) -> dict[str, int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs import DECODE, MEMBER, PREFILL, counted, fetches, graph_of, kernels, of_experts, of_folder, planned
+from graphs import DECODE, MEMBER, PREFILL, counted, fetches, graph_of, kernels, of_experts, of_folder, planned, stale
 from harness import SLOW, launch
 from hlo import entry_instructions
 
@@ -110,11 +111,23 @@ def test_expert_parallel_decode_reads_8_experts_not_192() -> None:
 
 
 def test_tensor_parallel_decode_reads_8_experts() -> None:
-    counts = counted(graph_of("trn2-tp64-ep1", DECODE))
+    graph = graph_of("trn2-tp64-ep1", DECODE)
+    counts = counted(graph)
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05
     # Attention output and MLP output of both layers: one all-reduce each.
     sums = [one["times"] for one in counts["collectives"] if (one["kind"], one["ranks"]) == ("all-reduce", 64)]
     assert sum(sums) == 4
+    # Caches out of order are seen: one's update given back for another, entries that no query met, an update left out.
+    *_, root = entry_instructions(graph.hlo)
+    name, other = (root.operands[graph.aliases[f"kv_mgr.past_key_values.{number}"]] for number in (0, 2))
+    update = next(line for line in graph.hlo.splitlines() if f"%{name} = " in line)
+    cache, _, new = re.findall(r"%[\w.]+", update)[1:4]
+    for said, lines in {
+        "is no update of it": update.replace(cache, f"%{other}"),
+        "reads what was there before": f"%own = f32[] negate({new})\n" + update.replace(new, "%own"),
+        "is lost": update.replace(name, "lost") + "\n" + update,
+    }.items():
+        assert said in stale(replace(graph, hlo=graph.hlo.replace(update, lines)))[0]
 
 
 @pytest.mark.parametrize(("column", "preset"), [(2, "trn2-tp64-ep1"), (3, "trn2-tp32-ep2")])
