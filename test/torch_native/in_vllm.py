@@ -68,7 +68,7 @@ def main(job: dict[str, Any], rank: int) -> dict[str, Any]:
         additional_config={"neuron_config": options},
     )  # fmt: skip
     config = arguments.create_engine_config()
-    chosen, architecture = ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)
+    chosen, _ = ModelRegistry.resolve_model_cls(config.model_config.architectures, config.model_config)
     with set_current_vllm_config(config):
         place = f"tcp://127.0.0.1:{job['port']}"
         parallel_state.init_distributed_environment(ranks, rank, place, rank, "gloo")
@@ -91,8 +91,6 @@ def main(job: dict[str, Any], rank: int) -> dict[str, Any]:
         "platform": type(current_platform).__name__,
         "worker": config.parallel_config.worker_cls,
         "class": f"{chosen.__module__}.{chosen.__name__}",
-        "architecture": architecture,
-        "runner": type(runner.model).__name__,
         "groups": type(runner.model.ranks.tp).__name__,
         "tokens": [request.output for request in requests],
     }

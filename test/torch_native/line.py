@@ -202,10 +202,10 @@ def nki(name: str, cores: int, tensors: list[Tensor], named: str, numbers: list[
 
 @nki.register_fake
 def _like(name: str, cores: int, tensors: list[Tensor], *_: Any) -> list[Tensor]:
-    x, other = tensors[0].float(), tensors[1]
+    x = tensors[0].float()
     if name == ROUTER:
         top = x.new_empty(len(x), 8)
-        return [top.int(), top, x.new_empty(len(x), other.shape[1])]
+        return [top.int(), top]
     return [torch.empty_like(x) if name == EXPERTS else x.new_empty(*x.shape[:2], tensors[4].shape[1])]
 
 
@@ -249,6 +249,7 @@ class Launch:
 def stand_ins(*, kernels: bool | None = None) -> dict[str, ModuleType]:
     """Modules of vLLM and the line that the model imports; the kernels' too where it says whether they run."""
     contents: dict[str, dict[str, Any]] = {
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: getattr(HERE, "config", None)},
         "vllm.distributed.parallel_state": {
             "get_tp_group": lambda: HERE.tp,
             "get_dp_group": lambda: HERE.dp,
@@ -427,9 +428,10 @@ class Runner:
         self.logits += others
         return first  # type: ignore[no-any-return]
 
-    def _keep(self, requests: list[Request], tokens: Tensor) -> None:
+    def _keep(self, requests: Sequence[Request], tokens: Tensor) -> None:
+        """What was sampled for each, without what a rejected draft left."""
         for row, request in enumerate(requests):
-            request.output.append(int(tokens[row]))
+            request.output += [token for token in tokens[row].tolist() if token >= 0]
             if self.logits:
                 request.logits.append(self.logits[-1][row])
 
@@ -440,26 +442,21 @@ class Runner:
             wide = next(size for size in self.prompt_buckets if size >= len(part))
             sampled = self.step([(request, part)], wide, wide, [len(part) - 1])
             request.cached += len(part)
-        self._keep([request], sampled)
+        self._keep([request], sampled.unsqueeze(1))
 
-    def decode(self, requests: list[Request]) -> None:
-        """A token for each; lines are padded to a bucket with nothing."""
-        rows = next(size for size in self.line_buckets if size >= len(requests))
-        sampled = self.step([(request, request.tokens[-1:]) for request in requests], rows, 1, range(rows))
+    def decode(self, requests: Sequence[Request], drafts: Sequence[list[int]] = ()) -> None:
+        """A token for each, behind as many drafts a line as `threshold` has room for; padded to a bucket of lines."""
+        rows, count = next(size for size in self.line_buckets if size >= len(requests)), self.threshold
+        metadata = None
+        if count > 1:
+            ids = torch.tensor(drafts).flatten()
+            ids = torch.nn.functional.pad(ids, (0, rows * (count - 1) - len(ids)))
+            metadata = SimpleNamespace(num_draft_tokens=[count - 1] * rows, draft_token_ids=ids)
+        ahead = drafts or [[]] * len(requests)
+        lines = [(one, [one.tokens[-1], *drafted]) for one, drafted in zip(requests, ahead, strict=True)]
+        sampled = self.step(lines, rows * count, count, range(rows * count), metadata)
+        self._keep(requests, sampled.view(rows, count))
         for request in requests:
-            request.cached += 1
-        self._keep(requests, sampled)
-
-    def verify(self, requests: list[Request], drafts: list[list[int]]) -> None:
-        """A step of one token and as many drafts a line; keeps what the rejection sampler gives."""
-        count, total = self.threshold, self.threshold * len(requests)
-        metadata = SimpleNamespace(
-            num_draft_tokens=[count - 1] * len(requests), draft_token_ids=torch.tensor(drafts).flatten()
-        )
-        lines = [(one, [one.tokens[-1], *drafted]) for one, drafted in zip(requests, drafts, strict=True)]
-        accepted = self.step(lines, total, count, range(total), metadata)
-        for request, tokens in zip(requests, accepted.tolist(), strict=True):
-            request.output += [token for token in tokens if token >= 0]
             request.cached = len(request.tokens) - 1
 
 
@@ -483,6 +480,7 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int = WANTED) -> lis
             victim.blocks, victim.cached = [], 0
         running = [request for request in running if len(request.output) < wanted]
         step += 1
+    assert all(bool((half[0] == 1e4).all()) for halves in runner.pages.values() for half in halves), "the null block"
     return requests
 
 

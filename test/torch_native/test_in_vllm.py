@@ -10,18 +10,14 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import engines
 import line
 import pytest
-import torch
 from in_vllm import write_platform
 from processes import run_together
 
 engines.need("vllm")
-import test_vllm_grammar  # noqa: E402
-from test_vllm_grammar import Grammars, grammars, through_vllm  # noqa: E402, F401
 
 WORKER = Path(__file__).with_name("in_vllm.py")
 
@@ -51,37 +47,3 @@ def test_vllm_takes_the_model_and_its_groups_serve_it(
         assert answer["worker"] == "vllm_neuron.vllm.worker.neuron_worker.NeuronWorker"
         assert answer["class"] == "kimi_k2.neuron.torch_native.model.KimiK2ForVllmNeuron"
         assert answer["groups"] == "GroupCoordinator"
-
-
-class OnDevice(test_vllm_grammar.Sampler):
-    """What the line's sampler makes on two ranks of logits that want what is forbidden, under the grammar's mask."""
-
-    def pick(self, allowed: Any, draft: int | None) -> int:
-        wished = super().pick(allowed, draft)
-        if allowed.all():
-            return wished
-        mask = torch.nn.functional.pad(torch.from_numpy(allowed.copy()), (0, len(allowed) % 2)).unsqueeze(0)
-        logits = torch.randn(mask.shape) + 8.0 * ~mask
-        logits[0, wished] += 6.0
-        params = torch.tensor([[-1.0, 0.95, 1.0]])
-
-        def run(rank: int) -> int:
-            line.HERE.step = self.tokens
-            sampler = line.Sampler(line.SAMPLED["on_device_sampling_config"], line.HERE.tp)
-            return int(sampler(logits.chunk(2, -1)[rank], params, mask, torch.tensor(rank)))
-
-        first, second = line.on_ranks(2, 1, 1, run)
-        assert first == second
-        return int(first)
-
-
-@pytest.mark.parametrize("choice", ["required", "named"])
-def test_calls_sampled_on_the_device_are_valid(
-    choice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    through_vllm: Any,  # noqa: F811
-    grammars: Grammars,  # noqa: F811
-) -> None:
-    """By jsonschema, as that test has it; KIMI_K2_DRAWS=200 draws so many schemas."""
-    monkeypatch.setattr(test_vllm_grammar, "Sampler", OnDevice)
-    test_vllm_grammar.test_a_reply_beside_vllms_reasoner(choice, False, through_vllm, grammars)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from dataclasses import replace
 
@@ -29,9 +28,9 @@ def target_of(preset: str) -> Target:
 
 
 @functools.cache
-def captured(preset: str, tokens: int, lines: int, slots: int, rank: int = 0, kernels: bool = False) -> GraphModule:
-    """One bucket's graph: a dense layer and an MoE layer."""
-    runner = line.on_meta(CONFIG, target_of(preset), rank)
+def captured(preset: str, tokens: int, lines: int, slots: int, kernels: bool = False) -> GraphModule:
+    """One bucket's graph, a rank's as good as another's: a dense layer and an MoE layer."""
+    runner = line.on_meta(CONFIG, target_of(preset), rank=37)
     runner.width = slots // runner.block
     with torch.device("meta"):
         named = runner.inputs([], [0] * tokens, [0] * tokens, [0] * tokens, [0] * lines, tokens // lines)
@@ -80,15 +79,3 @@ def test_writes_are_of_rows(preset: str, monkeypatch: pytest.MonkeyPatch) -> Non
         rows = sum(node.args[2].meta["example_value"].nbytes for node in writes)
         planned = counts(CONFIG, target_of(preset), target_of(preset).sharding(CONFIG))
         assert planned.moved["cache write"] == 2 * rows
-
-
-@pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_bucket_is_the_same_on_rank_37(preset: str) -> None:
-    target = target_of(preset)
-    options = target.torch_native
-    assert options is not None
-    slots = (*(options.decode_context_length_buckets or ()), target.context)
-    steps = [(many, many, length) for many in options.num_seqs_buckets or (1,) for length in slots]
-    for bucket in steps + [(many, 1, target.context) for many in options.num_batched_tokens_buckets or ()]:
-        assert captured(preset, *bucket, rank=37).code == captured(preset, *bucket).code

@@ -168,7 +168,7 @@ def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, 
     runner.threshold, steps = 3, 0
     while min(len(request.output) for request in requests) < 6:
         ahead = [[*right, 0, 0][len(one.output) :] for one, right in zip(requests, tokens, strict=True)]
-        runner.verify(requests, [[first, second + steps % 2] for first, second, *_ in ahead])
+        runner.decode(requests, [[first, second + steps % 2] for first, second, *_ in ahead])
         steps += 1
     assert steps < 4
     for request, right in zip(requests, tokens, strict=True):
@@ -187,14 +187,19 @@ def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, 
         ({"ep_degree": 2}, "ep_degree"),
         ({"changes": {"scoring_func": "softmax"}}, "scoring_func"),
         ({"dcp": 2}, "decode_context_parallel_size"),
+        ({"head": "Eagle3DeepseekV2ForCausalLM"}, "speculative_config.model"),
     ],
 )
 def test_options_are_obeyed_or_refused(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(line.HERE, "dcp", changes.get("dcp", 1), raising=False)
+    options = dict(changes)
+    monkeypatch.setattr(line.HERE, "dcp", options.pop("dcp", 1), raising=False)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(architectures=[options.pop("head", "Eagle3LlamaForCausalLM")]))
+    engine = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
+    monkeypatch.setattr(line.HERE, "config", engine, raising=False)
     with pytest.raises(KimiK2Error, match=field):
-        alone(checkpoints["fp8"], **{name: value for name, value in changes.items() if name != "dcp"})
+        alone(checkpoints["fp8"], **options)
 
 
 def test_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
@@ -202,13 +207,3 @@ def test_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> Non
     pages = {name: [half.to(torch.float8_e4m3fn) for half in halves] for name, halves in runner.pages.items()}
     with pytest.raises(KimiK2Error, match="kv_cache_dtype"):
         runner.model.bind_kv_cache(pages)
-
-
-def test_padding_of_every_line_changes_nothing(checkpoints: dict[str, Path]) -> None:
-    """A padded decode of one request has the logits of the request alone, whatever the null block holds."""
-    directory, made = checkpoints["fp8"], []
-    for padding in (0, -1):
-        runner = alone(directory, quantization="bf16", padding=padding, compile_with=line.eager)
-        made.append(forced(runner, prompts(directory)[1][:12], 11))
-        assert all(bool((half[0] == 1e4).all()) for halves in runner.pages.values() for half in halves)
-    assert torch.equal(*made)

@@ -246,22 +246,20 @@ class KimiK2ForVllmNeuron(nn.Module):
                 rejection sampler on the device. Without sampling there the runner judges them.
             logit_mask: bool [B, vocab_size], allowed tokens.
             rank: this rank among those of tensor parallelism, a scalar; needed at prefill on several ranks.
-            inputs_embeds: [T, H] in place of embeddings.
-            is_token_ids: bool [T], where the embedding of the id is taken all the same.
+            inputs_embeds, is_token_ids: None: the line gives embeddings to its own models of images alone.
 
         Returns:
             With sampling on the device, tokens [B] (of drafts, what the rejection sampler gave) and, if `max_logprobs`
             is set, logits; else logits [B, vocab_size]. With auxiliary layers these, [T, layers * H], come second.
 
         Raises:
-            GenerationError: drafts without auxiliary layers, or a divided prompt without its rank.
+            GenerationError: drafts without auxiliary layers, a divided prompt without its rank, or embeddings.
         """
+        if inputs_embeds is not None or is_token_ids is not None:
+            raise GenerationError("inputs_embeds, is_token_ids: expected None, as prompts are tokens here")
         if spec_decode_metadata is not None and not self.aux_layers:
             raise GenerationError("spec_decode_metadata: expected None, as no Eagle3 head set auxiliary layers")
         x = self.embed_input_ids(input_ids)
-        if inputs_embeds is not None:
-            kept = inputs_embeds.to(x.dtype)
-            x = kept if is_token_ids is None else torch.where(is_token_ids.bool().unsqueeze(-1), x, kept)
         tokens, size = len(x), int(self.ranks.tp.world_size)
         first = attn_metadata[layer_name(0)]
         prefill = first["max_query_len"] > first["decode_token_threshold"]

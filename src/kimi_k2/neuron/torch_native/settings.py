@@ -18,6 +18,9 @@ from kimi_k2.sharding.plan import make_plan, without_nxdis
 FORMATS = ("per_channel", "blockwise", "tiles", "bf16")
 DEFAULT_FORMAT = "per_channel"
 
+# The line's own Eagle3 head: those of MLA it does not have (`model/registry.py`).
+HEADS = ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
+
 # Fields that this model reads, and those that concern the runner alone, whatever their value.
 _READ = {"ep_degree", "on_device_sampling_config", "max_logprobs", "quantization"}
 _OF_THE_RUNNER = {
@@ -73,11 +76,16 @@ class Ranks:
         """Of this process, from vLLM's and the line's groups.
 
         Raises:
-            ConfigError: the line's groups do not fit `ep_degree`, or divide a sequence's cache.
+            ConfigError: the line's groups do not fit `ep_degree`, or divide a sequence's cache; drafts that are not of
+                its Eagle3 head.
         """
+        from vllm.config import get_current_vllm_config_or_none
         from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_tp_group
         from vllm_neuron.parallel.neuron_parallel_state import get_neuron_ep_degree
 
+        drafts = getattr(get_current_vllm_config_or_none(), "speculative_config", None)
+        if drafts is not None and (head := drafts.draft_model_config.hf_config.architectures[0]) not in HEADS:
+            raise ConfigError(f"expected one of {', '.join(HEADS)}, got {head}", field="speculative_config.model")
         tp, dp, degree = get_tp_group(), get_dp_group(), int(get_neuron_ep_degree())
         if (parts := get_dcp_group().world_size) > 1:
             raise ConfigError(f"expected 1, got {parts}", field="decode_context_parallel_size")
