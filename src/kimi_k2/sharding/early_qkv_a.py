@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, format_of
-from kimi_k2.sharding.layout import PlannedTensor
+from kimi_k2.sharding.layout import Layout, PlannedTensor
 
 NAME = "early_qkv_a"
 RESIDUAL = f"{NAME}.residual_weight"
@@ -32,25 +32,16 @@ def precedes_another(config: KimiK2Config, layer: int) -> bool:
     return 0 <= layer < config.num_hidden_layers - 1 and config.is_moe_layer(layer)
 
 
-def early_qkv_a_tensors(
-    config: KimiK2Config, root: str, layer: int, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> Iterator[PlannedTensor]:
-    """The weights that MoE layer `layer`, which has one behind it, holds: [inputs, columns], inputs divided.
-
-    Args:
-        config: of the model.
-        root: name of the layer.
-        layer: its number.
-        sizes: ranks, ranks of an expert, groups of experts.
-        dtype: of the weights.
-    """
-    ranks, tp, ep = sizes
-    columns = config.qkv_a_dim
-    yield PlannedTensor(f"{root}.{RESIDUAL}", dtype, (config.hidden_size, columns), layer, 0, 1, ranks)
-    count, width = config.n_routed_experts, config.moe_intermediate_size
-    yield PlannedTensor(f"{root}.mlp.experts.{NAME}.weight", dtype, (count, width, columns), layer, 1, 1, tp, ep)
-    shape = (1, width * config.n_shared_experts, columns)
-    yield PlannedTensor(f"{root}.mlp.shared_experts.{NAME}.weight", dtype, shape, layer, 1, 1, ranks)
+def early_qkv_a_tensors(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
+    """The weights that MoE layer `layer`, which has one behind it, holds: [inputs, columns], inputs divided."""
+    root, columns, width = f"layers.{layer}", config.qkv_a_dim, config.moe_intermediate_size
+    ranks, tp, ep = layout.ranks, layout.moe_tp, layout.moe_ep
+    for name, shape, dim, parts, groups in (
+        (RESIDUAL, (config.hidden_size, columns), 0, ranks, 1),
+        (f"mlp.experts.{NAME}.weight", (config.n_routed_experts, width, columns), 1, tp, ep),
+        (f"mlp.shared_experts.{NAME}.weight", (1, width * config.n_shared_experts, columns), 1, ranks, 1),
+    ):
+        yield PlannedTensor(f"{root}.{name}", layout.dtype, shape, layer, dim, 1, parts, groups)
 
 
 def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], Stored]) -> Tensor:

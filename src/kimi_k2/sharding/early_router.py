@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.quantization.stored import Stored, StoredFormat
-from kimi_k2.sharding.layout import PlannedTensor
+from kimi_k2.sharding.layout import Layout, PlannedTensor
 
 SOURCES = ("mlp.gate", "post_attention_layernorm", "self_attn.o_proj")
 RESIDUAL, HEADS = "early_router.residual_weight", "early_router.heads_weight"
@@ -26,11 +26,12 @@ RESIDUAL, HEADS = "early_router.residual_weight", "early_router.heads_weight"
 DTYPE = torch.float32
 
 
-def early_router_tensors(config: KimiK2Config, root: str, layer: int, ranks: int) -> Iterator[PlannedTensor]:
+def early_router_tensors(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
     """The two weights of a layer, [H, E] and [heads * v_head_dim, E], rows divided among the ranks."""
-    count, values = config.n_routed_experts, config.num_attention_heads * config.v_head_dim
-    yield PlannedTensor(f"{root}.{RESIDUAL}", DTYPE, (config.hidden_size, count), layer, 0, 1, ranks)
-    yield PlannedTensor(f"{root}.{HEADS}", DTYPE, (values, count), layer, 0, 1, ranks)
+    values = config.num_attention_heads * config.v_head_dim
+    for name, rows in ((RESIDUAL, config.hidden_size), (HEADS, values)):
+        shape = (rows, config.n_routed_experts)
+        yield PlannedTensor(f"layers.{layer}.{name}", DTYPE, shape, layer, 0, 1, layout.ranks)
 
 
 def fold(gate: Tensor, gamma: Tensor, o_proj: Stored, source: StoredFormat) -> tuple[Tensor, Tensor]:

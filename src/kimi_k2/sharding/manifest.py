@@ -216,18 +216,15 @@ def _config_digest(config: KimiK2Config) -> str:
 
 
 def _options(layout: Layout) -> dict[str, Any]:
-    """The fields of a layout as a manifest has them: those that came later only where they are set."""
-    options = {field.name: getattr(layout, field.name) for field in fields(Layout) if field.name != "replicas"}
-    added = {name: value for name in ("decode", "query_group") if (value := options.pop(name)) not in (None, "xla", 0)}
-    return {**options, "dtype": str(layout.dtype).removeprefix("torch."), **added}
+    """The fields of a layout as a manifest has them."""
+    options = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+    return options | {"dtype": str(layout.dtype).removeprefix("torch.")}
 
 
 def _differences(made: Layout, wanted: Layout) -> Iterator[tuple[str, Any, Any]]:
     """Name and both values of each option that differs."""
-    before, now = _options(made), _options(wanted)
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            yield name, before.get(name), now.get(name)
+    now = _options(wanted)
+    return ((name, value, now[name]) for name, value in _options(made).items() if value != now[name])
 
 
 def _layout_of(made_from: Mapping[str, Any], file: Path) -> Layout:
@@ -241,6 +238,8 @@ def _layout_of(made_from: Mapping[str, Any], file: Path) -> Layout:
         options = dict(made_from["options"])
         if unknown := options.keys() - {field.name for field in fields(Layout)}:
             raise ConfigError("no option of a conversion", field=min(unknown))
+        if lacking := {"moe_tp", "moe_ep", "target", "experts", "dtype"} - options.keys():
+            raise KeyError(min(lacking))
         return Layout(**options | {"dtype": getattr(torch, options["dtype"])})
     except ConfigError as error:
         raise ConfigError(f"{error.message}; convert again", field=error.field, file=file) from None

@@ -148,9 +148,9 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
     yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
     if layout.layers:
-        yield from early_router_tensors(config, root, layer, ranks)
+        yield from early_router_tensors(config, layout, layer)
         if precedes_another(config, layer):
-            yield from early_qkv_a_tensors(config, root, layer, (ranks, tp, ep), dtype)
+            yield from early_qkv_a_tensors(config, layout, layer)
     yield from _stack(f"{root}.mlp.experts", experts, (count, width, hidden), dtype, layer, tp, ep)
     if experts.shared is not None:
         sizes = (1, width * config.n_shared_experts, hidden)
