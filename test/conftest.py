@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,6 @@ import typer.main
 import typer.testing
 
 from kimi_k2.kernels.common import hardware
-from kimi_k2.kernels.common.build import KERNELS, source_of
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -71,21 +68,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes |= {"num_key_value_heads": 8, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "num_hidden_layers": 2}
     write_synthetic_checkpoint(directory, tiny_config("kimi-k2-instruct-0905", **sizes), seed=9)
     return directory
-
-
-@pytest.fixture(scope="session")
-def all_reduce_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """csrc/all_reduce.cu for the host, between processes that share the mailboxes."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    out = tmp_path_factory.mktemp("all_reduce") / "all_reduce.so"
-    stand_in = Path(__file__).parent / "kernels" / "all_reduce_on_cpu.h"
-    flags = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++", "-include", stand_in)
-    command = [compiler, *flags, "-o", out, f"-I{KERNELS}", source_of("comm/all_reduce")]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return str(out)
 
 
 def _shell_commands(text: str) -> list[list[str]]:

@@ -1,4 +1,7 @@
-"""Tests that need a GPU; several processes test on one, and share its memory through `share_of_the_card`."""
+"""Tests of kernels, on a GPU and what `machines` can do without one.
+
+Several processes test on one GPU, and share its memory by what tests are marked with.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machines import Machine, standing_in
 
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.rowwise import decode
@@ -63,6 +67,14 @@ def control_words_left_clear() -> Iterator[None]:
     """What one kernel leaves in a stream's counters, another one would count on from."""
     yield
     assert not workspace.left_dirty()
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Where a row of `machines.rows` runs."""
+    made: Machine = request.param
+    with standing_in(made, monkeypatch):
+        yield made
 
 
 @pytest.fixture

@@ -8,22 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e4m3 import rounded
-from on_hopper import NEEDS_HOPPER, assert_graph_follows, dense, distance
+from exact import blocks, dense, distance, normed
+from on_hopper import NEEDS_HOPPER, assert_graph_follows
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.linear import wide_gemm as wide
 from kimi_k2.kernels.linear.block_gemm import TILES, Tile, add_quantize, block_gemm, padded, quantize_groups
 from kimi_k2.kernels.linear.entries import multiply
-from kimi_k2.kernels.linear.wide_gemm import wide_gemm
 from kimi_k2.ops import registry
 from kimi_k2.ops.linear import fp8_linear
 
 pytestmark = NEEDS_HOPPER
-
-
-def random_weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    weight = (torch.randn(rows, columns, device="cuda") * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return weight, (torch.rand(-(-rows // 128), columns // 128, device="cuda") + 0.5) * 1e-3
 
 
 def restored(x: Tensor, scale: Tensor) -> Tensor:
@@ -34,7 +30,7 @@ def restored(x: Tensor, scale: Tensor) -> Tensor:
 def product(terms: int, tokens: int, rows: int, columns: int, *launch: int) -> None:
     torch.manual_seed(tokens + rows)
     x = torch.randn(tokens, columns, device="cuda").bfloat16()
-    weight, weight_scale = random_weight(rows, columns)
+    weight, weight_scale = blocks(rows, columns)
     fp8, scale = quantize_groups(x, terms=terms)
     scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
     wanted = restored(fp8, scale) @ dense(weight, weight_scale).T
@@ -65,7 +61,7 @@ def test_every_launch(terms: int, tile: Tile) -> None:
 def test_chosen_launch(tokens: int, rows: int, columns: int, terms: int) -> None:
     """In two terms as near as BF16 tokens and weights are, whoever multiplies; in one as near as e4m3 tokens."""
     x = torch.randn(tokens, columns, device="cuda").bfloat16()
-    weight, weight_scale = random_weight(rows, columns)
+    weight, weight_scale = blocks(rows, columns)
     registry.pin("fp8_linear=e4m3" if terms == 1 else "")
     out = fp8_linear(x, weight, weight_scale, (128, 128))
     registry.pin("")
@@ -74,7 +70,7 @@ def test_chosen_launch(tokens: int, rows: int, columns: int, terms: int) -> None
 
 @pytest.mark.parametrize(
     ("gemm", "launch", "tokens"),
-    [(block_gemm, [1, 64, 1], 65), (block_gemm, [2, 32, 1], 128), (wide_gemm, [2, 128, 1], 1024)],
+    [(block_gemm, [1, 64, 1], 65), (block_gemm, [2, 32, 1], 128), (wide.wide_gemm, [2, 128, 1], 1024)],
 )
 def test_beside_the_next_launch(
     gemm: Callable[..., Tensor], launch: list[int], tokens: int, next_launch: Callable[[], None]
@@ -82,7 +78,7 @@ def test_beside_the_next_launch(
     """What a stage of the ring holds is read before the copy engine fills it anew."""
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 1536, device="cuda").bfloat16()
-    weight, weight_scale = random_weight(1536, 1536)
+    weight, weight_scale = blocks(1536, 1536)
     flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     fp8, scale = quantize_groups(x, terms=2)
     torch.cuda.synchronize()
@@ -103,6 +99,28 @@ def test_many_tiles() -> None:
     product(1, 5000, 2112, 256, 2, 256, 1)
     product(2, 3000, 4608, 1280, 2, 128, 1)
     product(2, 3000, 2112, 1280, 1, 32, 1)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("sizes", [
+    (1, 72, 128, 1), (64, 2112, 640, 1), (129, 576, 1024, 1), (300, 1536, 1536, 1), (5000, 2112, 256, 1),
+    (3000, 4608, 1152, 1),
+    *((*sizes, cluster) for sizes in ((1, 72, 640), (130, 2112, 1536), (300, 4608, 896)) for cluster in (2, 3, 5)),
+])  # fmt: skip
+def test_wide_gemm_has_the_bits_of_block_gemm(sizes: tuple[int, int, int, int], terms: int) -> None:
+    """Ragged rows and tokens, a warpgroup without tokens, one block of columns, more tiles than blocks; shared ones."""
+    tokens, rows, columns, cluster = sizes
+    torch.manual_seed(rows)
+    for _ in range(2):
+        x, (weight, weight_scale) = torch.randn(tokens, columns, device="cuda").bfloat16(), blocks(rows, columns)
+        fp8, scale = quantize_groups(x, terms=terms)
+        scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
+        same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, cluster])
+        assert distance(same, restored(fp8, scale) @ dense(weight, weight_scale).T) < 2.5e-3
+        for tile in wide.TILES:
+            if cluster == 1 or tile.rows <= wide.MOST_SHARED:
+                found = wide.wide_gemm(fp8, scale, weight, weight_scale, [*tile, cluster])
+                assert torch.equal(found, same), tile
 
 
 def close_to_rounding(found: Tensor, exact: Tensor, share: float) -> None:
@@ -140,20 +158,17 @@ def test_quantization(tokens: int, columns: int) -> None:
     norm = torch.rand(columns, device="cuda").bfloat16() + 0.5
     delta = torch.randn_like(x)
 
-    def normed(v: Tensor) -> Tensor:
-        return v.double() * (v.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
-
     # Two roundings to bf16 before the one to e4m3.
     fp8, scale = quantize_groups(strided, norm, 1e-5)
-    close_to_rounding(restored(fp8, scale), normed(x), 0.8)
+    close_to_rounding(restored(fp8, scale), normed(x, norm, 1e-5), 0.8)
     total, fp8, scale = add_quantize(x, delta, norm, 1e-5)
     assert torch.equal(total, x + delta)
-    assert distance(restored(*add_quantize(x, delta, norm, 1e-5, 2)[1:]), normed(x + delta)) < 4e-3
-    close_to_rounding(restored(fp8, scale), normed(x + delta), 0.8)
+    assert distance(restored(*add_quantize(x, delta, norm, 1e-5, 2)[1:]), normed(x + delta, norm, 1e-5)) < 4e-3
+    close_to_rounding(restored(fp8, scale), normed(x + delta, norm, 1e-5), 0.8)
 
 
 def test_graph_replay_follows_its_inputs() -> None:
-    weight, weight_scale = random_weight(2112, 7168)
+    weight, weight_scale = blocks(2112, 7168)
     x = torch.randn(64, 7168, device="cuda").bfloat16()
     norm = torch.rand(7168, device="cuda").bfloat16()
 

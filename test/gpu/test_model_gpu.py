@@ -21,11 +21,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
-from kimi_k2.ops.embedding import apply_rotary_interleaved
-from kimi_k2.ops.experts import noaux_tc_gate
-from kimi_k2.ops.linear import Weight
 from kimi_k2.parallel.apply import load_rank
-from kimi_k2.quantization.fp8_block import dequantize_fp8_block
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -119,75 +115,6 @@ def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
         print(f"\n{preset}, {dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
         assert 0 < plain < 0.03
         assert ours < 1.5 * plain
-
-
-def plain_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> Tensor:  # fmt: skip
-    """What `query_and_entry` documents, in float32 from float32 inputs."""
-
-    def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
-
-    q_a, latent, key = qkv_a.float().split([1536, 512, 64], dim=-1)
-    q = normed(q_a, q_norm, q_eps) @ dequantize_fp8_block(q_b.tensors["weight"], q_b.tensors["weight_scale_inv"]).T
-    nope, rope = q.unflatten(-1, (-1, 192)).split([128, 64], dim=-1)
-    cos, sin = cos.float(), sin.float()
-    entry = torch.cat((normed(latent, kv_norm, kv_eps), apply_rotary_interleaved(key, cos, sin)), dim=-1)
-    cache.view(-1, cache.shape[-1])[slots] = entry.to(cache.dtype)
-    rotated = apply_rotary_interleaved(rope, cos[:, None], sin[:, None])
-    return torch.cat((torch.einsum("bhn,hnr->bhr", nope, w_uk.float()), rotated), dim=-1).to(qkv_a.dtype)
-
-
-def plain_attention(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """What `attend_values` documents, of a cache in one piece."""
-    assert block_table is None
-    scores = torch.einsum("bhr,btr->bht", query.float(), cache.float()) * softmax_scale
-    ahead = torch.arange(cache.shape[1], device=cache.device) >= seq_lens[:, None, None]
-    shares = scores.masked_fill(ahead, -torch.inf).softmax(-1)
-    summed = torch.einsum("bht,btr->bhr", shares, cache[..., :512].float())
-    return torch.einsum("bhr,hvr->bhv", summed, w_uv.float()).flatten(1).to(query.dtype)
-
-
-def plain_route(
-    x: Tensor, delta: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor, top_k: int, **options: Any
-) -> tuple[Tensor, ...]:
-    """What `add_norm_route` documents."""
-    total = x + delta
-    wide = total.float()
-    normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight.float()).to(x.dtype)
-    return total, normed, *noaux_tc_gate(normed.float() @ weight.float().T, bias, top_k, **options)
-
-
-@pytest.mark.parametrize("without", [None, "query_and_entry", "attend_values", "add_norm_route"])
-def test_the_arrangement_of_joined_launches(without: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode step's calls of the operations that join launches, with entries that a CPU can run instead of ours."""
-    made: list[str] = []
-
-    def stand_in(name: str, plain: Callable[..., Any]) -> None:
-        def call(*arguments: Any, **options: Any) -> Any:
-            made.append(name)
-            return plain(*arguments, **options)
-
-        entry = registry.Entry("stand_in", call, lambda *_, **__: True, None, {})
-        monkeypatch.setattr(registry.TABLE[name], "choose", lambda *_, **__: entry)
-
-    for name, plain in (
-        ("query_and_entry", plain_query), ("attend_values", plain_attention), ("add_norm_route", plain_route)
-    ):  # fmt: skip
-        if name != without:
-            stand_in(name, plain)
-    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    config = tiny_config(FP8, num_hidden_layers=2, v_head_dim=128, **sizes)
-    model = rank_of_many(config, Layout(1, target="cuda", experts="stored"))
-    ours, bfloat16, _ = decode_errors(model, 2, steps=2, context=10)
-    print(f"\nwithout {without}: ours {ours:.2e}, plain bfloat16 {bfloat16:.2e}")
-    assert len(set(made)) == (3 if without is None else 2)
-    assert ours < 1.5 * bfloat16
 
 
 @on_gpu

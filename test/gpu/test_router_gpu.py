@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact import ROUNDED_ONCE, distance
+from exact import normed as exact_norm
 from on_hopper import NEEDS_HOPPER
 
 from kimi_k2.kernels.router.gate import fused_gate
+from kimi_k2.kernels.router.norm_route import add_norm_route
 from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
+from kimi_k2.kernels.rowwise.decode import add_norm
 
 pytestmark = NEEDS_HOPPER
 
@@ -64,3 +68,28 @@ def test_graph_of_dependent_launches_follows_its_inputs() -> None:
             now = fused_gate(router_gemm(x * (i + 1), weight), bias, 8)
             for out in (outs[i], outs[i + 8]):
                 assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11])
+@pytest.mark.parametrize("experts", [384, 256, 32])
+def test_norm_and_route(tokens: int, experts: int) -> None:
+    (x, weight, _), delta, norm = inputs(tokens, 7168, experts), inputs(tokens)[0] * 3, inputs(1)[0][0]
+    bias = torch.randn(experts, device="cuda")
+    options = 8, True, 2.827
+    for _ in range(3):
+        total, normed, indices, weights = add_norm_route(x, delta, norm, 1e-6, weight, bias, *options)
+        wanted = add_norm(x, delta, norm, 1e-6)
+        assert torch.equal(total, wanted[0])
+        assert distance(normed, wanted[1]) < 1e-3
+        exact = exact_norm(x.double() + delta.double(), norm)
+        assert distance(normed, exact) < ROUNDED_ONCE
+        routed = router_decode(wanted[1], weight, bias, *options)
+        scores = (exact @ weight.double().T).sigmoid()
+        chosen = scores.gather(1, indices)
+        best = (scores + bias.double()).topk(8).values.sum(-1)
+        assert ((chosen + bias.double()[indices]).sum(-1) > best - 0.02).all()
+        assert distance(weights, chosen / chosen.sum(-1, keepdim=True) * 2.827) < 5e-3
+        same = (routed[0] == indices).all(-1)
+        assert distance(weights[same], routed[1][same]) < 5e-3 if same.any() else tokens < 3
+        again = add_norm_route(x, delta, norm, 1e-6, weight, bias, *options)
+        assert all(torch.equal(a, b) for a, b in zip(again, (total, normed, indices, weights), strict=True))

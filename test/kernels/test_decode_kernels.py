@@ -7,15 +7,11 @@ import re
 import pytest
 import torch
 
-from kimi_k2.kernels.attention.value_rows import batched_value_rows
 from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
-
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-TOKENS, HIDDEN, INTER, EXPERTS = 3, 1024, 256, 4
 
 
 def test_pairs_are_taken_one_by_one_while_their_intermediates_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,12 +35,3 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
     assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
     known = [*moe_w4a16.DECODE_HIDDEN, *range(len(FORMATS))]
     assert cases("experts/w4a16_decode", "switch (a.hidden)") == known
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 17])
-def test_batched_value_rows(tokens: int) -> None:
-    latent, w_uv = torch.randn(tokens, 8, 512), torch.randn(8, 128, 512)
-    wanted = torch.einsum("bhr,hvr->bhv", latent.double(), w_uv.double()).flatten(1)
-    found = batched_value_rows(latent, w_uv)
-    assert found.shape == (tokens, 1024) and found.is_contiguous()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from machines import Machine, standing_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kimi_k2.kernels
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common import launch
 from kimi_k2.kernels.common.line import DTYPES, Operand
 from kimi_k2.kernels.common.operation import OPERATIONS
 
-for module in pkgutil.walk_packages(kimi_k2.kernels.__path__, "kimi_k2.kernels."):
-    if not module.name.endswith(("_triton", "libraries")):
-        importlib.import_module(module.name)
+MODULES = [
+    importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(kimi_k2.kernels.__path__, "kimi_k2.kernels.")
+    if not module.name.endswith(("_triton", "libraries"))
+]
 
 E4M3, F32, I32 = torch.float8_e4m3fn, torch.float32, torch.int32
 # Sizes and arguments that a line takes, the shape of each result and its dtype unless it is bfloat16, and what breaks
@@ -170,6 +175,45 @@ def arguments_of(name: str, case: dict[str, Any]) -> dict[str, Any]:
     given = {**missing, **tensors_of(name, case), **case}
     given = {key: value() if callable(value) else value for key, value in given.items()}
     return {key: value for key, value in given.items() if key in known}
+
+
+# Further ways to a launch.
+WAYS: dict[str, dict[str, Any]] = {
+    "attend_values": {"plan": torch.zeros(200, 4, dtype=I32)},
+    "mla_decode": {"plan": torch.zeros(200, 4, dtype=I32)},
+    "moe_decode": {
+        "parts": [2, 4, 1],
+        "with": "shared_gate_up shared_gate_up_scale_inv shared_down shared_down_scale_inv",
+    },
+    "moe_w4a16": {"choice": [0, 32, 2, 1, 1]},
+    "router_decode": {"launches": 2, "with": "inverse num_valid", "N": ()},
+}
+
+
+class Library:
+    """Of functions that do nothing."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        self.called.append(name)
+        return lambda *_: 0
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:no tuned choices")
+def test_every_launch_is_reached(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's code where a Hopper would be: structures have the fields that it fills."""
+    made, triton = Library(), MagicMock()
+    with standing_in(Machine("cpu"), monkeypatch):
+        monkeypatch.setattr(launch, "load_library", lambda _: made)
+        for module in MODULES:
+            for kernels in {"kernels", "_kernels"} & vars(module).keys():
+                monkeypatch.setattr(module, kernels, lambda: triton)
+        for more in ({}, WAYS.get(name, {})):
+            OPERATIONS[name](**arguments_of(name, {**CASES[name][0], **more}))
+    assert len(made.called) + len(triton.mock_calls) > 1
 
 
 def test_every_operation_has_a_case() -> None:

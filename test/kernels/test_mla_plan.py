@@ -6,16 +6,14 @@ import ctypes
 import heapq
 import math
 import random
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from machines import NEEDS_COMPILER, library
 
 from kimi_k2.kernels.attention.mla_plan import (
     COSTS,
@@ -30,24 +28,11 @@ from kimi_k2.kernels.attention.mla_plan import (
     rows_by_length,
     uncut,
 )
-from kimi_k2.kernels.common.build import KERNELS, source_of
 
-COMPILER = shutil.which("g++")
-STAND_IN = Path(__file__).with_name("cuda_on_cpu.h")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = NEEDS_COMPILER
 BLOCKS, ROWS, MOST_PARTS = 132, 64, 128
 Item = tuple[int, int, int, int]  # request, first unit, last unit + 1, length
 KINDS = [(few, quantized) for few in (True, False) for quantized in (False, True)]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    out = tmp_path_factory.mktemp("plan") / "plan.so"
-    flags = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DKIMI_K2_CUDA_ON_CPU", "-x", "c++")
-    command = [str(COMPILER), *flags, f"-I{KERNELS}", "-include", str(STAND_IN), "-o", str(out)]
-    done = subprocess.run([*command, str(source_of("attention/mla_plan"))], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(out))
 
 
 @dataclass(frozen=True)
@@ -64,11 +49,17 @@ class Plan:
         return [self.items[begin:end] for begin, end in pairwise(self.firsts)]
 
 
-def planned(library: ctypes.CDLL, lengths: Sequence[int], capacity: int, costs: Costs = COSTS[True, False]) -> Plan:
+def call(function: str, lengths: torch.Tensor, plan: torch.Tensor, *sizes: object) -> int:
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (lengths, plan))
+    status: int = getattr(library("attention/mla_plan"), function)(*pointers, *sizes, None)
+    return status
+
+
+def planned(lengths: Sequence[int], capacity: int, costs: Costs = COSTS[True, False]) -> Plan:
     given, batch = torch.tensor(lengths, dtype=torch.int32), len(lengths)
     plan = torch.full((plan_rows(batch, BLOCKS), 4), -7, dtype=torch.int32)
     sizes = (batch, capacity, BLOCKS, SOME_PARTS[False], *map(ctypes.c_float, astuple(costs)))
-    assert library.kimi_mla_plan(ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr()), *sizes, None) == 0
+    assert call("kimi_mla_plan", given, plan, *sizes) == 0
     return parsed(plan, batch)
 
 
@@ -138,8 +129,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("capacity", [131072, 4096])
-def test_every_row_is_taken_once(library: ctypes.CDLL, name: str, capacity: int) -> None:
-    check(planned(library, CASES[name], capacity), CASES[name], capacity)
+def test_every_row_is_taken_once(name: str, capacity: int) -> None:
+    check(planned(CASES[name], capacity), CASES[name], capacity)
 
 
 def check(plan: Plan, lengths: Sequence[int], capacity: int) -> None:
@@ -176,9 +167,9 @@ def drawn(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_drawn_lengths(library: ctypes.CDLL, seed: int) -> None:
+def test_drawn_lengths(seed: int) -> None:
     lengths = drawn(seed)
-    plan = planned(library, lengths, 131072, COSTS[KINDS[seed % 4]])
+    plan = planned(lengths, 131072, COSTS[KINDS[seed % 4]])
     check(plan, lengths, 131072)
     if sum(lengths):
         assert time_of(plan.blocks(), COSTS[KINDS[seed % 4]]) <= 1.03 * even_split(lengths, COSTS[KINDS[seed % 4]])
@@ -186,32 +177,32 @@ def test_drawn_lengths(library: ctypes.CDLL, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [(True, False), (False, True)])
 @pytest.mark.parametrize("name", ["one", "one long", "even", "even short", "waves", "half a wave", "two a block"])
-def test_no_case_is_slower_than_an_even_split(library: ctypes.CDLL, name: str, kind: tuple[bool, bool]) -> None:
+def test_no_case_is_slower_than_an_even_split(name: str, kind: tuple[bool, bool]) -> None:
     lengths, costs = CASES[name], COSTS[kind]
-    assert time_of(planned(library, lengths, 131072, costs).blocks(), costs) <= 1.03 * even_split(lengths, costs)
+    assert time_of(planned(lengths, 131072, costs).blocks(), costs) <= 1.03 * even_split(lengths, costs)
 
 
-def test_lengths_that_fit_are_not_cut_otherwise(library: ctypes.CDLL) -> None:
+def test_lengths_that_fit_are_not_cut_otherwise() -> None:
     """Equal lengths: halves of 64 contexts for 128 blocks; whole ones, two a block, where there are twice as many."""
-    halves = planned(library, [1024] * 64, 131072, COSTS[False, False])
+    halves = planned([1024] * 64, 131072, COSTS[False, False])
     assert [item[:3] for item in halves.items] == [(r, 8 * part, 8 * part + 8) for r in range(64) for part in (0, 1)]
-    whole = planned(library, [1024] * 256, 131072)
+    whole = planned([1024] * 256, 131072)
     assert not whole.merges and max(map(len, whole.blocks())) == 2
 
 
 @pytest.mark.parametrize("batch", [2, 33, 64, 200])
-def test_ragged_batches_are_near_the_bound(library: ctypes.CDLL, batch: int) -> None:
+def test_ragged_batches_are_near_the_bound(batch: int) -> None:
     lengths, costs = lognormal(batch, batch), COSTS[False, False]
-    plan = planned(library, lengths, 131072, costs)
+    plan = planned(lengths, 131072, costs)
     whole = sum(map(units, lengths))
     bound = max(whole / BLOCKS * costs.unit, whole * costs.memory) + costs.item + costs.merge
     assert time_of(plan.blocks(), costs) <= 1.05 * bound + 2 * costs.item + MOST_PARTS * costs.part
 
 
-def test_one_long_context_among_short_ones(library: ctypes.CDLL) -> None:
+def test_one_long_context_among_short_ones() -> None:
     """The case that took an even split eleven times as long as a scheduler by lengths."""
     for name in ("one long", "one long last"):
-        plan = planned(library, CASES[name], 131072)
+        plan = planned(CASES[name], 131072)
         assert time_of(plan.blocks(), COSTS[True, False]) < even_split(CASES[name], COSTS[True, False]) / 15
 
 
@@ -229,13 +220,13 @@ def test_none_is_made_for_short_contexts_with_a_block_each() -> None:
 @pytest.mark.parametrize(
     ("batch", "capacity", "heads"), [(200, 128, 8), (140, 128, 16), (140, 256, 64), (1024, 64, 32)]
 )
-def test_short_contexts_are_not_cut(library: ctypes.CDLL, batch: int, capacity: int, heads: int) -> None:
+def test_short_contexts_are_not_cut(batch: int, capacity: int, heads: int) -> None:
     """No merges but of contexts without rows, whose results attention itself clears where no merge follows."""
     assert uncut(batch, capacity, heads)
     draw = random.Random(batch)
     for quantized in (False, True):
         lengths = [draw.choice((0, 1, capacity, draw.randrange(capacity + 100))) for _ in range(batch)]
-        plan = planned(library, lengths, capacity, costs_of(batch, capacity, heads, quantized))
+        plan = planned(lengths, capacity, costs_of(batch, capacity, heads, quantized))
         check(plan, lengths, capacity)
         assert all(parts == (length > 0) for length, (_, parts) in zip(lengths, plan.requests, strict=True))
 
@@ -251,24 +242,22 @@ def test_rounded_queries_have_costs_of_their_own_over_an_e4m3_cache_alone() -> N
         assert costs_of(64, 8192, heads, False, True) == costs_of(64, 8192, heads, False)
 
 
-def test_sizes_without_a_plan_are_refused(library: ctypes.CDLL) -> None:
+def test_sizes_without_a_plan_are_refused() -> None:
     lengths, plan = torch.zeros(2000, dtype=torch.int32), torch.zeros(8000, 4, dtype=torch.int32)
-    pointers = ctypes.c_void_p(lengths.data_ptr()), ctypes.c_void_p(plan.data_ptr())
     for batch, blocks in ((0, 132), (1025, 132), (140, 0), (140, 256)):
-        assert library.kimi_mla_plan(*pointers, batch, 64, blocks, 9, *map(ctypes.c_float, [1] * 6), None) == 1000
+        assert call("kimi_mla_plan", lengths, plan, batch, 64, blocks, 9, *map(ctypes.c_float, [1] * 6)) == 1000
 
 
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_by_length_a_context_is_cut_alike_in_every_batch(library: ctypes.CDLL, few: bool, seed: int) -> None:
+def test_by_length_a_context_is_cut_alike_in_every_batch(few: bool, seed: int) -> None:
     rng, cut = random.Random(seed), CUTS[few]
     capacity, batch = rng.choice([64, 1000, 9000, 131072]), rng.choice([1, 2, 17, 64, 256, 1024])
     lengths = [int(capacity * rng.random() ** rng.choice([0, 1, 4])) + rng.choice([0, 0, 1]) for _ in range(batch)]
     given = torch.tensor(lengths, dtype=torch.int32)
     plan = torch.full((rows_by_length(batch, capacity, BLOCKS, 8 if few else 64), 4), -7, dtype=torch.int32)
     sizes = (batch, capacity, BLOCKS, SOME_PARTS[few], *astuple(cut))
-    pointers = ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(plan.data_ptr())
-    assert library.kimi_mla_plan_by_length(*pointers, *sizes, None) == 0
+    assert call("kimi_mla_plan_by_length", given, plan, *sizes) == 0
     found = parsed(plan, batch, SOME_PARTS[few])
     assert found.firsts[0] == 0
     assert found.firsts == sorted(found.firsts)

@@ -1,9 +1,8 @@
-"""What a machine without a GPU can hold of the INT4 expert kernel: weight order, shapes, refusals, the fake, ABI."""
+"""What a machine without a GPU can hold of the INT4 expert kernel: order, refusals, choices, ABI."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,89 +25,23 @@ from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, r
 from kimi_k2.quantization.int4_group import dequantize_int4_group
 
 T, K, E, H, INTER = 4, 2, 2, 512, 256
-Checkpoint = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Checkpoint = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    """(int8 gate_up, int8 down, the four stacked tensors), packed by compressed-tensors."""
+    """The four stacked tensors, packed by compressed-tensors."""
     generator = torch.Generator().manual_seed(5)
     values = [
         torch.randint(-8, 8, s, generator=generator, dtype=torch.int8) for s in ((E, 2 * INTER, H), (E, H, INTER))
     ]
     packed = [torch.stack([pack_to_int32(expert, 4) for expert in v]) for v in values]
     scales = [torch.rand(*v.shape[:2], v.shape[2] // 32, generator=generator).bfloat16() for v in values]
-    return values[0], values[1], packed[0], scales[0], packed[1], scales[1]
-
-
-def lane_positions(chunk_columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """(block row, column) of every register element in the order of csrc/w4a16.cuh: tile, half, thread, step, register,
-    low or high; from the register layout of the m16k16 operand in the PTX manual.
-    """
-    steps = 4
-    for tile in range(4):
-        for half in range(chunk_columns // 64):
-            for thread in range(128):
-                warp, g, q = thread // 32, thread % 32 // 4, thread % 4
-                for step in range(steps):
-                    for register in range(4):
-                        for high in range(2):
-                            row = g + 8 * (register & 1)
-                            column = half * 64 + step * 16 + 8 * (register >> 1) + 2 * q + high
-                            yield tile, warp, row, column
-
-
-def gate_up_row(block: int, tile: int, warp: int, row: int, inter: int) -> int:
-    """Rows 0-7 of 16 are gate rows, 8-15 the same up rows."""
-    return block * 128 + tile * 32 + warp * 8 + row % 8 + (inter if row >= 8 else 0)
-
-
-def down_row(block: int, tile: int, warp: int, row: int) -> int:
-    """After transposition a thread of four holds pairs 2q of both halves: they are rows 4q to 4q + 3."""
-    half, g = divmod(row, 8)
-    return block * 256 + tile * 64 + warp * 16 + 4 * (g // 2) + 2 * half + g % 2
-
-
-@pytest.mark.parametrize("gate_up", [True, False])
-def test_every_thread_finds_its_weights(checkpoint: Checkpoint, gate_up: bool) -> None:
-    prepared = prepare_w4a16(*checkpoint[2:])
-    values, words = (checkpoint[0], prepared[0]) if gate_up else (checkpoint[1], prepared[2])
-    rows, columns = values.shape[1:]
-    flat = words[1].flatten().tolist()
-    for block in range(rows // 256):
-        for chunk in range(columns // 128):
-            base = (block * (columns // 128) + chunk) * 4096
-            for i, (tile, warp, row, column) in enumerate(lane_positions(128)):
-                register, high = i % 8 // 2, i % 2
-                stored = (flat[base + i // 8] >> (4 * (register + 4 * high))) & 0xF
-                where = gate_up_row(block, tile, warp, row, INTER) if gate_up else down_row(block, tile, warp, row)
-                if stored - 8 != values[1, where, chunk * 128 + column]:
-                    raise AssertionError((block, chunk, tile, warp, row, column))
-
-
-@pytest.mark.parametrize("gate_up", [True, False])
-def test_every_thread_finds_its_scales(checkpoint: Checkpoint, gate_up: bool) -> None:
-    prepared = prepare_w4a16(*checkpoint[2:])
-    scales, ordered = (checkpoint[3], prepared[1]) if gate_up else (checkpoint[5], prepared[3])
-    assert ordered is not None
-    rows, groups = scales.shape[1:]
-    flat, i = ordered[0].flatten(), 0
-    for block in range(rows // 256):
-        for chunk in range(groups // 4):
-            for tile in range(4):
-                for warp in range(4):
-                    for g in range(8):
-                        for group in range(4):
-                            for row in (g, g + 8):
-                                place = (block, tile, warp, row)
-                                where = gate_up_row(*place, INTER) if gate_up else down_row(*place)
-                                assert flat[i] == scales[0, where, chunk * 4 + group]
-                                i += 1
-    assert i == flat.numel()
+    return packed[0], scales[0], packed[1], scales[1]
 
 
 def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint: Checkpoint) -> None:
-    original = checkpoint[2:]
+    original = checkpoint
     prepared = prepare_w4a16(*original)
     for before, after in zip(original, prepared, strict=True):
         assert after is not None
@@ -120,19 +53,10 @@ def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint: Checkp
 
 
 def test_mixed_mode_holds_the_dequantized_weights(checkpoint: Checkpoint) -> None:
-    prepared = prepare_w4a16(*checkpoint[2:], w2_bf16=True)
-    dense = dequantize_int4_group(checkpoint[4], checkpoint[5], (H, INTER), dtype=torch.bfloat16)
+    prepared = prepare_w4a16(*checkpoint, w2_bf16=True)
+    dense = dequantize_int4_group(checkpoint[2], checkpoint[3], (H, INTER), dtype=torch.bfloat16)
     assert prepared.down_proj_scale is None
-    flat, i = prepared.down_proj_packed[1].flatten(), 0
-    positions = [p for p in lane_positions(64) if p[3] < 32]
-    order = sorted(range(len(positions)), key=lambda j: (positions[j][0], positions[j][3] // 16, j))
-    for block in range(H // 256):
-        for chunk in range(INTER // 32):
-            for j in order:
-                tile, warp, row, column = positions[j]
-                assert flat[i] == dense[1, down_row(block, tile, warp, row), chunk * 32 + column]
-                i += 1
-    given = prepare_w4a16(*checkpoint[2:4], dense, None)
+    given = prepare_w4a16(*checkpoint[:2], dense, None)
     assert torch.equal(given.down_proj_packed, prepared.down_proj_packed)
     with pytest.raises(KernelError, match="down_proj_packed"):
         restore_w4a16(prepared)
@@ -149,7 +73,7 @@ def test_mixed_mode_holds_the_dequantized_weights(checkpoint: Checkpoint) -> Non
     ],
 )
 def test_weights_that_cannot_be_prepared_are_named(checkpoint: Checkpoint, place: int, value: Any, name: str) -> None:
-    given: list[Any] = list(checkpoint[2:])
+    given: list[Any] = list(checkpoint)
     given[place] = value
     with pytest.raises(KernelError, match=name):
         prepare_w4a16(*given)

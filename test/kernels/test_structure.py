@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import zeros
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, query
 from kimi_k2.kernels.comm import push_all_reduce
-from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.common.build import KERNELS
 from kimi_k2.kernels.common.structure import Structure, structure
 from kimi_k2.kernels.experts import fp8, fp8_decode, w4a16
-from kimi_k2.kernels.router import gate, norm_route, router_gemm
+from kimi_k2.kernels.router import gate, router_gemm
 
 CASES = [
     (query.Arguments, "attention/csrc/entry.cuh", "attention/csrc/query.cu"),
@@ -80,75 +78,6 @@ def test_a_structure_is_one_class_in_whichever_file_it_is_read() -> None:
     held = gate.GateArguments(tokens=3, scale=0.5)
     made = router_gemm._RouterArguments(gate=held, hidden=7)
     assert (made.gate.tokens, made.gate.scale, made.hidden) == (3, 0.5, 7)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Structure]:
-    """The structures that launches get, on a machine without a GPU."""
-    made: list[Structure] = []
-
-    def launch(library: str, function: str, operation: str, device: object, *arguments: object) -> None:
-        made.extend(one for one in arguments if isinstance(one, Structure))
-
-    for module in (fp8, fp8_decode, w4a16, gate, router_gemm, query, mla_cuda):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", 132), raising=False)
-    monkeypatch.setattr(norm_route, "all_resident", lambda *_: True)
-    for control, value in (("control", 0), ("marked", -1)):
-        words = torch.full((2**16,), value, dtype=torch.int32)
-        monkeypatch.setattr(workspace, control, lambda *_, words=words: words)
-    monkeypatch.setattr(router_gemm, "marked", workspace.marked)
-    return made
-
-
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-
-
-def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return zeros(*shape, dtype=dtype)
-
-
-def test_every_launch_fills_its_structure(launched: list[Structure]) -> None:
-    """The host's code up to the launch; what a tensor is given for is its address."""
-    x, indices, scores = empty(2, 1024), zeros(2, 2, dtype=torch.int64), zeros(2, 2)
-    blocks = (empty(4, 256, 1024, dtype=E4M3), zeros(4, 2, 8), empty(4, 1024, 128, dtype=E4M3), zeros(4, 8, 1))
-    shared = [tensor[0] for tensor in blocks]
-    packed = zeros(4, 256, 128, dtype=torch.int32), empty(4, 256, 32), zeros(4, 1024, 16, dtype=torch.int32)
-    fp8.moe_fp8.function(x, *blocks, indices, scores)
-    for parts in (None, [2, 4, 1]):
-        fp8_decode.moe_decode.function(x, *blocks, indices, scores, None, *shared, parts)
-    for choice in (None, [0, 32, 2, 1, 1]):
-        w4a16.moe_w4a16.function(x, *packed, empty(4, 1024, 4), indices, scores, choice=choice)
-    bias, weight, norm = zeros(384), empty(384, 1024), empty(1024)
-    gate.fused_gate.function(zeros(2, 384), bias, 8)
-    router_gemm.router_gemm.function(x, weight)
-    for launches in (1, 2):
-        router_gemm.router_decode.function(x, weight, bias, 8, launches=launches, inverse=zeros(2))
-    norm_route.add_norm_route.function(x, x, norm, 1e-6, weight, bias, 8)
-    angles, slots, w_uk, cache = empty(2, 32), zeros(2, dtype=torch.int64), empty(8, 128, 512), empty(2, 64, 576)
-    rest = empty(512), angles, angles, slots, w_uk, cache
-    query.query_and_entry.function(empty(2, 2112), empty(1536), empty(1536, 1536), None, *rest, 1e-6, 1e-6)
-    query.absorb.function(empty(2, 1536), empty(2, 2112)[:, 1536:], *rest, 1e-6)
-    lengths, table, plan = zeros(2, dtype=torch.int32), zeros(2, 1, dtype=torch.int32), zeros(200, 4, dtype=torch.int32)
-    given = empty(2, 8, 576), cache, lengths, 0.1
-    mla_cuda.run(*given, table, 2)
-    mla_cuda.run_planned(*given, None, plan)
-    mla_cuda.run_planned(empty(2, 8, 576), cache.to(E4M3), lengths, 0.1, table, plan, terms=1)
-    push_all_reduce.fill_arguments(x, x, lengths, [1, 2], 4096, 1)
-    assert " ".join(type(one).__name__ for one in launched) == (
-        "Fp8Args ExpertArguments ExpertArguments DecodeArguments Args GateArgs RouterArgs RouterArgs RouterArgs"
-        " GateArgs RouterArgs QueryArguments AbsorbArguments Arguments Arguments Arguments"
-    )
-    decode, router = launched[1], launched[10]
-    assert launched[2].shared_down_parts == 1
-    assert (decode.x, decode.shared_down_scale) == (x.data_ptr(), shared[3].data_ptr())
-    assert (router.gate.bias, router.gate.experts, router.delta, router.fused) == (
-        bias.data_ptr(),
-        384,
-        x.data_ptr(),
-        1,
-    )
-    assert (launched[13].table, launched[14].table, launched[14].plan) == (table.data_ptr(), None, plan.data_ptr())
 
 
 def test_what_is_no_structure_of_plain_fields_is_refused() -> None:

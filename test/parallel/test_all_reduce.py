@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from machines import NEEDS_COMPILER, compiled
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
@@ -21,6 +22,8 @@ from kimi_k2.kernels.comm import entries, push_all_reduce
 from kimi_k2.kernels.comm.push_all_reduce import fill_arguments, mailbox_bytes
 from kimi_k2.parallel.apply import AllReduce
 
+ON_CPU = "comm/all_reduce", "all_reduce_on_cpu.h"
+CALLS = 516, 2048, 4, 1500  # values: sets of mailboxes take turns, blocks idle
 PUSHED = 2**14  # bytes; of two ranks 8192 values, of three 4096
 
 
@@ -64,28 +67,30 @@ def run_rank(rank: int, ranks: int, library: str, rendezvous: str, boxes: list[T
     replace(patched(library, boxes, pushes))
     reduce, plain = AllReduce(None), AllReduce(None, push=False)
     capacity = PUSHED // (ranks - 1) // 2
-    for call, values in enumerate((capacity, 12, capacity)):
+    calls = capacity, *CALLS
+    for call, values in enumerate(calls):
         found[rank, call, :values] = reduce(part(rank, call, values).view(2, -1)).view(-1)
-    assert pushes == [capacity, 12, capacity]
+    assert pushes == [*calls]
     # Too long, of another dtype, or asked not to: all go to the process group.
     for x, by in ((part(rank, 3, capacity + 4), reduce), (torch.ones(8), reduce), (part(rank, 4, 8), plain)):
         others = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(others, x)
         assert torch.allclose(by(x.clone()).float(), torch.stack(others).float().sum(0), atol=0.05)
-    assert len(pushes) == 3
+    assert len(pushes) == len(calls)
     dist.barrier()
     dist.destroy_process_group()
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_agree(all_reduce_on_cpu: str, tmp_path: Path, ranks: int) -> None:
+def test_ranks_agree(tmp_path: Path, ranks: int) -> None:
     capacity = PUSHED // (ranks - 1) // 2
     dirty = [torch.full((mailbox_bytes(capacity, ranks),), 1, dtype=torch.uint8) for _ in range(ranks)]
     boxes = [box.share_memory_() for box in dirty]
-    found = torch.full((ranks, 3, capacity), float("nan"), dtype=torch.bfloat16).share_memory_()
-    arguments = (ranks, all_reduce_on_cpu, str(tmp_path / "rendezvous"), boxes, found)
+    found = torch.full((ranks, 1 + len(CALLS), capacity), float("nan"), dtype=torch.bfloat16).share_memory_()
+    arguments = (ranks, compiled(*ON_CPU), str(tmp_path / "rendezvous"), boxes, found)
     start_processes(run_rank, arguments, nprocs=ranks, start_method="fork")
-    for call, values in enumerate((capacity, 12, capacity)):
+    for call, values in enumerate((capacity, *CALLS)):
         wanted = sum((part(rank, call, values).double() for rank in range(ranks)), torch.zeros(()).double())
         for rank in range(ranks):
             assert torch.equal(found[rank, call, :values], found[0, call, :values])
@@ -118,9 +123,10 @@ def run_without(rank: int, failure: str, library: str, rendezvous: str, boxes: l
     dist.destroy_process_group()
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize("failure", ["build", "empty", "rendezvous", "host"])
-def test_ranks_fall_back_together(all_reduce_on_cpu: str, tmp_path: Path, failure: str) -> None:
+def test_ranks_fall_back_together(tmp_path: Path, failure: str) -> None:
     boxes = [torch.zeros(mailbox_bytes(PUSHED // 2, 2), dtype=torch.uint8).share_memory_() for _ in range(2)]
     start_processes(
-        run_without, (failure, all_reduce_on_cpu, str(tmp_path / "r"), boxes), nprocs=2, start_method="fork"
+        run_without, (failure, compiled(*ON_CPU), str(tmp_path / "r"), boxes), nprocs=2, start_method="fork"
     )

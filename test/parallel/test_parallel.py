@@ -31,7 +31,7 @@ def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> list[tupl
     """Of each dtype: token ids, the ranks' logits for all, and their DecodeStep's for the last three."""
     converted, out = convert(source, work / "ranks", layout), work / "logits.pt"
     arguments = [source, converted, layout.moe_tp, layout.moe_ep, work / "rendezvous", out, where]
-    run_together([[*python(), WORKER, rank, *arguments] for rank in range(layout.ranks)], timeout=600)
+    run_together([[*python(), WORKER, "generate", rank, *arguments] for rank in range(layout.ranks)], timeout=600)
     return [(ids, logits, stepped) for ids, logits, stepped in torch.load(out)]
 
 

@@ -16,7 +16,7 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
-WORKER = Path(__file__).with_name("prompt_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 LONG = (224, 160)  # widths: that of which rank 1 makes no graph once it is asked to refuse; one that comes once
 HALF = (112, 80)
 
@@ -27,7 +27,7 @@ def run_ranks(source: Path, work: Path, where: str, *layouts: tuple[int, int]) -
     for converted, layout in zip(conversions, layouts, strict=True):
         Presharder(source, converted, Layout(*layout, target="cuda", experts="stored")).run()
     arguments = [source, work / "rendezvous", work / "told", where, *conversions]
-    run_together([[*python(), WORKER, rank, *arguments] for rank in range(2)])
+    run_together([[*python(), WORKER, "read_prompts", rank, *arguments] for rank in range(2)])
     return [torch.load(work / f"told-{rank}") for rank in range(2)]
 
 

@@ -15,14 +15,14 @@ from kimi_k2.media.patches import Media
 from kimi_k2.parallel.vision import dealt
 from kimi_k2.vision_config import Grid
 
-WORKER = Path(__file__).with_name("vision_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 
 
 def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[list[Any]]:
     """What each rank of groups of so many ranks saved; all run at once."""
     outs = [[work / f"{ranks}-{rank}.pt" for rank in range(ranks)] for ranks in groups]
     commands = [
-        [*python(), WORKER, rank, len(group), source, work / f"rendezvous-{len(group)}", out, where]
+        [*python(), WORKER, "encode", rank, len(group), source, work / f"rendezvous-{len(group)}", out, where]
         for group in outs
         for rank, out in enumerate(group)
     ]
