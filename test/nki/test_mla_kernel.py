@@ -41,7 +41,7 @@ def reference(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch", "slots", "heads", "cores"), [(1, 4096, 1, 2), (1, 4096, 2, 1), (4, 1024, 1, 2), (3, 512, 64, 2)]
+    ("batch", "slots", "heads", "cores"), [(1, 4096, 1, 2), (1, 4096, 2, 1), (4, 1024, 1, 2), (2, 1536, 100, 2)]
 )
 def test_attention_in_float32(batch: int, slots: int, heads: int, cores: int) -> None:
     inputs = draw(batch, slots, heads, torch.float32)
