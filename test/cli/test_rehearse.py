@@ -33,17 +33,23 @@ def test_every_preset_takes_the_small_model(name: str) -> None:
     assert memory_plan(config, make_target(preset, config), plan).fits
 
 
-def test_the_way_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands in this process, which spares their imports; what needs NxD or a device is skipped by name."""
-    ran: list[str] = []
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of steps, which run in this process: that spares their imports. There is no NxD."""
+    names: list[str] = []
 
     def run(step: rehearse.Step, log: Path, outputs: dict[str, str]) -> str:
         done = CliRunner().invoke(app, step.words)
-        ran.append(step.name)
+        names.append(step.name)
         return "ok" if done.exit_code == 0 else f"failed with {done.exit_code}: {done.output}"
 
     monkeypatch.setattr(rehearse, "_run", run)
     monkeypatch.setattr("kimi_k2.neuron.contrib.missing", lambda: ["torch_xla"])
+    return names
+
+
+def test_the_way_of_a_preset(tmp_path: Path, ran: list[str]) -> None:
+    """What needs NxD or a device is skipped by name."""
     done = CliRunner().invoke(app, ["rehearse", "--preset", "trn2-tp32-ep2", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert ran[:5] == ["plan", "convert", "verify", "generate with the plain model", "parity capture"]
@@ -55,15 +61,9 @@ def test_the_way_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert report["device"] is None and report["checksum"] == checksum(report)
 
 
-def run_here(step: rehearse.Step, log: Path, outputs: dict[str, str]) -> str:
-    done = CliRunner().invoke(app, step.words)
-    return "ok" if done.exit_code == 0 else f"failed with {done.exit_code}: {done.output}"
-
-
-def test_one_chip_without_a_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("ran")
+def test_one_chip_without_a_chip(tmp_path: Path) -> None:
     """Both forms, four ranks each, small widths; the report is whole but for the device's fields."""
-    monkeypatch.setattr(rehearse, "_run", run_here)
-    monkeypatch.setattr("kimi_k2.neuron.contrib.missing", lambda: ["torch_xla"])
     done = CliRunner().invoke(app, ["rehearse", "--on-device", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())

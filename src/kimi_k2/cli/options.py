@@ -174,7 +174,6 @@ Videos = Annotated[
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 BackendName = Literal["cpu", "cuda", "neuron"]
-OF_THE_PLAIN_MODEL = "of the plain model, not of --backend neuron"
 
 SAMPLING, MODEL, NEURON = "How tokens are chosen", "How the model runs", "The NxDI model (--backend neuron)"
 
@@ -224,7 +223,7 @@ class SamplingOptions(ChatSampling):
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class RunOptions:
     """Who runs the model, and how."""
 
     backend: Annotated[
@@ -236,6 +235,31 @@ class ModelOptions:
     keep_quantized: KeepQuantized = None
     kv_cache_dtype: KvCacheDtype = "auto"
     batch_invariant: BatchInvariant = False
+    preset: Annotated[str, _in(NEURON, help=_PRESET)] = DEFAULT_DEPLOYMENT
+    compiled: Annotated[
+        Path | None, _in(NEURON, help="What `kimi-k2 compile` wrote, to load on Trainium.", file_okay=False)
+    ] = None
+    on_cpu: Annotated[
+        bool, _in(NEURON, "--on-cpu", help="NxD's CPU mode instead of --compiled; ranks are torchrun's processes.")
+    ] = False
+
+    def check(self, context: typer.Context, *plain: str) -> None:
+        """Refuse what is of another backend; `plain`: further parameters that are of the plain model.
+
+        Raises:
+            BadParameter: naming them.
+        """
+        if self.backend == "neuron":
+            own = ("batch_invariant", "keep_quantized", "kv_cache_dtype", "ranks")
+            refuse(context, "of the plain model, not of --backend neuron", *own, *plain)
+        else:
+            refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu", "max_model_len")
+
+
+@dataclass(frozen=True)
+class ModelOptions(RunOptions):
+    """The same, and what drafts."""
+
     draft: Annotated[
         str | None,
         _in(MODEL, metavar="HEAD", help="Eagle3 head (directory or name) or ngram that drafts tokens to verify."),
@@ -246,13 +270,6 @@ class ModelOptions:
         _in(MODEL, help="With --draft: what the head's layer ids count; auto: outputs if they begin with 1."),
     ] = "auto"
     download: Download = False
-    preset: Annotated[str, _in(NEURON, help=_PRESET)] = DEFAULT_DEPLOYMENT
-    compiled: Annotated[
-        Path | None, _in(NEURON, help="What `kimi-k2 compile` wrote, to load on Trainium.", file_okay=False)
-    ] = None
-    on_cpu: Annotated[
-        bool, _in(NEURON, "--on-cpu", help="NxD's CPU mode instead of --compiled; ranks are torchrun's processes.")
-    ] = False
     max_model_len: Annotated[
         int, _in(NEURON, min=2, max=MOST, help="With --on-cpu: tokens a sequence, prompt and reply.")
     ] = 1024
@@ -263,11 +280,7 @@ class ModelOptions:
         Raises:
             BadParameter: options of one backend with another, or of drafts without --draft.
         """
-        if self.backend != "neuron":
-            refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu", "max_model_len")
-        else:
-            plain = ("batch_invariant", "draft_layers", "keep_quantized", "kv_cache_dtype", "ranks")
-            refuse(context, OF_THE_PLAIN_MODEL, *plain)
+        self.check(context, "draft_layers")
         if self.compiled is not None:
             refuse(context, "the compiled graphs say it", "dtype", "max_model_len")
         if self.draft is None:

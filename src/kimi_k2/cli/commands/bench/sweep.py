@@ -5,24 +5,12 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import (
-    DEFAULT_DEPLOYMENT,
-    OF_THE_PLAIN_MODEL,
-    BackendName,
-    BatchInvariant,
-    KeepQuantized,
-    KvCacheDtype,
-    Preset,
-    Ranks,
-    listed_numbers,
-    number,
-    refuse,
-)
+from kimi_k2.cli.options import Ranks, RunOptions, listed_numbers, number, refuse, with_groups
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -31,10 +19,11 @@ if TYPE_CHECKING:
     from kimi_k2.plan.deployment import Deployment
 
 
+@with_groups
 def sweep(
     context: typer.Context,
+    running: RunOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or `tiny` for a synthetic one.")] = "tiny",
-    backend: Annotated[BackendName, typer.Option(help="Who runs the model.")] = "cpu",
     out: Annotated[
         Path, typer.Option(help="Directory for sweep.json, tables, plots and report.html.", file_okay=False)
     ] = Path("bench"),
@@ -42,19 +31,7 @@ def sweep(
     prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")] = "128",
     batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
     runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Compute dtype (cpu, cuda); bfloat16 on a GPU, else float32.", show_default=False),
-    ] = None,
-    keep_quantized: KeepQuantized = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    batch_invariant: BatchInvariant = False,
     ranks: Ranks = None,
-    preset: Preset = DEFAULT_DEPLOYMENT,
-    compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote (neuron).")] = None,
-    on_cpu: Annotated[
-        bool, typer.Option("--on-cpu", help="NxD's CPU mode (neuron): tries the command, times nothing of use.")
-    ] = False,
     compare_files: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
     ] = None,
@@ -64,12 +41,9 @@ def sweep(
         refuse(context, "--compare reads two results and runs nothing", but=("compare_files",))
         _print_comparison(*compare_files)
         return
-    if backend == "neuron":
-        plain = ("batch_invariant", "dtype", "keep_quantized", "kv_cache_dtype", "ranks")
-        refuse(context, OF_THE_PLAIN_MODEL, *plain)
-    else:
-        refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu")
-    if ranks is not None and keep_quantized is False:
+    backend = running.backend
+    running.check(context, "dtype")
+    if ranks is not None and running.keep_quantized is False:
         raise typer.BadParameter("ranks hold weights as they are stored", param_hint="--dequantize")
 
     import torch
@@ -93,24 +67,23 @@ def sweep(
         batch_sizes=_numbers("batch_sizes", batch_sizes),
         runs=runs,
     )
-    name, stored = compute_defaults(backend, dtype, keep_quantized)
-    compute = getattr(torch, name)
+    name, stored = compute_defaults(backend, running.dtype, running.keep_quantized)
+    compute, options = getattr(torch, name), (running.kv_cache_dtype, running.batch_invariant)
     with tempfile.TemporaryDirectory(prefix="kimi-k2-bench-") as scratch, ExitStack() as stack:
         directory = Path(scratch) if model == "tiny" else resolve_checkpoint(model)
         if model == "tiny":
             write_synthetic_checkpoint(directory, tiny_config())
         used: Backend
         if backend == "neuron":
-            deployment = Deployment.load(preset)
-            if on_cpu:
+            deployment = Deployment.load(running.preset)
+            if running.on_cpu:
                 used = NeuronBackend(directory, _on_cpu(settings, deployment), None)
             else:
-                used = NeuronBackend(directory, deployment, compiled or directory)
+                used = NeuronBackend(directory, deployment, running.compiled or directory)
         elif ranks is not None:
-            load_args = directory, ranks, backend, compute, kv_cache_dtype, batch_invariant
-            used = stack.enter_context(RanksBackend.load_ranks(*load_args))
+            used = stack.enter_context(RanksBackend.load_ranks(directory, ranks, backend, compute, *options))
         else:
-            used = TorchBackend.load(directory, backend, compute, stored, kv_cache_dtype, batch_invariant)
+            used = TorchBackend.load(directory, backend, compute, stored, *options)
         if isinstance(used, RanksBackend) and used.part.number > 0:
             used.follow()
             return
