@@ -1,4 +1,4 @@
-"""Layers over batches as engines make them: prompts in parts among decodes, adapters, caches spread over ranks.
+"""Layers over batches as engines make them: prompts in parts among decodes, caches spread over ranks.
 
 What a step's layers are told of several prompts, and the plain model's hidden states of each sequence.
 """
@@ -6,7 +6,6 @@ What a step's layers are told of several prompts, and the plain model's hidden s
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,17 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kimi_k2.engine import batch
-from kimi_k2.engine.batch import Batch, Chunk, RaggedChunk, by_token
+from kimi_k2.engine.batch import Batch, RaggedChunk, by_token
 from kimi_k2.engine.layer_step import LayerStep, Reduce, through
-from kimi_k2.engine.spread import Gathered, Spread
+from kimi_k2.engine.spread import Spread
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops.linear import add_norm
-from kimi_k2.ops.mla import gather_pages
-from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 
 PAGE, PAGES = 4, 40
@@ -50,8 +46,10 @@ class Layers:
         reduce: Reduce = lambda x: x,
         dtype: torch.dtype = torch.float32,
         spread: Spread | None = None,
+        drafted: bool = False,
     ) -> None:
-        self.model, self.done, self.spread = model, [0] * len(LENGTHS), spread
+        self.model, self.done, self.spread, self.drafted = model, [0] * len(LENGTHS), spread, drafted
+        self.states: HiddenStates | None = None
         order = torch.randperm(PAGES)[: len(LENGTHS) * 6].view(len(LENGTHS), 6)
         self.table = order.int()
         self.steps: list[LayerStep] = []
@@ -70,16 +68,27 @@ class Layers:
         for row, count in new.items():
             self.done[row] += count
         starts, lengths = [0, *itertools.accumulate(counts)], [self.done[row] for row in rows]
-        decodes = counts.count(1)
-        made = Batch.of_sequences(
-            starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], self.table[rows],
-            torch.cat((*slots, torch.full((padding,), -1))), PAGE, self.spread,
-        )  # fmt: skip
+        decodes, stored = counts.count(1), torch.cat((*slots, torch.full((padding,), -1)))
+        given = torch.tensor(starts).int(), torch.tensor(lengths).int()
+        if self.drafted:  # all of them are decodes
+            seq_lens, table = by_token(*given, self.table[rows], len(stored))
+            made = Batch(len(stored), len(stored), seq_lens, stored, table)
+        else:
+            made = Batch.of_sequences(starts, *given, lengths[decodes:], self.table[rows], stored, PAGE, self.spread)
+        for ragged in [one for chunk in made.chunks if isinstance(chunk, RaggedChunk) for one in chunk[1:3]]:
+            # As kernels read them; the plain functions read the lengths.
+            assert ragged.starts.tolist() == [0, *itertools.accumulate(ragged.lengths)]
+            assert ragged.starts.dtype == torch.int32
+        seen = list[tuple[int, Tensor]]()
+        made.before_attention = made.after_attention = lambda layer: seen.append((layer, self.stored(layer, stored)))
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = self.model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
         at = torch.cat((*positions, torch.zeros(padding, dtype=torch.int64)))
         made.rotation = self.model.model.rotary(at, x.dtype)
         found = self.run(x, made)
+        assert [layer for layer, _ in seen] == sorted([*range(len(self.steps))] * 2)
+        for (_, before), (_, behind) in zip(seen[::2], seen[1::2], strict=True):  # as a connector moves caches
+            assert (before != behind).any(-1).all()
         return {row: found[start : start + count] for row, start, count in zip(rows, starts, counts, strict=False)}
 
     def all_steps(self, ids: list[Tensor]) -> list[Tensor]:
@@ -99,10 +108,14 @@ class Layers:
         slots = table[at // page] * PAGE + within // (ranks * run) * run + within % run
         return torch.where(within // run % ranks == self.spread.rank, slots, -1)
 
+    def stored(self, layer: int, slots: Tensor) -> Tensor:
+        """Bytes of a layer's cache at slots."""
+        return self.caches[layer].flatten(0, 1)[slots[slots >= 0]].view(torch.uint8)
+
     def run(self, x: Tensor, made: Batch) -> Tensor:
         """Normed hidden states of embedded tokens."""
         norm = self.model.model.norm
-        return add_norm(*through(self.steps, x, made, self.caches), norm.weight, norm.eps)[1]
+        return add_norm(*through(self.steps, x, made, self.caches, self.states), norm.weight, norm.eps)[1]
 
 
 def check(model: KimiK2ForCausalLM, heads: int | None = None, distance: float = 2e-5) -> None:
@@ -156,63 +169,17 @@ def test_several_new_tokens_are_decodes(checkpoints: dict[str, Path]) -> None:
     """What comes in front of each layer and behind the last, as the plain model's modules are given it."""
     model = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=True)
     model.prepare()
-    layers, ids, wanted = Layers(model), torch.randint(10, model.config.vocab_size, (8,)), list[Tensor]()
+    layers, ids, wanted = Layers(model, drafted=True), torch.randint(10, model.config.vocab_size, (8,)), list[Tensor]()
     for module in (*model.model.layers, model.model.norm):
         module.register_forward_pre_hook(lambda _, given: wanted.append(given[0][0]))
     model.model(ids.unsqueeze(0), torch.arange(8).unsqueeze(0), None, 8)
     found = list[Tensor]()
-    for new in (slice(0, 5), slice(5, 8)):
-        rows = new.stop - new.start
-        starts, lengths = torch.tensor([0, rows]).int(), torch.tensor([new.stop]).int()
-        seq_lens, table = by_token(starts, lengths, layers.table[:1], rows)
-        places = torch.arange(new.start, new.stop)
-        slots = layers.table[0].long()[places // PAGE] * PAGE + places % PAGE
-        x = model.model.embed_tokens(ids[new])
-        made = Batch(rows, rows, seq_lens, slots, table, rotation=model.model.rotary(places, x.dtype))
-        states = HiddenStates(range(len(layers.steps) + 1))
-        through(layers.steps, x, made, layers.caches, states)
-        found.append(torch.stack(states.apart()))
+    for count, padding in ((5, 0), (3, 2)):
+        layers.states = HiddenStates(range(len(layers.steps) + 1))
+        layers.step({0: count}, [ids], padding)
+        found.append(torch.stack(layers.states.apart())[:, :count])
     together = torch.cat(found, dim=1)
     torch.testing.assert_close(together, torch.stack(wanted), rtol=0, atol=2e-5 * float(together.abs().max()))
-
-
-@torch.inference_mode()
-def test_an_idle_rank_takes_part_in_the_sums_alone(checkpoints: dict[str, Path]) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"], keep_quantized=True)
-    sums: list[tuple[int, ...]] = []
-
-    def reduce(x: Tensor) -> Tensor:
-        sums.append(tuple(x.shape))
-        return x
-
-    layers, none = Layers(model, reduce), torch.zeros(0, dtype=torch.int64)
-    before = [cache.clone() for cache in layers.caches]
-    idle = Batch(0, 0, none.int(), none, layers.table[:0], rotation=model.model.rotary(none, torch.float32))
-    x, delta = through(layers.steps, model.model.embed_tokens(none), idle, layers.caches)
-    assert x.shape == delta.shape == (0, model.config.hidden_size)
-    assert sums == [(0, model.config.hidden_size)] * 2 * len(layers.steps)
-    assert all(torch.equal(*pair) for pair in zip(before, layers.caches, strict=True))
-
-
-@torch.inference_mode()
-def test_a_connector_is_asked_before_and_behind_each_attention(checkpoints: dict[str, Path]) -> None:
-    """Before it the cache is as it was, behind it the layer's new tokens are there."""
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["bf16"])
-    layers, seen = Layers(model), list[tuple[str, int, bool]]()
-    slots = torch.tensor([5, 9, 10, 11])
-    starts, table = torch.tensor([0, 1, 4]).int(), torch.tensor([[1, 0], [2, 0]]).int()
-    made = Batch.of_sequences([0, 1, 4], starts, torch.tensor([2, 4]).int(), [4], table, slots, PAGE)
-    made.rotation = model.model.rotary(torch.tensor([1, 1, 2, 3]), torch.float32)
-    before = [cache.clone() for cache in layers.caches]
-
-    def note(what: str, layer: int) -> None:
-        changed = (layers.caches[layer] != before[layer]).any(-1).flatten().nonzero().flatten()
-        seen.append((what, layer, changed.tolist() == slots.tolist()))
-
-    made.before_attention, made.after_attention = partial(note, "before"), partial(note, "behind")
-    through(layers.steps, torch.randn(4, model.config.hidden_size), made, layers.caches)
-    both = [(("before", number, False), ("behind", number, True)) for number in range(len(layers.steps))]
-    assert seen == [one for pair in both for one in pair]
 
 
 @pytest.mark.parametrize(("ranks", "run", "dtype", "together"), [
@@ -233,6 +200,7 @@ def test_caches_spread_over_ranks(
     meeting, left = threading.Barrier(ranks, timeout=60), dict[int, Tensor]()
 
     def exchange(rank: int, made: Callable[[list[Tensor]], Tensor], x: Tensor) -> Tensor:
+        assert x.dtype != torch.float8_e4m3fn  # which NCCL and gloo have not
         left[rank] = x
         meeting.wait()
         found = made([left[one] for one in range(ranks)])
@@ -256,150 +224,3 @@ def test_caches_spread_over_ranks(
         for found in pool.map(one, range(ranks)):
             for some, states in zip(found, wanted, strict=True):
                 torch.testing.assert_close(some, states, rtol=0, atol=1e-5 * float(states.abs().max()))
-
-
-@pytest.mark.parametrize(("dtype", "sent"), [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.bfloat16)])
-def test_ranks_send_an_fp8_cache_as_bytes(dtype: torch.dtype, sent: torch.dtype) -> None:
-    """NCCL and gloo have no FP8."""
-    given: list[torch.dtype] = []
-
-    def gather(rows: Tensor) -> Tensor:
-        given.append(rows.dtype)
-        return torch.cat((rows, rows))
-
-    spread = Spread(2, 0, 1, gather, lambda part: part)
-    first = torch.tensor([0])
-    gathered = Gathered((first, first), torch.tensor([0, 2]))
-    slots = spread.slots(torch.tensor([[[1.0, 2.0]]]).to(dtype), torch.tensor([[3.0, 4.0]]), gathered)
-    assert (slots.dtype, slots.float().tolist(), given) == (dtype, [[1, 2], [3, 4]], [sent])
-
-
-def batch_of(new: list[int], lengths: list[int], decodes: int) -> Batch:
-    starts = [0, *itertools.accumulate(new)]
-    table = (torch.randperm(60) + 1)[: 6 * len(new)].view(len(new), 6).int()
-    slots = [
-        table[row, place // PAGE] * PAGE + place % PAGE
-        for row, (count, length) in enumerate(zip(new, lengths, strict=True))
-        for place in range(length - count, length)
-    ]
-    return Batch.of_sequences(
-        starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], table, torch.tensor(slots),
-        PAGE,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("new", "lengths"), [([1, 1, 3, 5, 2], [9, 4, 12, 5, 20]), ([2, 7, 3], [2, 9, 17])])
-def test_slots_of_sequences_whose_tokens_are_not_all_new(new: list[int], lengths: list[int]) -> None:
-    torch.manual_seed(sum(new))
-    decodes = new.count(1)
-    made = batch_of(new, lengths, decodes)
-    (together,) = made.chunks
-    assert isinstance(together, RaggedChunk)
-    assert together.places is not None and made.block_table is not None
-    assert (made.decodes, made.tokens, together.rows) == (decodes, sum(new), slice(decodes, sum(new)))
-    cache = torch.randn(61, PAGE, 3)
-    table = made.block_table[decodes:]
-    wanted = [gather_pages(cache, table[row : row + 1], length)[0] for row, length in enumerate(lengths[decodes:])]
-    assert torch.equal(cache[together.places], torch.cat(wanted))
-    assert together.queries.lengths == tuple(new[decodes:])
-    assert together.queries.starts.tolist() == [0, *itertools.accumulate(new[decodes:])]
-    assert together.keys.lengths == tuple(lengths[decodes:])
-    assert together.keys.starts.tolist() == [0, *itertools.accumulate(lengths[decodes:])]
-    assert together.keys.starts.dtype == together.queries.starts.dtype == torch.int32
-
-
-def test_whole_prompts_need_no_slots() -> None:
-    (together,) = batch_of([1, 3, 5], [4, 3, 5], 1).chunks
-    assert isinstance(together, RaggedChunk)
-    assert together.places is None
-    assert together.keys is together.queries
-
-
-def test_one_prompt_and_very_long_ones_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    (alone,) = batch_of([1, 3], [4, 9], 1).chunks
-    assert isinstance(alone, Chunk) and alone.positions.tolist() == [[6, 7, 8]]
-    assert alone[:2] == (slice(1, 4), slice(1, 2)) and alone[3:] == (9, True)
-    monkeypatch.setattr(batch, "MOST_SLOTS", 13)
-    apart = batch_of([3, 2], [9, 5], 0).chunks
-    assert [(one.rows, type(one)) for one in apart] == [(slice(0, 3), Chunk), (slice(3, 5), Chunk)]
-
-
-def test_several_new_tokens_as_sequences_of_their_own() -> None:
-    """Behind them a sequence without a token, and two rows of padding."""
-    starts, lengths = torch.tensor([0, 3, 4, 6, 6]).int(), torch.tensor([9, 1, 2, 0]).int()
-    table = torch.arange(8).view(4, 2).int()
-    seq_lens, tables = by_token(starts, lengths, table, 8)
-    assert seq_lens.tolist() == [7, 8, 9, 1, 1, 2, 0, 0]
-    assert tables[:6, 0].tolist() == [0, 0, 0, 2, 4, 4]
-    assert seq_lens.dtype == tables.dtype == torch.int32
-
-
-SLOTS, RANK = 3, 6
-HELD = {1: 2, 2: 0}  # the slot of the second and the third sequence; the first has no adapter
-
-
-def zeros(rows: int, columns: int, *experts: int) -> LowRank:
-    return LowRank(torch.zeros(SLOTS, *experts, RANK, columns), torch.zeros(SLOTS, *experts, RANK, rows))
-
-
-class Adapted(Layers):
-    """With adapters in slots, each of them in a directory."""
-
-    def __init__(self, model: KimiK2ForCausalLM, directories: dict[int, Path]) -> None:
-        super().__init__(model)
-        self.adapters = Adapters(SLOTS, torch.empty(0))
-        for number, layer in enumerate(model.model.layers):
-            assert isinstance(layer, DecoderLayer)
-            added: dict[str, LowRank] = {}
-            experts: dict[str, LowRank] = {}
-            touched: set[int] = set()
-            for slot, directory in directories.items():
-                about = json.loads((directory / "adapter_config.json").read_text())
-                tensors = load_file(directory / "adapter_model.safetensors")
-                prefix = f"base_model.model.model.layers.{number}."
-                for name, a in tensors.items():
-                    if not name.startswith(prefix) or ".lora_A." not in name:
-                        continue
-                    b = tensors[name.replace(".lora_A.", ".lora_B.")] * (about["lora_alpha"] / about["r"])
-                    module = name.removeprefix(prefix).removesuffix(".lora_A.weight")
-                    sizes = len(b), a.shape[1]
-                    if not module.startswith(f"{EXPERTS}."):
-                        added.setdefault(module, zeros(*sizes)).put(slot, a, b)
-                        continue
-                    expert, projection = module.removeprefix(f"{EXPERTS}.").split(".")
-                    touched.add(slot)
-                    held = experts.setdefault(projection, zeros(*sizes, model.config.n_routed_experts))
-                    held.expert(int(expert)).put(slot, a, b)
-            assert experts.keys() in ({}.keys(), set(PROJECTIONS))
-            self.steps[number] = AdaptedStep(layer, lambda x: x, self.adapters, added, experts, touched)
-
-    def step(self, new: dict[int, int], ids: list[Tensor], padding: int) -> dict[int, Tensor]:
-        host = [HELD.get(row, -1) for row, count in new.items() for _ in range(count)]
-        self.adapters.tell(host, torch.tensor([*host, *[1] * padding]))  # behind them what the buffer held
-        return super().step(new, ids, padding)
-
-
-@pytest.mark.parametrize("name", ["bf16", "thinking"])
-def test_each_sequence_has_its_own(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """One adapter touches everything that may be, the other all but routed experts; one sequence has none."""
-    from adapters import merge, write_adapter  # of which ranks' processes know nothing
-
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints[name], dtype=torch.float32)
-    rows = {
-        1: write_adapter(model, tmp_path / "all", 6, 1),
-        2: write_adapter(model, tmp_path / "s", 4, 2, experts=False),
-    }
-    ids = [torch.randint(10, model.config.vocab_size, (length,)) for length in LENGTHS]
-    with torch.inference_mode():
-        layers = Adapted(model, {HELD[row]: directory for row, directory in rows.items()})
-        found = layers.all_steps(ids)
-        base = []
-        for row, sequence in enumerate(ids):
-            plain = KimiK2ForCausalLM.from_pretrained(checkpoints[name], dtype=torch.float32)
-            given = sequence.unsqueeze(0), torch.arange(len(sequence)).unsqueeze(0), None, len(sequence)
-            base.append(plain.model(*given)[0])
-            if row in rows:
-                merge(plain, rows[row])
-            wanted = plain.model(*given)[0]
-            assert torch.allclose(base[-1], wanted, rtol=0, atol=0.01) == (row not in rows)
-            torch.testing.assert_close(found[row], wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()))

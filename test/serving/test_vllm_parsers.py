@@ -14,7 +14,6 @@ import pytest
 from parser_cases import as_tuples, call, section, tool
 from peer_cases import REPORTED, SGLANG, VLLM
 
-from kimi_k2.tokenization.deltas import Content
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
 
 engines.need("vllm")
@@ -161,33 +160,6 @@ def test_a_vocabulary_without_reasoning(through_vllm: Any, monkeypatch: pytest.M
 def test_the_requests_tools_name_a_nameless_call(through_vllm: Any) -> None:
     message = through_vllm.check_cuts(section(call("call_7f", '{"command": "ls"}')), 20, tools=[RUN])
     assert as_tuples(message) == [("call_7f", "run", '{"command": "ls"}')]
-
-
-def test_text_with_markers_is_asked_for(through_vllm: Any) -> None:
-    asked = through_vllm.request()
-    parser = through_vllm.new_parser(through_vllm.Tokenizer(), asked)
-    assert parser.adjust_request(asked).skip_special_tokens is False
-    asked.skip_special_tokens = True
-    assert parser.reasoning_parser.adjust_request(asked).skip_special_tokens is False
-
-
-def test_reasoning_tokens_are_counted(through_vllm: Any) -> None:
-    encode = through_vllm.TOKENIZER.encode
-    text = encode(f"{THINK}one two three{THINK_END}four", allow_special=True)
-    parser = through_vllm.new_parser(through_vllm.Tokenizer(), through_vllm.request()).reasoning_parser
-    assert parser.count_reasoning_tokens(text) == len(encode("one two three"))
-    assert parser.is_reasoning_end(text)
-    assert not parser.is_reasoning_end(encode(f"{THINK}one two", allow_special=True))
-    assert not parser.is_reasoning_end(encode("one two"))
-    assert not parser.is_reasoning_end([*text, through_vllm.TOKENIZER.special_tokens["<|im_middle|>"]])
-    assert parser.extract_content_ids(text) == encode("four")
-
-
-def test_deltas_hold_no_markers(through_vllm: Any) -> None:
-    """Content() is what our own stream yields: the same texts, in the same order."""
-    text = f"{THINK}a{THINK_END}b" + section(call()) + "c"
-    _, deltas = through_vllm.streamed(list(text))
-    assert [Content(d.content) for d in deltas if d.content] == [Content("b"), Content("c")]
 
 
 def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
