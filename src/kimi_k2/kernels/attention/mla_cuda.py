@@ -16,7 +16,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention.mla_sizes import LATENT, LOG2_E, PAGE, ROW
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
-from kimi_k2.kernels.common.structure import Structure, structure
+from kimi_k2.kernels.common.structure import structure
 
 MAX_SPLITS = 128
 FEW_HEADS = 8
@@ -73,45 +73,26 @@ def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return parts, q.new_empty(batch, splits, 2, heads, 2, dtype=torch.float32)
 
 
-def arguments_of(
-    q: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    block_table: Tensor | None,
-    cache_scale: float,
-    splits: int,
-    out: Tensor | None,
-    parts: tuple[Tensor, Tensor] | None,
-    plan: Tensor | None = None,
-    tokens: int = 1,
-    uniform: bool = False,
-    whole: bool = False,
-    lse: Tensor | None = None,
-) -> Structure:
-    """`mla::Arguments` of a launch."""
-    value_scale = cache_scale if cache.dtype != q.dtype else 1.0
-    capacity = capacity_of(cache, block_table)
-    sequences = cache.shape[0] if block_table is None else block_table.shape[0]
+def _launch(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, cache_scale: float,
+    parts: tuple[Tensor, Tensor] | None, terms: int = 0, **others: Any,
+) -> None:  # fmt: skip
+    """`kimi_mla_decode`, with `terms` `kimi_mla_fp8`; `others` are further fields of `mla::Arguments`."""
+    batch, fp8_cache, plan = q.shape[0], cache.dtype != q.dtype, others.get("plan")
+    value_scale = cache_scale if fp8_cache else 1.0
+    sequences, pages = (cache.shape[0], 0) if block_table is None else block_table.shape
     rows, sums = parts or (None, None)
-    pages = 0 if block_table is None else block_table.shape[1]
     blocks = 0 if plan is None else hopper(q.device.index, "mla_decode")[1]
-    return _Arguments(
-        table=block_table, lengths=seq_lens, out=out, parts=rows, sums=sums, cache=cache, rows=cache.numel() // ROW,
-        batch=q.shape[0], heads=q.shape[1], splits=splits, table_stride=pages, capacity=capacity,
-        share=q.shape[0] // seq_lens.shape[0], row_share=q.shape[0] // sequences, tokens=tokens,
-        scale=softmax_scale * LOG2_E * value_scale, value_scale=value_scale, plan=plan, blocks=blocks, sm_count=blocks,
-        uniform=uniform, whole=whole, lse=lse,
+    arguments = _Arguments(
+        table=block_table, lengths=seq_lens, parts=rows, sums=sums, cache=cache, rows=cache.numel() // ROW, batch=batch,
+        heads=q.shape[1], table_stride=pages, capacity=capacity_of(cache, block_table),
+        share=batch // seq_lens.shape[0], row_share=batch // sequences, scale=softmax_scale * LOG2_E * value_scale,
+        value_scale=value_scale, blocks=blocks, sm_count=blocks, **{"tokens": 1, **others},
     )  # fmt: skip
-
-
-def _launch(q: Tensor, cache: Tensor, *rest: Any, terms: int = 0, **more: Any) -> None:
-    """`kimi_mla_decode` with `arguments_of` these; with `terms` `kimi_mla_fp8`."""
-    arguments = arguments_of(q, cache, *rest, **more)
     if terms:
         launch("attention/mla_fp8", "kimi_mla_fp8", "mla_decode", q.device, q, arguments, terms)
         return
-    fp8_cache, joins = cache.dtype != q.dtype, arguments.out is not None
+    joins = arguments.out is not None
     launch("attention/mla_decode", "kimi_mla_decode", "mla_decode", q.device, q, arguments, fp8_cache, joins)
 
 
@@ -142,33 +123,23 @@ def run(
             lse.fill_(-torch.inf)
         return out.zero_()
     parts = _parts(q, splits) if splits > 1 else None
-    arguments = q, cache, seq_lens, softmax_scale, block_table, cache_scale, splits, out, parts, None, tokens
-    _launch(*arguments, lse=lse)
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, parts
+    _launch(*given, splits=splits, out=out, tokens=tokens, lse=lse)
     return out
 
 
 def run_planned(
-    q: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    block_table: Tensor | None,
-    plan: Tensor,
-    cache_scale: float = 1.0,
-    tokens: int = 1,
-    uniform: bool = False,
-    whole: bool = False,
-    lse: Tensor | None = None,
-    terms: int = 0,
-) -> Tensor:
-    """`mla_decode` with the work shared out by a plan, arguments unchecked; `tokens` as `folded` says.
+    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, plan: Tensor,
+    cache_scale: float = 1.0, terms: int = 0, **others: Any,
+) -> Tensor:  # fmt: skip
+    """`mla_decode` with the work shared out by a plan, arguments unchecked.
 
     Args:
-        uniform: merge a context's parts in the same steps whatever the number of contexts.
-        whole: the plan cuts no context, so that nothing is merged.
         terms: over an e4m3 cache queries and weights come to e4m3 too (csrc/mla_fp8.cuh), head by head, times a power
             of two that brings the largest value into its upper range. In two terms they keep bfloat16's bits; in one
             results are about 3.7 % off over values of a normal distribution, as FlashMLA's are. 0 converts the cache.
+        others: `tokens` as `folded` says; `uniform`: merge a context's parts in the same steps whatever the number of
+            contexts; `whole`: the plan cuts no context, so that nothing is merged; `lse` as `mla_decode` takes it.
 
     Raises:
         KernelError: a scale is not positive where there are terms, there is no CUDA compiler, or the launch failed.
@@ -176,9 +147,9 @@ def run_planned(
     if terms and not softmax_scale * cache_scale > 0:
         raise KernelError(f"softmax_scale {softmax_scale}, cache_scale {cache_scale}: expected positive ones")
     out = q.new_empty(*q.shape[:2], LATENT)
-    arguments = q, cache, seq_lens, softmax_scale, block_table, cache_scale
-    parts = None if whole else _planned_parts(q, plan, terms)
-    _launch(*arguments, 0, out, parts, plan, tokens, uniform, whole, lse, terms=terms)
+    parts = None if others.get("whole") else _planned_parts(q, plan, terms)
+    given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, parts
+    _launch(*given, terms, out=out, plan=plan, **others)
     return out
 
 
@@ -224,7 +195,7 @@ def attend_planned_parts(
     if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or cache.numel() == 0:
         raise KernelError(f"parts of {q.shape[1]} heads, a cache of {cache.dtype}: expected {FEW_HEADS}, {q.dtype}")
     parts = _planned_parts(q, plan)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, 0, None, parts, plan)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, parts, plan=plan)
     return parts
 
 
@@ -254,5 +225,5 @@ def attend_parts(
         raise KernelError(f"parts of {actual}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
     q = q.view(-1, FEW_HEADS, ROW)
     parts = _parts(q, splits)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, splits, None, parts)
+    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, parts, splits=splits)
     return parts

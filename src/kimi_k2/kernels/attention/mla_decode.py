@@ -154,10 +154,11 @@ def _by_plan(
     cache_scale: float, tokens: int, capacity: int, rounded: bool, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     whole = mla_plan.uncut(q.shape[0], capacity, q.shape[1])
-    arguments = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale, tokens
+    arguments = q, cache, seq_lens, softmax_scale, block_table, plan, cache_scale
     # Short contexts, which no plan cuts, are converted as fast. The largest score is found before it is multiplied.
     fp8 = cache.dtype != q.dtype and (rounded or (softmax_scale * cache_scale > 0 and not whole))
-    return mla_cuda.run_planned(*arguments, whole=whole, lse=lse, terms=(1 if rounded else 2) if fp8 else 0)
+    terms = (1 if rounded else 2) if fp8 else 0
+    return mla_cuda.run_planned(*arguments, terms, tokens=tokens, whole=whole, lse=lse)
 
 
 def _several(

@@ -1,4 +1,4 @@
-"""How Python calls a kernel library: checked tensors, argument structures, the launch and its error."""
+"""How Python calls a kernel library: its arguments, the launch and its error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ ERRORS = {
 }
 
 Argument = Tensor | ctypes.Structure | float | None
-
-
-def expect(name: str, tensor: Tensor, device: torch.device, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """KernelError naming the tensor unless it is contiguous, on `device`, of this shape and one of these dtypes."""
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d) for d in dtypes)
-        raise KernelError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted} {shape}")
-    if not tensor.is_contiguous() or tensor.device != device:
-        raise KernelError(f"{name} must be contiguous and on {device}")
 
 
 def _passed(argument: Argument) -> Any:

@@ -257,18 +257,28 @@ def _supports_joined(
     return _like_a_routed_one(experts, shared_gate_up, shared_down)
 
 
-@ops_experts.routed_experts_with_shared.entry(
-    "moe_decode", takes=_supports_joined, joins={"routed_experts": "moe_decode"}
-)
-def experts_with_shared(
+def with_shared(
     x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
+    shared_down: Weight, *, in_parts: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`moe_decode`, with the shared expert as one more of the routed ones."""
+    """`moe_decode`, with the shared expert as one more of the routed ones.
+
+    `in_parts`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`.
+    """
     routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    shared = _shared_tensors(shared_gate_up, shared_down)
-    out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared)
+    shared, parts = _shared_tensors(shared_gate_up, shared_down), None
+    if in_parts:
+        _, hidden, inter = experts.down.tensors["weight"].shape
+        first = invariant.decode_splits(topk_indices.shape[1], hidden, inter)
+        parts = [first, linear_tuning.parts(2 * inter, hidden), linear_tuning.parts(hidden, inter)]
+    arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared, parts
+    out: Tensor = moe_decode.moe_decode(*arguments)
     return out
+
+
+ops_experts.routed_experts_with_shared.entry(
+    "moe_decode", takes=_supports_joined, joins={"routed_experts": "moe_decode"}
+)(with_shared)
 
 
 def _supports_few(
@@ -283,28 +293,12 @@ def _supports_few(
     return same and moe_decode.supports_parts(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
 
 
-@ops_experts.routed_experts_with_shared.entry(
+ops_experts.routed_experts_with_shared.entry(
     "moe_few",
     takes=_supports_few,
     joins={"routed_experts": "moe_fp8", "swiglu": "block_gemm", "project": "block_gemm", "fp8_linear": "block_gemm"},
     batch_invariant="the sums of moe_fp8 and block_gemm",
-)
-def few_experts(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> Tensor:  # fmt: skip
-    """`moe_decode` with parts: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`."""
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    shared = _shared_tensors(shared_gate_up, shared_down)
-    _, hidden, inter = experts.down.tensors["weight"].shape
-    parts = [
-        invariant.decode_splits(topk_indices.shape[1], hidden, inter),
-        linear_tuning.parts(2 * inter, hidden),
-        linear_tuning.parts(hidden, inter),
-    ]
-    arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared
-    out: Tensor = moe_decode.moe_decode(*arguments, parts)
-    return out
+)(partial(with_shared, in_parts=True))
 
 
 def _supports_few_int4(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,35 @@ def _supports_few(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_siz
 ops_linear.fp8_linear.entry("triton_decode", takes=_supports_few)(fused_linear.fp8_linear)
 
 
-def _linear_fits(x: Tensor, weight: Weight) -> bool:
+Takes = Callable[[Tensor, Tensor | None, Weight, Tensor | None], bool]
+Linear = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _add_linear(name: str, takes: Takes, run: Linear, joins: dict[str, str], **how: Any) -> None:
+    """Entries of `project` and `add_project`: a linear behind a norm and a residual sum, which the first has not.
+
+    Args:
+        takes: x, delta, weight and norm_weight.
+        run: `add_project`; None for nothing to add, or without a norm.
+        joins: of `project`; `add_project` stands for it and `add_norm` too.
+        how: further words of both entries.
+    """
+
+    def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+        return takes(x, None, weight, norm_weight)
+
+    @ops_linear.project.entry(name, takes=supports_project, joins=joins, **how)
+    def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        return run(x, None, weight, norm_weight, eps)[0]
+
+    def supports_add(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
+        return takes(x, delta, weight, norm_weight)
+
+    both = {"add_norm": "fused", "project": name, **joins}
+    ops_linear.add_project.entry(name, takes=supports_add, joins=both, **how)(run)
+
+
+def _linear_fits(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None) -> bool:
     """FP8 blocks or BF16, few BF16 tokens; not those that `dense_gemm` takes."""
     if weight.fp8_block is not None:
         stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
@@ -69,37 +98,19 @@ def _linear_fits(x: Tensor, weight: Weight) -> bool:
     return fused_linear.supports_bf16_linear(x, weight.tensors["weight"])
 
 
-def _supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
-    return _linear_fits(x, weight)
-
-
-@ops_linear.project.entry("fused_linear", takes=_supports_project, joins={"fp8_linear": "triton_decode"})
-def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`fused_linear` with or without the norm."""
-    stored = weight.tensors["weight"], weight.tensors.get("weight_scale_inv")
-    rows = x if block_gemm.takes_rows(x) else x.contiguous()
-    out: Tensor = fused_linear.fused_linear(rows, *stored, norm_weight, eps)
-    return out
-
-
-def _supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
-    return _linear_fits(x, weight)
-
-
-@ops_linear.add_project.entry(
-    "fused_linear",
-    takes=_supports_add_project,
-    joins={"add_norm": "fused", "project": "fused_linear", "fp8_linear": "triton_decode"},
-)
-def add_project(
-    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
+def _fused(
+    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`fused_add_linear`; `fused_linear` where there is nothing to add."""
     stored = weight.tensors["weight"], weight.tensors.get("weight_scale_inv")
     if delta is None:
-        return fused_linear.fused_linear(x, *stored, norm_weight, eps), x
+        rows = x if block_gemm.takes_rows(x) else x.contiguous()
+        return fused_linear.fused_linear(rows, *stored, norm_weight, eps), x
     made: tuple[Tensor, Tensor] = fused_linear.fused_add_linear(x, delta, *stored, norm_weight, eps)
     return made
+
+
+_add_linear("fused_linear", _linear_fits, _fused, {"fp8_linear": "triton_decode"})
 
 
 def _choice(terms: int, tokens: int, rows: int, columns: int, device: torch.device) -> tuning.LinearChoice:
@@ -141,40 +152,30 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     def supports_fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
         return tuple(block_size) == BLOCK and fits(x, *weight.shape)
 
-    @ops_linear.fp8_linear.entry(name, takes=supports_fp8_linear, optional=optional, batch_invariant=ONE_ORDER)
+    how: dict[str, Any] = {"optional": optional, "batch_invariant": ONE_ORDER}
+
+    @ops_linear.fp8_linear.entry(name, takes=supports_fp8_linear, **how)
     def fp8_linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         quantized = block_gemm.quantize_groups(flat, terms=terms)
         out = multiply(quantized, weight, weight_scale_inv)
         return out.view(*x.shape[:-1], weight.shape[0])
 
-    def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
-        return x.dim() == 2 and _norm_fits(norm_weight) and by_blocks(x, weight)
+    def supports_linear(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None) -> bool:
+        fits = x.dim() == 2 and _norm_fits(norm_weight) and (delta is None or x.is_contiguous())
+        return fits and by_blocks(x, weight)
 
-    # The norm is part of the quantization.
-    @ops_linear.project.entry(
-        name, takes=supports_project, joins={"fp8_linear": name}, optional=optional, batch_invariant=ONE_ORDER
-    )
-    def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-        return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight)
-
-    def supports_add_project(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
-        return x.dim() == 2 and x.is_contiguous() and _norm_fits(norm_weight) and by_blocks(x, weight)
-
-    # And the residual sum.
-    joins = {"add_norm": "fused", "project": name, "fp8_linear": name}
-
-    @ops_linear.add_project.entry(
-        name, takes=supports_add_project, joins=joins, optional=optional, batch_invariant=ONE_ORDER
-    )
-    def add_project(
-        x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
+    # The norm and the residual sum are part of the quantization.
+    def linear(
+        x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if delta is None:
             return _multiply_weight(block_gemm.quantize_groups(x, norm_weight, eps, terms=terms), weight), x
         apart = batch_invariant() and is_decoding()
         total, fp8, scale = block_gemm.add_quantize(x, delta, norm_weight, eps, terms, apart)
         return _multiply_weight((fp8, scale), weight), total
+
+    _add_linear(name, supports_linear, linear, {"fp8_linear": name}, **how)
 
     def supports_swiglu(x: Tensor, gate_up: Weight, down: Weight) -> bool:
         if x.dim() != 2 or not by_blocks(x, gate_up) or down.fp8_block != BLOCK:
@@ -188,9 +189,9 @@ def add_entries(name: str, terms: int, fits: Callable[[Tensor, int, int], bool],
     # pinned, this one is not taken.
     joins = {"fp8_linear": name, "project": name, "silu_and_mul": ""}
 
-    @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, optional=optional, batch_invariant=ONE_ORDER)
+    @ops_experts.swiglu.entry(name, takes=supports_swiglu, joins=joins, **how)
     def swiglu(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        hidden = project(x, gate_up)
+        hidden = _multiply_weight(block_gemm.quantize_groups(x, terms=terms), gate_up)
         return _multiply_weight(block_gemm.quantize_groups(hidden, swiglu=True, terms=terms), down)
 
 
@@ -246,49 +247,31 @@ def _fits_behind_norm(tokens: int, weight: Weight) -> bool:
     return tokens in (DENSE if many else NORMED_DENSE)
 
 
-def _supports_add_dense(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
-    """In a decode step of batch-invariant mode, and a few tokens, where there is something to add."""
-    if delta is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
-        return False
-    fits = x.is_contiguous() and x.shape[1] <= block_gemm.MAX_NORM
-    return fits and dense_gemm.supports(x, weight.tensors["weight"])
-
-
-@ops_linear.add_project.entry(
-    "dense_gemm",
-    takes=_supports_add_dense,
-    joins={"add_norm": "fused", "project": "dense_gemm", "dense_linear": "dense_gemm", "fp8_linear": "block_gemm"},
-    batch_invariant=ONE_ORDER,
-)
-def add_project_dense(
-    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`dense_gemm`, which takes its sums times the norm's quotient too."""
-    matrix = weight.tensors["weight"]
-    assert delta is not None
-    total, normed, inverse = add_norm_apart(x, delta, norm_weight, eps)
-    out: Tensor = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
-    return out, total
-
-
-def _supports_project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+def _fits_dense_linear(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None) -> bool:
     """In a decode step of batch-invariant mode, and a few tokens, behind a norm."""
     if norm_weight is None or weight.quantization is not None or x.dim() != 2 or not _fits_behind_norm(len(x), weight):
         return False
-    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] <= block_gemm.MAX_NORM
-    return fits and dense_gemm.supports(x, weight.tensors["weight"])
+    whole = (x.stride(1) == 1 and x.stride(0) % 8 == 0) if delta is None else x.is_contiguous()
+    return whole and x.shape[1] <= block_gemm.MAX_NORM and dense_gemm.supports(x, weight.tensors["weight"])
 
 
-@ops_linear.project.entry(
+def _dense_behind_norm(
+    x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`dense_gemm`, which takes its sums times the norm's quotient too."""
+    matrix, total = weight.tensors["weight"], x
+    assert norm_weight is not None
+    if delta is None:
+        normed, inverse = norm_apart(x, norm_weight, eps)
+    else:
+        total, normed, inverse = add_norm_apart(x, delta, norm_weight, eps)
+    return dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse), total
+
+
+_add_linear(
     "dense_gemm",
-    takes=_supports_project_dense,
-    joins={"rms_norm": "triton", "dense_linear": "dense_gemm", "fp8_linear": "block_gemm"},
+    _fits_dense_linear,
+    _dense_behind_norm,
+    {"rms_norm": "triton", "dense_linear": "dense_gemm", "fp8_linear": "block_gemm"},
     batch_invariant=ONE_ORDER,
 )
-def project_dense(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`dense_gemm`, which takes its sums times the norm's quotient too."""
-    matrix = weight.tensors["weight"]
-    assert norm_weight is not None
-    normed, inverse = norm_apart(x, norm_weight, eps)
-    out: Tensor = dense_gemm.dense_gemm(normed, matrix, _parts(x, matrix), False, inverse)
-    return out
