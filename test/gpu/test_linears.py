@@ -39,16 +39,15 @@ def test_product(
     x = machine.normal(tokens, columns + (0 if with_sum else 64))[:, :columns]  # rows may be strided
     weight, scale = blocks(rows, columns, device=machine.device) if fp8 else (machine.normal(rows, columns), None)
     norm = machine.normal(columns) if with_norm else None
-    summed = x
-    if with_sum:
-        delta = machine.normal(tokens, columns)
+    delta = machine.normal(tokens, columns) if with_sum else None
+    summed = x.double() if delta is None else x.double() + delta.double()
+    wanted = (summed if norm is None else normed(summed, norm)) @ dense(weight, scale).T
+    if delta is not None:
         out, total = fused_add_linear(x, delta, weight, scale, norm, 1e-6)
         assert torch.equal(total, x + delta)
-        summed = x.double() + delta.double()
     else:
         out = fused_linear(x, weight, scale, norm, 1e-6, splits)
         assert torch.equal(out, fused_linear(x, weight, scale, norm, 1e-6, splits))
-    wanted = (summed.double() if norm is None else normed(summed, norm)) @ dense(weight, scale).T
     assert distance(out, wanted) < machine.limit(5e-3)
 
 
@@ -86,7 +85,7 @@ def test_residual_sum_and_norm(machine: Machine, tokens: int, columns: int) -> N
     if machine.name == "triton":
         return
     total, apart, inverse = add_norm_apart(x, delta, weight, 1e-6)
-    assert torch.equal(total, x + delta) and torch.equal(apart, (summed * weight.double()).bfloat16())
+    assert torch.equal(total, x + delta) and torch.equal(apart, (summed.float() * weight.float()).bfloat16())
     check(apart, inverse.double()[:, None], summed)
     apart, inverse = norm_apart(wide, weight, 1e-6)
     check(apart, inverse.double()[:, None], x)
@@ -120,9 +119,9 @@ def test_bf16_behind_norm_and_residual_sum(machine: Machine, tokens: int, rows: 
 def test_logits_are_not_rounded(machine: Machine, tokens: int) -> None:
     """Sums in float32 of the products of BF16 values, which rounding to BF16 would move by 1.65e-3."""
     x, weight = machine.normal(tokens, 7168), machine.normal(20480, 7168)
-    found = float32_linear(x, weight)
+    wanted, found = x.double() @ weight.double().T, float32_linear(x, weight)
     assert found.dtype == torch.float32
-    assert distance(found, x.double() @ weight.double().T) < 1e-4
+    assert distance(found, wanted) < 1e-4
     few = tokens < 65
     assert (float32_linear.choose(x, weight).name == "dense_gemm") == few
     assert not few or torch.equal(found[-1:], float32_linear(x[-1:], weight))  # however many are with it

@@ -21,7 +21,9 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 def blocks(*shape: int, device: str = "cuda", size: float = 0.02) -> tuple[Tensor, Tensor]:
     """Random FP8 matrices [..., N, K] of about this size, and their scales, one a 128x128 block."""
-    weight = (torch.randn(*shape, device=device) * 60).clamp(-448, 448).to(E4M3)
+    weight = torch.empty(shape, dtype=E4M3, device=device)
+    for matrix in weight.view(-1, *shape[-2:]):  # one at a time: float32 takes four times the memory
+        matrix.copy_((torch.randn(*shape[-2:], device=device) * 60).clamp(-448, 448))
     scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=device) + 0.5
     return weight, scale * (size / 60)
 
