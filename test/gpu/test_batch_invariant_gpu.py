@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from exact import blocks, distance, normed
 from on_hopper import NEEDS_HOPPER
 from torch import Tensor
 
@@ -55,6 +56,7 @@ def _mode() -> Iterator[None]:
     registry.pin("")
     with registry.computing(batch_invariant=True):
         yield
+    registry.pin("")
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -62,9 +64,7 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def fp8(*shape: int) -> Weight:
-    weight = (torch.randn(*shape, device="cuda") * 60).clamp(-448, 448).to(E4M3)
-    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    scale = torch.rand(*blocks, device="cuda") * 4e-4 + 1e-4
+    weight, scale = blocks(*shape)
     return Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat())
 
 
@@ -91,46 +91,22 @@ SHAPES = [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256), (4
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("stored", ["fp8", "bf16", "e4m3"])
 def test_linears(rows: int, columns: int, stored: str) -> None:
-    if stored == "e4m3":
-        registry.pin("fp8_linear=e4m3")
+    """And near float64: few tokens and many, the norm's quotient in the tokens' scales or in the sums."""
+    registry.pin("fp8_linear=e4m3" if stored == "e4m3" else "")
     weight = Weight({"weight": normal(rows, columns, scale=0.02)}) if stored == "bf16" else fp8(rows, columns)
-    norm = normal(columns)
-    try:
-        for decoding, count in phases():
-            x, delta = normal(count, columns), normal(count, columns)
-            with registry.computing(decoding=decoding):
-                assert_rows_alone(lambda x: project(x, weight), x)
-                assert_rows_alone(lambda x: project(x, weight, norm, 1e-6), x)
-                assert_rows_alone(lambda x, delta: add_project(x, delta, weight, norm, 1e-6), x, delta)
-    finally:
-        registry.pin("")
-
-
-def test_linears_are_near_float64() -> None:
-    for rows, columns in SHAPES:
-        weight = normal(rows, columns, scale=0.02)
-        for decoding, count in phases():
-            x = normal(count, columns)
-            with registry.computing(decoding=decoding):
-                found = dense_linear(x, weight)
-                assert_rows_alone(lambda x, held=weight: float32_linear(x, held), x)
-            wanted = x.double() @ weight.double().T
-            assert (found - wanted).norm() / wanted.norm() < 2.5e-3
-
-
-def test_fp8_linears_behind_sum_and_norm_are_near_float64() -> None:
-    """Few tokens and many, the norm's quotient in the tokens' scales."""
-    for rows, columns in SHAPES:
-        weight, norm = fp8(rows, columns), normal(columns)
-        matrix = dequantize(weight, torch.float32).double()
-        for count in BATCHES:
-            x, delta = normal(count, columns), normal(count, columns)
-            with registry.computing(decoding=True):
-                found, total = add_project(x, delta, weight, norm, 1e-6)
-            assert torch.equal(total, x + delta)
-            wide = total.double()
-            wanted = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.double()) @ matrix.T
-            assert (found - wanted).norm() / wanted.norm() < 5e-3, count
+    norm, matrix, plain = normal(columns), dequantize(weight, torch.float32).double().T, weight.tensors["weight"]
+    for decoding, count in phases():
+        x, delta = normal(count, columns), normal(count, columns)
+        with registry.computing(decoding=decoding):
+            assert_rows_alone(lambda x: project(x, weight), x)
+            assert_rows_alone(lambda x: project(x, weight, norm, 1e-6), x)
+            assert_rows_alone(lambda x, delta: add_project(x, delta, weight, norm, 1e-6), x, delta)
+            found, total = add_project(x, delta, weight, norm, 1e-6)
+            if stored == "bf16":
+                assert_rows_alone(lambda x: float32_linear(x, plain), x)
+                assert distance(dense_linear(x, plain), x.double() @ matrix) < 2.5e-3
+        assert torch.equal(total, x + delta)
+        assert stored == "e4m3" or distance(found, normed(total, norm) @ matrix) < 5e-3, count
 
 
 def test_swiglu() -> None:

@@ -11,7 +11,7 @@ from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
-from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
+from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, choose_launch
 
 
 def test_pairs_are_taken_one_by_one_while_their_intermediates_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +35,10 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
     assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
     known = [*moe_w4a16.DECODE_HIDDEN, *range(len(FORMATS))]
     assert cases("experts/w4a16_decode", "switch (a.hidden)") == known
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256)])
+def test_splits_cut_the_input_at_scale_blocks(rows: int, columns: int) -> None:
+    splits, block_rows = choose_launch(rows, columns)
+    assert columns % (splits * 128) == 0
+    assert 128 % block_rows == 0

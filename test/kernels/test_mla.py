@@ -7,18 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
-from kimi_k2.bench.kernels.mla_cases import ragged_inputs
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import supports_mla_naive_attention
 
 BF16, INT32 = torch.bfloat16, torch.int32
-
-
-def test_cpu_tensors_are_left_to_the_plain_operation() -> None:
-    one = ragged_inputs([128] * 2, 64, device="cpu")
-    assert not mla.supports(one.q, one.cache, one.seq_lens, one.block_table)
 
 
 @pytest.mark.parametrize("nvcc", ["nvcc", None])
