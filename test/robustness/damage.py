@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ class Kind:
         refused: the commands that must refuse it, by first letter: inspect, plan, convert, generate, dialogue (chat),
             a capture. The others read nothing that is damaged, or what they read is no damage, and must end as on the
             sound checkpoint. None where either is right: a refusal, or whatever the changed checkpoint says.
-        either: commands that may do either, in spite of `refused`.
     """
 
     name: str
@@ -38,12 +38,11 @@ class Kind:
     damage: Damage
     says: str
     refused: str | None = "icg"
-    either: str = ""
 
     def refused_by(self, command: str) -> bool | None:
         """Whether a command must refuse it; None where it may."""
         letter = command[0]
-        return None if self.refused is None or letter in self.either else letter in self.refused
+        return None if self.refused is None else letter in self.refused
 
 
 def private_copy(source: Path, target: Path) -> Path:
@@ -84,15 +83,30 @@ def sparse(directory: Path, name: str, size: int) -> None:
 
 
 @damaging
-def as_directory(directory: Path, name: str) -> None:
+def placed(directory: Path, name: str, make: Callable[[Path], object]) -> None:
+    """Something else in a file's place."""
     remove(name)(directory)
-    (directory / name).mkdir()
+    make(directory / name)
 
 
-@damaging
-def looping_link(directory: Path, name: str) -> None:
-    remove(name)(directory)
-    (directory / name).symlink_to(name)
+def as_directory(name: str) -> Damage:
+    return placed(name, Path.mkdir)
+
+
+def linked(target: str) -> Callable[[Path], None]:
+    """Makes a link, to itself by its own name."""
+    return lambda path: path.symlink_to(target)
+
+
+def bound(path: Path) -> None:
+    """Makes a socket, whose name has at most 108 bytes."""
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
 
 
 def put(raw: Any, place: str, value: object) -> None:

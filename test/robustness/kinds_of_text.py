@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from damage import (
@@ -14,9 +15,12 @@ from damage import (
     Damage,
     Kind,
     as_directory,
+    bound,
     config,
+    edited,
     index,
-    looping_link,
+    linked,
+    placed,
     remove,
     sparse,
     write,
@@ -25,8 +29,12 @@ from damage import (
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
+# What may lie in a file's place.
+DEVICES = ("/dev/zero", "/dev/urandom", "/dev/full", "/dev/null", "/dev/tty", "/proc/kmsg", "/proc/self/mem", "nothing")
+
+
 def of_file(name: str) -> dict[str, Damage]:
-    """Ways in which a JSON file can be none: all but `missing` are wrong of any."""
+    """Ways in which a JSON file, a shard or a vocabulary can be none; only `missing` is right of some."""
     return {
         "missing": remove(name),
         "empty": write(name, ""),
@@ -35,10 +43,19 @@ def of_file(name: str) -> dict[str, Damage]:
         "null": write(name, "null"),
         "binary": write(name, bytes(range(255, 0, -1))),
         "UTF-16": write(name, '{"vocab_size": 768}'.encode("utf-16")),
+        "EBCDIC": edited(name, lambda data: data.decode("latin-1").encode("cp500", "replace")),
+        "an overlong form": edited(name, lambda data: b"\xc0\xaf" + data),
+        "a byte order mark": edited(name, lambda data: b"\xef\xbb\xbf" + data),
+        "a comment": edited(name, lambda data: b"// says\n" + data),
+        "a NUL behind": edited(name, lambda data: data + b"\0"),
+        "twice": edited(name, lambda data: data + data),
         "deep": write(name, DEEP),
         "300 MB": sparse(name, 300_000_000),
+        "1 TB": sparse(name, 2**40),
         "a directory": as_directory(name),
-        "a loop of links": looping_link(name),
+        "a pipe": placed(name, os.mkfifo),
+        "a socket": placed(name, bound),
+        **{f"a link to {target}": placed(name, linked(target)) for target in (name, ".", *DEVICES)},
     }
 
 
@@ -174,10 +191,7 @@ def kinds() -> list[Kind]:
     found += [Kind(f"int4: {place} = {_short(new)}", "thinking", config(place, new), says) for place, new, says in INT4]
     found.append(Kind("fp8 said of BF16", "bf16", config("quantization_config", {"quant_method": "fp8"}), "block_size"))
     # Without an index a lone model.safetensors is looked for: the directory is named.
-    found += [
-        Kind(f"index: {way}", "fp8", damage, INDEX if way not in ("missing", "a directory") else "safetensors")
-        for way, damage in of_file(INDEX).items()
-    ]
+    found += [Kind(f"index: {way}", "fp8", damage, "safetensors") for way, damage in of_file(INDEX).items()]
     found += [Kind(f"index: {name}", "fp8", damage, says, refused) for name, damage, says, refused in INDEXES]
     return found
 

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 import base64
 
-from damage import (
-    DELETED,
-    Damage,
-    Kind,
-    line,
-    looping_link,
-    member,
-    remove,
-    sparse,
-    write,
-)
+from damage import DELETED, Damage, Kind, line, linked, member, placed, remove, sparse, write
 from kinds_of_text import of_file
 
 VOCABULARY, CONFIG = "tiktoken.model", "tokenizer_config.json"
@@ -56,16 +46,8 @@ CONFIGS: list[tuple[str, Damage]] = [
 ]
 SOURCES: list[tuple[str, str]] = [
     ("no Jinja", "{% if %}"),
-    ("not closed", "{% for m in messages %}"),
-    ("range(10**12)", "{% for i in range(10**12) %}x{% endfor %}"),
     ("loops in loops", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-    ("a string of 10 GB", "{{ 'a' * 10**10 }}"),
-    ("a power", "{{ 9 ** (9 ** 9) }}"),
-    ("a macro that calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
     ("a look into Python", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
-    ("a refusal", "{{ raise_exception('no') }}"),
-    ("an unknown name", "{{ nothing.of.this }}"),
-    ("a division by zero", "{{ 1 // 0 }}"),
     ("an import", "{% import 'os' as os %}{{ os }}"),
     ("an include", "{% include '/etc/passwd' %}"),
     ("deep", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"),
@@ -91,7 +73,7 @@ def kinds() -> list[Kind]:
     found += [
         Kind("template: binary", "fp8", write(TEMPLATE, bytes(range(255, 0, -1))), TEMPLATE, "g"),
         Kind("template: 70 MB of nothing", "fp8", sparse(TEMPLATE, 70_000_000), TEMPLATE, "g"),
-        Kind("template: a loop of links", "fp8", looping_link(TEMPLATE), TEMPLATE, "g"),
+        Kind("template: a loop of links", "fp8", placed(TEMPLATE, linked(TEMPLATE)), TEMPLATE, "g"),
         Kind("template: missing", "fp8", remove(TEMPLATE), "", ""),
         Kind("tokenizer_config: missing", "fp8", remove(CONFIG), "", ""),
         Kind("template in tokenizer_config a number", "fp8", _moved_template(5), "chat_template", "g"),

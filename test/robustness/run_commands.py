@@ -16,7 +16,6 @@ COMMANDS = {
     "convert": ["convert", "{checkpoint}", "{out}", "--tp", "2"],
     "generate": ["generate", "{checkpoint}", "-p", "Hi", "--max-new-tokens", "1"],
 }
-# By the letters of `mechanisms.READ_BY`.
 SIX = COMMANDS | {
     "plan": ["plan", "{checkpoint}", "--preset", "h200-tp1"],
     "dialogue": ["chat", "{checkpoint}", "--max-new-tokens", "1"],

@@ -149,13 +149,13 @@ def header_bytes(path: Path) -> bytes:
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
-        prefix = file.read(8)
+        prefix = file.read(8) or b""  # None: a file of /proc that has nothing to say now
         length = int.from_bytes(prefix, "little")
         if length > SAFETENSORS_HEADER_BYTES:
             raise CorruptHeaderError(
                 f"claims a header of {length} bytes; at most {SAFETENSORS_HEADER_BYTES} are allowed", file=path
             )
-        text = file.read(length)
+        text = file.read(length) or b""
     if len(prefix) < 8 or len(text) < length:
         raise TruncatedShardError("ends within its header (or is no safetensors)", file=path)
     return prefix + text
