@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+
+from kimi_k2.media.config import MediaConfig
+from kimi_k2.media.patches import Media
+from kimi_k2.media.video import chunked, sampled_indices
 
 Frames = npt.NDArray[np.uint8]
 MODES = ["RGB", "RGBA", "L", "LA", "P", "P+t", "CMYK", "1", "PA", "YCbCr"]
@@ -67,3 +72,9 @@ def write_video(path: Path, frames: Frames, fps: int, codec: str = "mpeg4", **op
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
     return path
+
+
+def chunks_of_frames(frames: Sequence[Frames], fps: float, config: MediaConfig) -> list[Media]:
+    """Of a video that is decoded already, as `process_video` makes them."""
+    indices = sampled_indices(len(frames), fps, config)
+    return chunked(((each, Image.fromarray(frames[each])) for each in indices), indices, fps, config)

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pictures import VIDEOS, drawn, image_of, sizes, write_video
+from pictures import VIDEOS, chunks_of_frames, drawn, image_of, sizes, write_video
 from torch import Tensor
 
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.patches import Media, normalised
 from kimi_k2.media.prompt import MediaProcessor
-from kimi_k2.media.video import process_frames, process_video
+from kimi_k2.media.video import process_video
 from kimi_k2.synthetic.checkpoint import synthetic_ranks
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -51,7 +51,7 @@ def by_transformers() -> Made:
         "videos": [],
     }
     shell = object.__new__(kimi_k25.Kimi_K25Processor)
-    shell.video_processor, shell.video_token = kimi_k25.Kimi_K25VideoProcessor(), "<|video|>"
+    shell.video_processor, shell.video_token = (kimi_k25.Kimi_K25VideoProcessor(), "<|video|>")
     for frames, height, width, fps in VIDEOS:
         drawing = np.stack([drawn(height, width, seed) for seed in range(frames)])
         metadata = VideoMetadata(total_num_frames=frames, fps=float(fps), height=height, width=width)
@@ -104,7 +104,7 @@ def test_fifty_images(number: int, live: Made | None) -> None:
 @pytest.mark.parametrize("number", range(len(VIDEOS)))
 def test_five_videos(number: int, live: Made | None) -> None:
     frames, height, width, fps = VIDEOS[number]
-    ours = process_frames([drawn(height, width, seed) for seed in range(frames)], fps, THEIRS)
+    ours = chunks_of_frames([drawn(height, width, seed) for seed in range(frames)], fps, THEIRS)
     given = check(ours, "videos", number, live)
     text = re.sub(r"\{(\d+)\}", lambda run: "<|media_pad|>" * int(run[1]), given["text"])
     tokenizer = KimiTokenizer(synthetic_ranks(512), special_tokens(512))
@@ -124,7 +124,7 @@ def test_files_of_videos_are_their_frames(tmp_path: Path, number: int, suffix: s
     with av.open(str(path)) as container:
         decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(decoded) == frames
-    for found, wanted in zip(process_video(path, THEIRS), process_frames(decoded, fps, THEIRS), strict=True):
+    for found, wanted in zip(process_video(path, THEIRS), chunks_of_frames(decoded, fps, THEIRS), strict=True):
         assert (found.digest, found.seconds) == (wanted.digest, wanted.seconds)
 
 

@@ -26,6 +26,7 @@ import torch
 from engines import ON_GPU, OURS, serve
 from heads import write_following_head
 from judge import ROUNDING, SIZES
+from pictures import chunks_of_frames
 from plain_tokens import answers, media_rows, parts
 from scripted import write_hf_tokenizer
 
@@ -34,7 +35,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.media.patches import Media
-from kimi_k2.media.video import process_frames
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -154,7 +154,7 @@ def test_same_tokens_as_the_plain_model(
     def decoded(path: Path, config: MediaConfig, *, name: str) -> list[Media]:
         """The frames as they are, two a second: vLLM is given chunks of four and two, so it decodes no file."""
         assert path == Path("video")
-        return process_frames([np.asarray(Image.open(frame)) for frame in frames], 2.0, config, name=name)
+        return chunks_of_frames([np.asarray(Image.open(frame)) for frame in frames], 2.0, config)
 
     monkeypatch.setattr("kimi_k2.media.prompt.process_video", decoded)
     model = KimiK2.from_pretrained(tmp_path / "model", backend="cuda" if on_gpu else "cpu", dtype="float32")

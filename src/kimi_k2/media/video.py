@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
@@ -37,48 +36,41 @@ def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None
     try:
         total, fps = _counted(av, data, kind, name)
         indices = sampled_indices(total, fps, config)
-        frames: list[tuple[float, Grid, Tensor]] = []
-        for place, picture in _decoded(av, data, kind, indices, name):
-            if not frames:
-                _check_tokens((picture.height, picture.width), len(indices), config, name)
-                first = picture.size
-            if picture.size != first:
-                raise MediaError(f"changes its size from {first} to {picture.size}", file=name)
-            frames.append((place / fps, *to_patches(picture, config.max_patches_a_frame, config)))
+        return chunked(_decoded(av, data, kind, indices, name), indices, fps, config, name)
+    except MediaError:
+        raise
     except (av.FFmpegError, ValueError, OSError, MemoryError, OverflowError, EOFError) as error:
-        if isinstance(error, MediaError):
-            raise
         raise MediaError(f"damaged: {error}", file=name) from None
-    if len(frames) < len(indices):
-        last = indices[len(frames)]
-        raise MediaError(f"ends before frame {last} of {total}: truncated or damaged", file=name)
-    return chunks_of(frames, config)
 
 
-def process_frames(
-    frames: Sequence[npt.NDArray[np.uint8]], fps: float, config: MediaConfig, *, name: str | None = None
+def chunked(
+    pictures: Iterable[tuple[int, Image.Image]],
+    indices: Sequence[int],
+    fps: float,
+    config: MediaConfig,
+    name: str | None = None,
 ) -> list[Media]:
-    """The same for all frames of a video that is decoded already.
+    """A video's chunks.
 
     Args:
-        frames: [height, width, 3] each, of one size.
+        pictures: the frames that are taken, RGB, with their numbers.
+        indices: these numbers.
         fps: frames a second.
 
     Raises:
-        MediaError: there is no frame, a frame has another form, or `fps` is no positive number.
+        MediaError: too many tokens, frames of several sizes, or fewer than expected.
     """
-    if not len(frames) or not 0 < fps < float("inf"):
-        raise MediaError(f"expected frames and a rate above 0, got {len(frames)} frames at {fps}", file=name)
-    shape = frames[0].shape
-    for frame in frames:
-        if frame.dtype != np.uint8 or frame.shape != shape or len(shape) != 3 or shape[2] != 3 or 0 in shape:
-            raise MediaError(
-                f"expected uint8 [height, width, 3] of one size, got {frame.dtype} {frame.shape}", file=name
-            )
-    indices = sampled_indices(len(frames), fps, config)
-    _check_tokens((shape[0], shape[1]), len(indices), config, name)
-    limit = config.max_patches_a_frame
-    return chunks_of([(i / fps, *to_patches(Image.fromarray(frames[i]), limit, config)) for i in indices], config)
+    frames: list[tuple[float, Grid, Tensor]] = []
+    for number, picture in pictures:
+        if not frames:
+            _check_tokens((picture.height, picture.width), len(indices), config, name)
+            first = picture.size
+        if picture.size != first:
+            raise MediaError(f"changes its size from {first} to {picture.size}", file=name)
+        frames.append((number / fps, *to_patches(picture, config.max_patches_a_frame, config)))
+    if len(frames) < len(indices):
+        raise MediaError(f"ends before frame {indices[len(frames)]}: truncated or damaged", file=name)
+    return chunks_of(frames, config)
 
 
 def sampled_indices(total: int, fps: float, config: MediaConfig) -> list[int]:
