@@ -1,4 +1,4 @@
-"""The arrangement for CUDA graphs against the plain model, on a CPU: same tokens, same cache, every launch named."""
+"""The engine's prompts and steps against the plain model, on a CPU: same logits, same cache, every launch named."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimi_k2.engine.batch import new_cache
+from kimi_k2.engine.batch import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
+from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.model.moe import MLP
 from kimi_k2.ops import registry
 
 
@@ -26,40 +28,52 @@ def _unpinned() -> Iterator[None]:
     registry.pin("")
 
 
-def errors_of_steps(model: KimiK2ForCausalLM, steps: int = 3) -> list[float]:
-    """Relative distance of some steps' logits to those of the plain model's one pass."""
-    torch.manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (2, 9))
-    wanted = model(ids)
-    cache = new_cache(model, 2, 9)
-    prefill(model, [ids[0, :4].tolist(), ids[1, :6].tolist()], cache)
-    step, positions, found = DecodeStep(model, cache), torch.tensor([4, 6]), []
-    for _ in range(steps):
-        logits = step(ids[torch.arange(2), positions], positions)
-        plain = wanted[torch.arange(2), positions]
-        found.append(float((logits - plain).norm() / plain.norm()))
-        positions = positions + 1
-    return found
-
-
-@pytest.mark.parametrize("pins", ["", "plain"])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "limit", "pins"), [(torch.float32, 2e-5, ""), (torch.float32, 2e-5, "plain"), (torch.float64, 1e-12, "")]
+)
+@pytest.mark.parametrize(("chunk", "pages"), [(None, None), (3, 3)])
 @pytest.mark.parametrize("source", ["wide", "thinking", "bf16"])
 @pytest.mark.parametrize("keep_quantized", [True, False])
 @torch.inference_mode()
-def test_steps_agree_with_the_plain_model(
+def test_prompts_and_steps_agree_with_the_plain_model(
     checkpoints: dict[str, Path],
     wide: Path,
     source: str,
     keep_quantized: bool,
+    chunk: int | None,
+    pages: int | None,
     dtype: torch.dtype,
     limit: float,
     pins: str,
 ) -> None:
+    """Logits of prompts and of steps behind them beside one pass, and what the cache holds."""
     directory = wide if source == "wide" else checkpoints[source]
     model = KimiK2ForCausalLM.from_pretrained(directory, dtype=dtype, keep_quantized=keep_quantized)
     registry.pin(pins)
-    assert max(errors_of_steps(model)) < limit
+    torch.manual_seed(1)
+    ids, lengths = torch.randint(0, model.config.vocab_size, (2, 9)), [4, 6]
+    plain, cache = (model.new_cache(2, 9), PagedCache(model.config, 2, 9, pages, dtype=dtype))
+    wanted = model(ids, None, plain)
+    cache.assign([9, 9])
+    step, positions = DecodeStep(model, cache), torch.tensor(lengths)
+    prompts = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    found = [prefill(model, prompts, cache, chunk, read=PromptStep(step))]
+    for _ in range(3):
+        found.append(step(ids[torch.arange(2), positions], positions))
+        positions = positions + 1
+    for place, logits in enumerate(found, -1):
+        right = wanted[torch.arange(2), torch.tensor(lengths) + place]
+        assert (logits - right).norm() / right.norm() < limit
+    if pages is None:
+        entries, right = (held.data[:, 0, :7] for held in (cache, plain))
+        assert (entries - right).norm() / right.norm() < limit
+    # What is stored as two Linears and read as one is held once, where no scale's block straddles the two.
+    mlp, (gate_up, _) = model.model.layers[0].mlp, step.layers[0].dense or (None, None)
+    assert isinstance(mlp, MLP) and gate_up is not None
+    for suffix, tensor in gate_up.tensors.items():
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            own = linear.stored().tensors[suffix]
+            assert own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 @pytest.fixture
@@ -96,7 +110,7 @@ def used() -> Counter[str]:
 @torch.inference_mode()
 def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = (DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64))
     registry.pin("")
     launched.clear()
     step(now, now)
@@ -114,7 +128,7 @@ def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]
 def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(wide: Path, launched: Counter[str]) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     registry.pin("plain")
-    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = (DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64))
     launched.clear()
     step(now, now)
     assert not launched
@@ -139,7 +153,7 @@ class Computed(TorchDispatchMode):
 @torch.inference_mode()
 def test_nothing_is_computed_outside_the_table(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    step, now = DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64)
+    step, now = (DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64))
     computed = Computed()  # type: ignore[no-untyped-call]
 
     def within(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,30 +42,22 @@ def encoder(tower: Tower, **options: Any) -> VisionEncoder:
     return VisionEncoder(model, run=tower, **options)
 
 
-def test_what_was_used_last_is_kept() -> None:
-    tower = Tower()
-    made = encoder(tower, cache_bytes=2 * 4 * WIDTH)  # two rows
-    a, b, c = picture(1), picture(2), picture(3)
-    made.encode([a, b])
-    made.encode([a])
-    made.encode([c])  # in the place of b
-    assert [float(rows[0, 0]) for rows in made.encode([a, c])] == [1, 3]
-    assert tower.seen == [1, 2, 3]
-    made.encode([b])
-    assert tower.seen == [1, 2, 3, 2]
+A, B, C, LARGE = (picture(1), picture(2), picture(3), picture(4, 2, 4))  # of one row each, the last of two
 
 
-def test_what_is_larger_than_the_cache_throws_nothing_out() -> None:
+@pytest.mark.parametrize(("rows", "calls", "seen"), [
+    # C comes in the place of B, which was used before A.
+    (2, [[A, B], [A], [C], [A, C], [B]], [1, 2, 3, 2]),
+    # What is larger than the cache throws nothing out.
+    (1, [[A, LARGE, A, LARGE], [A], [LARGE], [A]], [1, 4, 4]),
+])  # fmt: skip
+def test_what_was_used_last_is_kept(rows: int, calls: list[list[Media]], seen: list[int]) -> None:
     tower = Tower()
-    made = encoder(tower, cache_bytes=4 * WIDTH)
-    small, large = picture(1), picture(2, 2, 4)  # one row, two
-    made.encode([small, large, small, large])
-    assert tower.seen == [1, 2]
-    made.encode([small])
-    made.encode([large])
-    assert tower.seen == [1, 2, 2]
-    made.encode([small])
-    assert tower.seen == [1, 2, 2]
+    made = encoder(tower, cache_bytes=rows * 4 * WIDTH)
+    for media in calls:
+        found = made.encode(media)
+        assert all(each.equal(Tower.rows(one)) for each, one in zip(found, media, strict=True))
+    assert tower.seen == seen
 
 
 def test_a_kept_row_does_not_keep_its_pack() -> None:

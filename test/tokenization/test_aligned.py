@@ -6,14 +6,12 @@ import random
 
 import pytest
 from parser_cases import call, section
+from vllm_parsing import TOKENIZER, tokens_and_text
 
-from kimi_k2.synthetic.checkpoint import synthetic_ranks
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer, TokenLexer
-from kimi_k2.tokenization.special_tokens import CALL_END, SECTION_BEGIN, THINK, THINK_END, special_tokens
-from kimi_k2.tokenization.tokenizer import KimiTokenizer
+from kimi_k2.tokenization.special_tokens import CALL_END, SECTION_BEGIN, THINK, THINK_END
 
-TOKENIZER = KimiTokenizer(synthetic_ranks(512), special_tokens(512))
 IDS = {TOKENIZER.special_tokens[marker.value]: marker for marker in Marker}
 SINGULAR = "<|tool_call_section_begin|>"
 
@@ -50,54 +48,26 @@ def by_tokens(ids: list[int]) -> list[Lexeme]:
     return joined([lexeme for token in ids for lexeme in lexer.feed(token)] + lexer.flush())
 
 
-def pieces_of(ids: list[int], draw: random.Random) -> list[tuple[str, list[int]]]:
-    """What an engine hands out: some tokens at a time, the text up to 40 characters behind them."""
-    decoder, pieces, held, place = TOKENIZER.incremental_decoder(), [], "", 0
-    while place < len(ids):
-        step = draw.choice((1, 1, 1, 2, 5, 40))
-        group = ids[place : place + step]
-        held += "".join(decoder.feed(token) for token in group)
-        late = draw.choice((0, 0, 1, 7, 40))
-        ready = max(len(held) - late, 0)
-        pieces.append((held[:ready], group))
-        held, place = held[ready:], place + step
-    return [*pieces, (held + decoder.flush(), [])]
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_markers_are_those_of_the_ids(name: str) -> None:
+    """Also where another lexer goes on after some marker."""
     ids = ids_of(TEXTS[name])
-    expected = by_tokens(ids)
-    draw = random.Random(name)
-    for _ in range(300):
+    draw, expected = random.Random(name), by_tokens(ids)
+    markers = sum(isinstance(lexeme, Marker) for lexeme in expected)
+    for number in range(300):
         lexer = AlignedLexer(IDS, TOKENIZER.decode)
         found: list[Lexeme] = []
-        for text, group in pieces_of(ids, draw):
+        stop = number % (markers + 2)  # of 0 and markers + 1 none is the last of the first lexer
+        for text, group in tokens_and_text(ids, draw):
             lexer.feed(text, group)
-            found += lexer.lexemes()
-        assert joined([*found, *lexer.flush()]) == expected
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_another_lexer_goes_on_after_any_marker(name: str) -> None:
-    ids = ids_of(TEXTS[name])
-    draw = random.Random(name)
-    pieces = pieces_of(ids, draw)
-    for stop in range(sum(isinstance(lexeme, Marker) for lexeme in by_tokens(ids)) + 1):
-        first, second = (AlignedLexer(IDS, TOKENIZER.decode) for _ in range(2))
-        found: list[Lexeme] = []
-        current, markers = first, 0
-        for text, group in pieces:
-            current.feed(text, group)
-            for lexeme in current.lexemes():
+            for lexeme in lexer.lexemes():
                 found.append(lexeme)
-                markers += isinstance(lexeme, Marker)
-                if current is first and markers == stop and isinstance(lexeme, Marker):
-                    current = second
-                    second.feed(*first.rest())
-                    found += second.lexemes()
+                if isinstance(lexeme, Marker) and sum(isinstance(each, Marker) for each in found) == stop:
+                    rest, lexer = lexer.rest(), AlignedLexer(IDS, TOKENIZER.decode)
+                    lexer.feed(*rest)
+                    found += lexer.lexemes()
                     break
-        assert joined([*found, *current.flush()]) == by_tokens(ids)
+        assert joined([*found, *lexer.flush()]) == expected
 
 
 @pytest.mark.parametrize("name", TEXTS)
