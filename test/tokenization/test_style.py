@@ -72,6 +72,7 @@ def test_other_templates() -> None:
     ("moonshotai/Kimi-K2-Instruct", "instruct"), ("Kimi-K2-Instruct-0905", "instruct"), ("kimi_k2", "instruct"),
     ("moonshotai/Kimi-K2-Thinking", "thinking"), ("kimi-k2-thinking-bf16", "thinking"), ("Kimi-K2-Base", "instruct"),
     ("Kimi-K2.5", "k2.5"), ("kimi-k2.6-NVFP4", "k2.5"), ("Kimi-K2.7-Code", "k2.7"), ("kimi_k25", "k2.5"),
+    ("AQ-MedAI/Kimi-K25-eagle3", "k2.5"), ("lightseekorg/kimi-k2.6-eagle3-mla", "k2.5"),
     ("models--moonshotai--Kimi-K2-Thinking", "thinking"), ("deepseek_v3", None), ("checkpoint-500", None), ("", None),
 ])  # fmt: skip
 def test_names(name: str, style: str | None) -> None:

@@ -246,7 +246,7 @@ def _layers(raw: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...]
         if count not in (None, 3):
             raise ConfigError(f"expected the {count} layers", field=field)
         return None
-    if not isinstance(layers, list) or any(not isinstance(one, int) or isinstance(one, bool) for one in layers):
+    if not isinstance(layers, list) or any(not isinstance(entry, int) or isinstance(entry, bool) for entry in layers):
         raise ConfigError(f"expected a list of layers, got {layers!r:.100}", field=field)
     if sorted(set(layers)) != layers:
         raise ConfigError(f"expected layers in ascending order, got {layers!r:.100}", field=field)
@@ -348,5 +348,5 @@ def check_tensors(reader: CheckpointReader, keys: Mapping[str, str], config: Dra
                 f"expected shape {list(known[name])}, got {list(entry.shape)}", file=where, tensor=stored
             )
         if entry.dtype not in _DTYPES.get(name, _FLOATING):
-            expected = " or ".join(str(one).removeprefix("torch.") for one in _DTYPES.get(name, _FLOATING))
+            expected = " or ".join(str(entry).removeprefix("torch.") for entry in _DTYPES.get(name, _FLOATING))
             raise TensorDtypeError(f"expected {expected}, got {entry.dtype}", file=where, tensor=stored)

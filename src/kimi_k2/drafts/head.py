@@ -1,11 +1,10 @@
-"""An Eagle3 head: from a target's hidden states at a token, and the token after it, to the one after that.
+"""An Eagle3 head: predicts a token from the one before it and the target's hidden states at the one before that.
 
-Also whether a head was trained for another member of the family, whose shapes are the same, as its metadata says.
+Also a warning where a head's metadata names another member of the family, whose tensors have the same shapes.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +18,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, LAYER, T2D, DraftConfig, Reading, check_tensors, module_name
 from kimi_k2.errors import ConfigError, KimiK2Warning, TensorShapeError
-from kimi_k2.files import parse_yaml, read_data, read_text
+from kimi_k2.files import parse_yaml, read_text
 from kimi_k2.model.attention import MultiHeadLatentAttention
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -27,6 +26,7 @@ from kimi_k2.model.linear import Embedding, Linear, RMSNorm
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops.experts import swiglu
 from kimi_k2.ops.linear import add_norm
+from kimi_k2.tokenization.style import member, member_of
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -299,19 +299,8 @@ def _target_tokens(reader: CheckpointReader, keys: dict[str, str], config: Draft
     return tokens
 
 
-_MEMBER = re.compile(r"kimi[._-]?k2(?:[._p-]?(?P<number>[5-9])(?!\d))?(?:[._-](?P<kind>thinking|instruct|base))?")
 _README = "README.md"
 _README_BYTES = 2**20
-
-
-def member(name: str) -> str | None:
-    """`k2`, `k2-thinking`, `k2.5` ... of a name such as `moonshotai/Kimi-K2.5`; None if it names none."""
-    match = _MEMBER.search(name.lower())
-    if match is None:
-        return None
-    if match["number"]:
-        return f"k2.{match['number']}"
-    return "k2-thinking" if "thinking" in name.lower() else "k2"
 
 
 def other_member(head: Path, target: Path) -> str | None:
@@ -320,8 +309,8 @@ def other_member(head: Path, target: Path) -> str | None:
     A head's README names its `base_model` in the front matter, as Hugging Face has it; else its directory's name
     counts. A target is what its config.json or its directory says.
     """
-    own = next((one for one in map(member, [*_base_models(head), *_names(head)]) if one), None)
-    theirs = next((one for one in map(member, _names(target)) if one), None)
+    own = next(filter(None, map(member, _base_models(head))), None) or member_of(head)
+    theirs = member_of(target)
     if own is None or theirs is None or own == theirs:
         return None
     return f"a head for {own}, and the target is {theirs}"
@@ -338,13 +327,3 @@ def _base_models(head: Path) -> list[str]:
         return []
     models = card.get("base_model") if isinstance(card, dict) else None
     return [one for one in (models if isinstance(models, list) else [models]) if isinstance(one, str)]
-
-
-def _names(directory: Path) -> list[str]:
-    """Of config.json, of the directory, and of the repository where it lies in a Hugging Face cache."""
-    config = directory / "config.json"
-    raw = read_data(config, ConfigError) if config.is_file() else {}
-    name_or_path = raw.get("_name_or_path") if isinstance(raw, dict) else None
-    names = [name_or_path.rstrip("/").rpartition("/")[2]] if isinstance(name_or_path, str) else []
-    parts = directory.resolve().parts
-    return [*names, parts[-1], *(parts[-3:-2] if "snapshots" in parts[-2:-1] else ())]

@@ -8,7 +8,7 @@ presets have it), the model's name in config.json, the directory's name, `model_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,8 +17,7 @@ from typing import Any
 from kimi_k2.errors import TokenizerError
 from kimi_k2.files import read_data
 
-_K27 = re.compile(r"k2[._p-]?7(?!\d)")
-_K25 = re.compile(r"k2[._p-]?[5-9](?!\d)|kimi_?k25")
+_NUMBER = re.compile(r"k2[._p-]?([5-9])(?!\d)")
 _KIMI = re.compile(r"kimi[._-]?k2")
 
 
@@ -43,14 +42,19 @@ class ChatStyle(StrEnum):
     @classmethod
     def for_name(cls, name: str) -> ChatStyle | None:
         """The style of a model's name, such as `moonshotai/Kimi-K2-Thinking`; None if it says nothing."""
-        lowered = name.lower()
-        if _K27.search(lowered):
-            return cls.K27
-        if _K25.search(lowered):
-            return cls.K25
-        if not _KIMI.search(lowered):
-            return None
-        return cls.THINKING if "thinking" in lowered else cls.INSTRUCT
+        found = member(name)
+        styles = {None: None, "k2": cls.INSTRUCT, "k2-thinking": cls.THINKING, "k2.7": cls.K27}
+        return styles.get(found, cls.K25)
+
+
+def member(name: str) -> str | None:
+    """`k2`, `k2-thinking`, `k2.5` ... of a name such as `moonshotai/Kimi-K2.5`; None if it names none."""
+    lowered = name.lower()
+    if number := _NUMBER.search(lowered):
+        return f"k2.{number[1]}"
+    if not _KIMI.search(lowered):
+        return None
+    return "k2-thinking" if "thinking" in lowered else "k2"
 
 
 @dataclass(frozen=True)
@@ -92,17 +96,19 @@ def choose_style(
         if chat_style in list(ChatStyle):
             return StyleChoice(ChatStyle(chat_style), "chat_style in config.json")
     is_k25 = any(holder.get("model_type") in ("kimi_k25", "kimi_k2_5") for holder in holders)
-    # A name that transformers wrote may be a local path: its last part counts.
-    paths = [path for holder in holders if isinstance(path := holder.get("_name_or_path"), str)]
-    names = [(_last_part(path), f"_name_or_path {path!r} in config.json") for path in paths]
-    names += [(name, f"the directory's name {name!r}") for name in _directory_names(directory)]
-    for name, reason in names:
+    for name, reason in _names(directory, config):
         style = ChatStyle.for_name(name)
         if style is not None and (style.is_k25 or not is_k25):
             return StyleChoice(style, reason)
     if is_k25:
         return StyleChoice(ChatStyle.K25, "model_type in config.json, which K2.5, K2.6 and K2.7 share")
     return StyleChoice(ChatStyle.INSTRUCT, "nothing names another style")
+
+
+def member_of(directory: Path) -> str | None:
+    """The first that config.json, the directory or the repository's name in a Hugging Face cache names."""
+    found = (member(name) for name, _ in _names(directory, _config(directory)))
+    return next(filter(None, found), None)
 
 
 def _config(directory: Path) -> Mapping[str, Any]:
@@ -113,15 +119,13 @@ def _config(directory: Path) -> Mapping[str, Any]:
     return raw if isinstance(raw, Mapping) else {}
 
 
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2]
-
-
-def _directory_names(directory: Path) -> list[str]:
-    """The directory's own name; in a Hugging Face cache (models--ORG--NAME/snapshots/HASH) the model's."""
+def _names(directory: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a checkpoint may be called, and who says so."""
+    for holder in (config, config.get("text_config")):
+        path = holder.get("_name_or_path") if isinstance(holder, Mapping) else None
+        if isinstance(path, str):  # a name that transformers wrote may be a local path: its last part counts
+            yield path.rstrip("/").rpartition("/")[2], f"_name_or_path {path!r} in config.json"
     path = directory.absolute()
-    names = [path.name]
-    if path.parent.name == "snapshots":
-        names.append(path.parent.parent.name)
-    resolved = path.resolve()
-    return names if resolved == path else [*names, resolved.name]
+    models = [path.parent.parent.name] if path.parent.name == "snapshots" else []  # of a Hugging Face cache
+    for name in dict.fromkeys((path.name, *models, path.resolve().name)):
+        yield name, f"the directory's name {name!r}"
