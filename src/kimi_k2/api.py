@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +48,8 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import VISION_FILE
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import vision_faults
-from kimi_k2.tokenization.message import Delta, opens_reasoning
+from kimi_k2.tokenization.deltas import Delta
+from kimi_k2.tokenization.message import opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 Show = Callable[[int, Reply, list[Delta]], None]
@@ -248,6 +249,66 @@ class Neuron:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How `KimiK2.open` loads a checkpoint.
+
+    Attributes:
+        backend: `cpu`, `cuda` or `neuron`.
+        dtype: of activations and float weights; bfloat16 on a GPU, else float32.
+        keep_quantized: hold weights as they are stored; the default on a GPU in bfloat16.
+        kv_cache_dtype: see `model.cache.kv_cache_dtype`.
+        batch_invariant: a sequence's logits have the same bits in any batch and in any chunks.
+        download: fetch what the Hugging Face cache lacks.
+        style: chat format; None for what the checkpoint says.
+        sampling: fields of SamplingParams that win over generation_config.json.
+        otherwise: fields that hold where that file does not say them.
+        stop, chunk_size: see KimiK2.
+        ranks: output of `convert --target cuda`, of which this process takes its file.
+        neuron: the NxDI model that the backend `neuron` loads.
+        keep_cache: see `Generator`: for one conversation after another turn.
+        draft: see `load_drafter`; None decodes token by token. What is generated stays the same.
+        draft_tokens: tokens that are drafted at most before they are verified.
+        draft_layers: how a head's list of the target's layers is read, see `DraftConfig`.
+
+    Raises:
+        ConfigError: options do not go together.
+    """
+
+    backend: str = "cpu"
+    dtype: str | None = None
+    keep_quantized: bool | None = None
+    kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
+    download: bool = False
+    style: str | None = None
+    sampling: Mapping[str, Any] | None = None
+    otherwise: Mapping[str, Any] | None = None
+    stop: Sequence[str] = ()
+    chunk_size: int | None = None
+    ranks: Path | None = None
+    neuron: Neuron | None = None
+    keep_cache: bool = False
+    draft: str | Path | None = None
+    draft_tokens: int = 3
+    draft_layers: Reading = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend == "neuron":
+            if self.neuron is None:
+                raise ConfigError("expected which NxDI model", field="neuron")
+            plain = {"ranks": None, "keep_quantized": None, "kv_cache_dtype": "auto", "batch_invariant": False}
+            for name, unsaid in {**plain, "draft_layers": "auto"}.items():
+                if getattr(self, name) != unsaid:
+                    raise ConfigError("of the plain model, not of the backend neuron", field=name)
+        elif self.neuron is not None:
+            raise ConfigError("goes with the backend neuron", field="neuron")
+        elif self.ranks is not None and self.keep_quantized is False:
+            raise ConfigError("ranks hold weights as they are stored", field="keep_quantized")
+        if self.draft_tokens < 1:
+            raise ConfigError(f"expected at least 1 token, got {self.draft_tokens}", field="draft_tokens")
+
+
+@dataclass(frozen=True)
 class KimiK2:
     """A loaded model that answers: text, conversations with tools, images and videos.
 
@@ -278,8 +339,7 @@ class KimiK2:
 
         Args:
             checkpoint: directory, or a name such as `moonshotai/Kimi-K2-Instruct-0905` in the Hugging Face cache.
-            options: `backend`, `dtype`, `keep_quantized`, `kv_cache_dtype`, `download`, `style` and what else `open`
-                takes.
+            options: see `Loading`.
 
         Raises:
             KimiK2Error: (subclasses) as loading does; `ranks` is refused, which `open` takes.
@@ -291,108 +351,48 @@ class KimiK2:
 
     @classmethod
     @contextmanager
-    def open(
-        cls,
-        checkpoint: str | Path,
-        *,
-        backend: str = "cpu",
-        dtype: str | None = None,
-        keep_quantized: bool | None = None,
-        kv_cache_dtype: str = "auto",
-        batch_invariant: bool = False,
-        download: bool = False,
-        style: str | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        otherwise: Mapping[str, Any] | None = None,
-        stop: Sequence[str] = (),
-        chunk_size: int | None = None,
-        ranks: Path | None = None,
-        neuron: Neuron | None = None,
-        keep_cache: bool = False,
-        draft: str | Path | None = None,
-        draft_tokens: int = 3,
-        draft_layers: Reading = "auto",
-    ) -> Iterator[KimiK2]:
+    def open(cls, checkpoint: str | Path, **options: Any) -> Iterator[KimiK2]:
         """Load the model, or this process's part of it.
 
         Args:
             checkpoint: directory or cached name; with `ranks` its configuration and tokenizer alone.
-            backend: `cpu`, `cuda` or `neuron`.
-            dtype: of activations and float weights; bfloat16 on a GPU, else float32.
-            keep_quantized: hold weights as they are stored; the default on a GPU in bfloat16.
-            kv_cache_dtype: see `model.cache.kv_cache_dtype`.
-            batch_invariant: a sequence's logits have the same bits in any batch and in any chunks.
-            download: fetch what the Hugging Face cache lacks.
-            style: chat format; None for what the checkpoint says.
-            sampling: fields of SamplingParams that win over generation_config.json.
-            otherwise: fields that hold where that file does not say them.
-            stop, chunk_size: see KimiK2.
-            ranks: output of `convert --target cuda`, of which this process takes its file.
-            neuron: the NxDI model that the backend `neuron` loads.
-            keep_cache: see `Generator`: for one conversation after another turn.
-            draft: see `load_drafter`; None decodes token by token. What is generated stays the same.
-            draft_tokens: tokens that are drafted at most before they are verified.
-            draft_layers: how a head's list of the target's layers is read, see `DraftConfig`.
+            options: see `Loading`.
 
         Raises:
             KimiK2Error: (subclasses) as loading does.
         """
-        if backend == "neuron":
-            if neuron is None:
-                raise ConfigError("expected which NxDI model", field="neuron")
-            plain_options = {
-                "ranks": ranks,
-                "keep_quantized": keep_quantized,
-                "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
-                "batch_invariant": batch_invariant or None,
-                "draft_layers": None if draft_layers == "auto" else draft_layers,
-            }
-            for field_name, value in plain_options.items():
-                if value is not None:
-                    raise ConfigError("of the plain model, not of the backend neuron", field=field_name)
-        elif neuron is not None:
-            raise ConfigError("goes with the backend neuron", field="neuron")
-        elif ranks is not None and keep_quantized is False:
-            raise ConfigError("ranks hold weights as they are stored", field="keep_quantized")
-        directory = resolve_checkpoint(checkpoint, download=download)
+        how = Loading(**options)
+        directory = resolve_checkpoint(checkpoint, download=how.download)
         config = KimiK2Config.from_pretrained(directory)
-        tokenizer = KimiTokenizer.from_pretrained(directory, style=style)
-        defaults, sampling = GenerationDefaults.from_pretrained(directory, config), _checked(sampling or {})
-        params = defaults.params(sampling, otherwise or {})
-        name, stored = compute_defaults(backend, dtype, keep_quantized)
+        tokenizer = KimiTokenizer.from_pretrained(directory, style=how.style)
+        defaults, sampling = GenerationDefaults.from_pretrained(directory, config), _checked(how.sampling or {})
+        params = defaults.params(sampling, how.otherwise or {})
+        name, stored = compute_defaults(how.backend, how.dtype, how.keep_quantized)
         compute: torch.dtype = getattr(torch, name)
-        options: dict[str, Any] = {"stop": stop_strings(stop), "chunk_size": chunk_size}
-        options["defaults"] = defaults.without(sampling)
-        if draft is not None and draft_tokens < 1:
-            raise ConfigError(f"expected at least 1 token, got {draft_tokens}", field="draft_tokens")
-        if neuron is not None:
+        common: dict[str, Any] = {"stop": stop_strings(how.stop), "chunk_size": how.chunk_size}
+        common["defaults"] = defaults.without(sampling)
+        if how.neuron is not None:
             rank = int(os.environ.get("RANK", "0"))
-            loaded = neuron.load(directory, name, draft, draft_tokens)
-            yield cls(loaded, tokenizer, config, params, rank=rank, **options)
-        elif ranks is None:
-            check_device(backend)
-            model = load_model(directory, dtype=compute, device=backend, keep_quantized=stored)
-            model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
-            media_reader = MediaReader(directory, config, tokenizer, compute, backend)
-            drafter = (
-                None if draft is None else load_drafter(draft, model, directory, download=download, layers=draft_layers)
-            )
-            generator = Generator(model, keep=keep_cache, drafter=drafter, draft_tokens=draft_tokens)
-            yield cls(generator, tokenizer, config, params, media_reader=media_reader, **options)
-        else:
-            with load_ranks(ranks, directory, config, compute, backend) as part:
-                model = part.generator.model
-                model.kv_cache_dtype, model.batch_invariant = cache_dtype(kv_cache_dtype, config), batch_invariant
-                place = model.lm_head.weight.device
-                if draft is not None:
-                    part.generator.drafter = load_drafter(
-                        draft, model, directory, download=download, layers=draft_layers
-                    )
-                    part.generator.draft_tokens = draft_tokens
-                media_reader = MediaReader(directory, config, tokenizer, compute, place, ranks)
-                yield cls(
-                    part.generator, tokenizer, config, params, rank=part.number, media_reader=media_reader, **options
-                )
+            loaded = how.neuron.load(directory, name, how.draft, how.draft_tokens)
+            yield cls(loaded, tokenizer, config, params, rank=rank, **common)
+            return
+        with ExitStack() as opened:
+            if how.ranks is None:
+                rank, device = 0, check_device(how.backend)
+                model = load_model(directory, dtype=compute, device=how.backend, keep_quantized=stored)
+                generator = Generator(model, keep=how.keep_cache)
+            else:
+                loaded_rank = opened.enter_context(load_ranks(how.ranks, directory, config, compute, how.backend))
+                rank, generator = loaded_rank.number, loaded_rank.generator
+                device = generator.model.lm_head.weight.device
+            model = generator.model
+            model.kv_cache_dtype = cache_dtype(how.kv_cache_dtype, config)
+            model.batch_invariant, generator.draft_tokens = how.batch_invariant, how.draft_tokens
+            if how.draft is not None:
+                options = {"download": how.download, "layers": how.draft_layers}
+                generator.drafter = load_drafter(how.draft, model, directory, **options)
+            media_reader = MediaReader(directory, config, tokenizer, compute, device, how.ranks)
+            yield cls(generator, tokenizer, config, params, rank=rank, media_reader=media_reader, **common)
 
     @property
     def drafts(self) -> DraftStats | None:
@@ -458,9 +458,9 @@ class KimiK2:
         if any(media_parts(messages)):
             if self.media_reader is None:
                 raise MediaError("this backend takes text only")
-            made = self.media_reader.processor(messages, **options)
-            reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(made.segments)}
-            return Prompt(made.ids, reply, made.media)
+            rendered = self.media_reader.processor(messages, **options)
+            reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(rendered.segments)}
+            return Prompt(rendered.ids, reply, rendered.media)
         segments = self.tokenizer.render_segments(messages, **options)
         reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(segments)}
         return Prompt(self.tokenizer.encode_segments(segments), reply)

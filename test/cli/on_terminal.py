@@ -24,7 +24,7 @@ from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
 from kimi_k2.cli.errors import errors_handled
 from kimi_k2.errors import CheckpointError, DoesNotFitError, KimiK2Warning
 from kimi_k2.terminal import new_console, say
-from kimi_k2.tokenization.message import Content, Reasoning, ToolCallArguments, ToolCallStart
+from kimi_k2.tokenization.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 # Colours, a C1 control, an override, an isolate, a mark, a bell, a deletion, a carriage return, a line separator.
 EVIL = "ev\x1b[31mil\x9b2J\u202eabc\u2066\u200f\x07\x7f\r\u2028"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kimi_k2.engine.reply import Reply
 from kimi_k2.errors import GenerationError
-from kimi_k2.tokenization.message import AssistantMessage, collect, parse_message
+from kimi_k2.tokenization.deltas import AssistantMessage, collect
+from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "get"}}]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,15 @@ def test_what_frees_a_model(model: KimiK2ForCausalLM, thread: str) -> None:
     def check() -> None:
         assert tokens(generator.stream([PROMPTS[0]], PARAMS, timeout=0)) == wanted
 
-    held = [opened()]
-    run(lambda: list(held[0]))
-    check()
-    held = [opened()]
-    run(held[0].close)  # type: ignore[attr-defined]
-    check()
-    held = [opened()]
-    run(held.clear)
-    check()
+    frees: tuple[Callable[[list[Any]], Any], ...] = (
+        lambda held: list(held[0]),
+        lambda held: held[0].close(),
+        list.clear,
+    )
+    for free in frees:
+        held: list[Any] = [opened()]
+        run(partial(free, held))
+        check()
     circle: list[Any] = [opened()]
     circle.append(circle)
     del circle

@@ -229,6 +229,8 @@ OWN = [
     Case("markers in arguments that cannot end them",
          section(call(arguments=f"{THINK}{ARGUMENT_BEGIN}{THINK_END}")) + THINK_END, "",
          [(*F[:2], f"{THINK}{ARGUMENT_BEGIN}{THINK_END}")]),
+    Case("a tag in arguments that tell the tool", section(call("call_x", f'{{"city": "{THINK}"}}')), "",
+         [("call_x", "weather", f'{{"city": "{THINK}"}}')], tools=[WEATHER, READ]),
     Case("what cannot be read beside what can", section(call("what?"), CALL_G), 'what?{"a": 1}', [G]),
     # A call cut off, or ended by another marker, is kept.
     Case("cut in a marker", HEAD + "{}<|tool_call_e", "", [(*F[:2], "{}<|tool_call_e")], finish_reason="length",

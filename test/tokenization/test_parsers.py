@@ -22,6 +22,7 @@ from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import synthetic_ranks
 from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, render_segments
 from kimi_k2.tokenization.deltas import (
+    AssistantMessage,
     Content,
     Delta,
     Reasoning,
@@ -32,7 +33,7 @@ from kimi_k2.tokenization.deltas import (
     collect,
 )
 from kimi_k2.tokenization.lexer import Marker
-from kimi_k2.tokenization.message import AssistantMessage, MessageStream, opens_reasoning, parse_message
+from kimi_k2.tokenization.message import MessageStream, opens_reasoning, parse_message
 from kimi_k2.tokenization.reasoning import ReasoningStream
 from kimi_k2.tokenization.special_tokens import (
     ARGUMENT_BEGIN,
@@ -194,6 +195,12 @@ def test_markers_spelled_in_ordinary_tokens_are_text() -> None:
     tokens = TOKENIZER.encode(IN_CALL, allow_special=True) + TOKENIZER.encode(quoted + "}")
     tokens += TOKENIZER.encode(CALL_END + SECTION_END, allow_special=True)
     assert from_tokens(tokens).tool_calls == [ToolCall("functions.f:0", "f", "{" + quoted + "}")]
+    half = TOKENIZER.encode("\U0001f600")[:-1]
+    assert (
+        from_tokens(half).content
+        == from_tokens([*half, *TOKENIZER.encode(CALL, allow_special=True)]).content
+        == "\ufffd"
+    )
 
 
 def test_tokens_need_a_tokenizer() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from kimi_k2.engine.reply import Reply
 from kimi_k2.engine.sampler import TokenLogprobs
 from kimi_k2.terminal import say
-from kimi_k2.tokenization.message import (
+from kimi_k2.tokenization.deltas import (
     AssistantMessage,
     Content,
     Delta,

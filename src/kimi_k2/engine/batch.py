@@ -1,6 +1,6 @@
-"""The new tokens of a step, as every layer is told of them: prompts, parts of prompts and decodes of any lengths.
+"""A step's new tokens as each layer receives them: prompts, chunks of prompts and decodes in one ragged batch.
 
-And the latent cache in pages: a sequence holds as many as it needs, whatever its neighbours need.
+Also the latent cache in pages: a sequence holds as many as it needs, whatever its neighbours need.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ MOST_SLOTS = 65536
 
 
 class Chunk(NamedTuple):
-    """As many new tokens of each of B sequences, S, whose attention is computed at once.
+    """S new tokens of each of B sequences, whose attention is computed in one call.
 
     Attributes:
         rows: B * S of the batch's, a sequence after the other.
@@ -170,13 +170,13 @@ class Chunk(NamedTuple):
 
 
 class RaggedChunk(NamedTuple):
-    """New tokens of several sequences, of each its own number, whose attention is computed at once.
+    """New tokens of several sequences, a different number of each, whose attention is computed in one call.
 
     Attributes:
         rows: of the batch's, a sequence after the other.
         queries: the new tokens of each sequence.
         keys: the slots of each sequence.
-        places: page and place in it of each slot, or where ranks have it; None where the new tokens are all there is.
+        places: page and offset of each slot, or which rank holds it; None where only the new tokens are attended to.
     """
 
     rows: slice
@@ -186,7 +186,7 @@ class RaggedChunk(NamedTuple):
 
 
 class Single(NamedTuple):
-    """What a batch says of the sequences with one new token; attributes as Batch's."""
+    """What a `Batch` holds for its decodes; attributes as there."""
 
     cos: Tensor
     sin: Tensor
@@ -315,7 +315,7 @@ def by_token(starts: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int) -
 def _slots_of(
     new: Ragged, lengths: tuple[int, ...], seq_lens: Tensor, block_table: Tensor, page: int, spread: Spread | None
 ) -> tuple[Ragged, tuple[Tensor, Tensor] | Gathered]:
-    """All slots of sequences, one sequence after the other; page and place in it of each, or where ranks have it."""
+    """All slots of sequences, one sequence after the other; page and offset of each, or which rank holds it."""
     ends, count = seq_lens.cumsum(0, dtype=torch.int32), sum(lengths)
     keys = Ragged(lengths, torch.cat((seq_lens.new_zeros(1), ends)))
     if spread is not None:

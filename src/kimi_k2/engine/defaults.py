@@ -6,7 +6,6 @@ here: a file that names no end token leaves config.json's, where transformers wo
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -96,15 +95,13 @@ class GenerationDefaults:
     @classmethod
     def _parse(cls, raw: Mapping[str, Any], config: KimiK2Config, origin: str) -> GenerationDefaults:
         refuse_unknown(raw, _READ, only=_ONLY, harmless=_HARMLESS)
-        fields: dict[str, Any] = {ours: _number(raw, name, int) for name, ours in _COUNTS.items()}
-        fields |= {name: _number(raw, name, float) for name in _NUMBERS}
-        fields = {name: value for name, value in fields.items() if value is not None}
+        named = {ours: name for name, ours in _COUNTS.items()} | {name: name for name in _NUMBERS}
+        fields = {ours: raw[name] for ours, name in named.items() if raw.get(name) is not None}
         try:
             SamplingParams(**fields)
         except GenerationError as error:
             field, _, message = str(error).partition(": ")
-            named = {ours: name for name, ours in _COUNTS.items()}
-            raise ConfigError(message, field=named.get(field, field)) from None
+            raise ConfigError(message, field=named[field]) from None
         sampled = raw.get("do_sample")
         if not isinstance(sampled, (bool, type(None))):
             raise ConfigError(f"expected true or false, got {sampled!r:.100}", field="do_sample")
@@ -124,7 +121,7 @@ class GenerationDefaults:
             fields.pop("temperature", None)
             if idle or sampled is False:
                 fields["temperature"] = 0.0
-        lengths = [_number(raw, name, int, least=least) for name, least in (("max_length", 1), ("min_length", 0))]
+        lengths = [_length(raw, name, least) for name, least in (("max_length", 1), ("min_length", 0))]
         if "max_new_tokens" in fields or (lengths[0] or 0) >= config.max_position_embeddings:
             lengths[0] = None  # published files repeat the context's length, which bounds nothing
         if "min_tokens" in fields:
@@ -181,15 +178,10 @@ def _of_config(path: Path) -> Mapping[str, Any]:
     return {name: value for name, value in merged.items() if name in names and value != _WRITTEN_BY_4.get(name)}
 
 
-def _number(raw: Mapping[str, Any], name: str, kind: type, least: int | None = None) -> Any:
-    value: Any = raw.get(name)
-    if value is None:
-        return None
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    fits = fits and isinstance(value, (int, kind))
-    if not fits or (least is not None and value < least):
-        expected = "a number" if kind is float else f"a whole number{'' if least is None else f' from {least} on'}"
-        raise ConfigError(f"expected {expected}, got {value!r:.100}", field=name)
+def _length(raw: Mapping[str, Any], name: str, least: int) -> int | None:
+    value = raw.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ConfigError(f"expected a whole number from {least} on, got {value!r:.100}", field=name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as pay by what was accepted so far, none where a step of more rows costs too much.
+"""How many tokens to draft: as many as acceptance so far pays for, none where more rows cost more than they save.
 
 A step reads the weights of all experts that its rows choose, so that its cost follows from the rows alone; nothing is
 timed, and the same acceptance gives the same lengths on every rank and in every run.
@@ -44,7 +44,7 @@ class DraftStats:
     @property
     def rates(self) -> list[float]:
         """Share of the drafted tokens at each place that were accepted."""
-        return [kept / max(made, 1) for kept, made in zip(self.accepted, self.drafted, strict=True)]
+        return [kept / max(drafted, 1) for kept, drafted in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def tokens_per_step(self) -> float:
@@ -55,8 +55,8 @@ class DraftStats:
         """One sequence's verification; `tokens` may be fewer where the sequence ended."""
         for by_place, count in ((self.drafted, drafted), (self.accepted, accepted)):
             by_place += [0] * (drafted - len(by_place))
-            for place in range(count):
-                by_place[place] += 1
+            for position in range(count):
+                by_place[position] += 1
         self.steps += 1
         self.tokens += tokens
 
@@ -72,7 +72,7 @@ def step_cost(config: KimiK2Config) -> Callable[[int], float]:
     active = float(config.vocab_size * config.hidden_size)
     layers = Counter(map(config.is_moe_layer, range(config.num_hidden_layers)))
     for kind, count in layers.items():
-        layer = next(one for one in range(config.num_hidden_layers) if config.is_moe_layer(one) is kind)
+        layer = next(number for number in range(config.num_hidden_layers) if config.is_moe_layer(number) is kind)
         for spec in layer_specs(config, layer):
             if EXPERT.match(spec.name):
                 experts += spec.nbytes * count
@@ -104,12 +104,12 @@ class DraftLength:
         if self.cost is None:
             return self.most
         best, best_length, tokens, chance = 1 / self.cost(sequences), 0, 1.0, 1.0
-        for place in range(self.most):
-            chance *= self._kept[place] / self._made[place]
+        for position in range(self.most):
+            chance *= self._kept[position] / self._made[position]
             tokens += chance
-            gain = tokens / (self.cost(sequences * (place + 2)) + self.draft_cost * (place + 1))
+            gain = tokens / (self.cost(sequences * (position + 2)) + self.draft_cost * (position + 1))
             if gain > best:
-                best, best_length = gain, place + 1
+                best, best_length = gain, position + 1
         if best_length:
             self._paused, self._wait = 0, PAUSE
             return best_length
@@ -121,6 +121,6 @@ class DraftLength:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A sequence's verification: a place counts where all before it were accepted."""
-        for place in range(min(drafted, accepted + 1)):
-            self._kept[place] = self._kept[place] * (1 - 1 / MEMORY) + (place < accepted)
-            self._made[place] = self._made[place] * (1 - 1 / MEMORY) + 1
+        for position in range(min(drafted, accepted + 1)):
+            self._kept[position] = self._kept[position] * (1 - 1 / MEMORY) + (position < accepted)
+            self._made[position] = self._made[position] * (1 - 1 / MEMORY) + 1

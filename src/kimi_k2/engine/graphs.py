@@ -97,7 +97,7 @@ class GraphRecorder:
     def held(self) -> int:
         """Bytes that the graphs' memory takes of PyTorch's allocator."""
         segments = torch.cuda.memory_snapshot()
-        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self.pool))
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool))
 
 
 def on_all_ranks(make: Callable[[], list[Recorded]], agree: Callable[[bool], bool]) -> tuple[list[Recorded], str]:
@@ -117,6 +117,6 @@ def on_all_ranks(make: Callable[[], list[Recorded]], agree: Callable[[bool], boo
         reason = str(error).partition("\n")[0] or type(error).__name__
     if agree(not reason):
         return made, ""
-    for one in made:
-        one.reset()
+    for graph in made:
+        graph.reset()
     return [], reason or "another rank cannot"

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from kimi_k2.engine.sampler import TokenLogprobs
 from kimi_k2.errors import GenerationError
-from kimi_k2.tokenization.message import AssistantMessage, Content, Delta, FinishReason, MessageStream, collect
+from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
+from kimi_k2.tokenization.message import FinishReason, MessageStream
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 
@@ -94,7 +95,7 @@ class Reply:
         # One that is whole within the early tokens ends nothing.
         early = sum(len(piece.text) for piece in self._held if piece.early)
         starts = [(stop, max(0, early - len(stop) + 1)) for stop in self._stop]
-        stops = [place for stop, start in starts if (place := pending.find(stop, start)) >= 0]
+        stops = [found for stop, start in starts if (found := pending.find(stop, start)) >= 0]
         if stops:
             deltas = self._pass_on(min(stops))
             self._held = [_Piece()]

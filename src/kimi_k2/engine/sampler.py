@@ -142,7 +142,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLog
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(count, dim=-1)
     rows = zip(chosen, ids.tolist(), values.tolist(), strict=True)
-    return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in rows)
+    return tuple(TokenLogprobs(own, tuple(zip(*top, strict=True))) for own, *top in rows)
 
 
 class Sampler:
@@ -175,7 +175,7 @@ class Sampler:
         if self.params.temperature == 0:
             tokens = penalized.argmax(dim=-1)
         else:
-            uniform = torch.tensor([one.random() for one in self.generators], dtype=torch.float64)
+            uniform = torch.tensor([generator.random() for generator in self.generators], dtype=torch.float64)
             tokens = draw(self.probabilities(penalized.float()), uniform.to(logits.device))
         if self.params.penalizes:
             self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
@@ -195,10 +195,10 @@ class Sampler:
             return logits
         made = [self._processed(logits[:, 0])]
         counts = self._counts.clone()
-        for place in range(drafted.shape[1]):
+        for position in range(drafted.shape[1]):
             if self.params.penalizes:
-                self._counts.scatter_add_(1, drafted[:, place, None], torch.ones_like(counts[:, :1]))
-            made.append(self._processed(logits[:, place + 1], place + 1))
+                self._counts.scatter_add_(1, drafted[:, position, None], torch.ones_like(counts[:, :1]))
+            made.append(self._processed(logits[:, position + 1], position + 1))
         self._counts = counts
         return torch.stack(made, dim=1)
 
@@ -339,7 +339,7 @@ def verify(sampler: Sampler, logits: Tensor, proposal: Proposal, running: list[b
         both = torch.cat((choices, drafts), dim=1).tolist()  # one wait for both
         for row, count, alive in zip(both, proposal.counts, running, strict=True):
             chosen, drafted = row[: choices.shape[1]], row[choices.shape[1] :][:count]
-            kept = next((place for place, token in enumerate(drafted) if token != chosen[place]), len(drafted))
+            kept = next((position for position, token in enumerate(drafted) if token != chosen[position]), len(drafted))
             taken.append(chosen[: kept + 1] if alive else [])
         return taken
     probabilities = sampler.probabilities(processed.float().flatten(0, 1)).unflatten(0, logits.shape[:2])

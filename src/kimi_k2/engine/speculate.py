@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def speculative_steps(
     first, aux = begin()
     new = [[token] for token in first.tolist()]
     yield Step(tuple(own[0] for own in new), time.perf_counter() - began, sampler.logprobs)
-    sequences = _Sequences(prompts, new, aux, first.device, sampler, verifies, drafter, stats)
+    sequences = _Sequences(prompts, sampler, verifies, drafter, stats, new, aux, first.device)
     while any(sequences.running):
         most = length.choose(sum(sequences.running))
         # The drafter reads what came of its last draft, and then now and then.
@@ -95,102 +96,100 @@ def speculative_steps(
             yield sequences.plain()
 
 
+@dataclass
 class _Sequences:
     """Where each sequence is.
 
     Attributes:
-        running: which have not ended.
+        new, aux: as `Accepted`; `aux` of the last step alone.
         behind: steps of a token a sequence that the drafter has not read; 0 where it has not read a verification.
+        running: which have not ended.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        new: list[list[int]],
-        aux: Tensor | None,
-        device: torch.device,
-        sampler: Sampler,
-        verifies: Verify,
-        drafter: Drafter,
-        stats: DraftStats,
-    ) -> None:
-        self._sampler, self._verifies, self._drafter, self._stats = sampler, verifies, drafter, stats
-        self.behind = 0
-        self._new, self._aux, self._device = new, aux, device  # as `Accepted`; `aux` of the last step alone
-        self._starts = [len(prompt) - 1 for prompt in prompts]
-        self._made = [0] * len(new)
-        self.running = [True] * len(new)
-        for row, tokens in enumerate(new):
+    prompts: Sequence[Sequence[int]]
+    sampler: Sampler
+    verifies: Verify
+    drafter: Drafter
+    stats: DraftStats
+    new: list[list[int]]
+    aux: Tensor | None
+    device: torch.device
+    behind: int = 0
+    held: Tensor | None = None
+    following: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.starts = [len(prompt) - 1 for prompt in self.prompts]
+        self.counts, self.running = [0] * len(self.new), [True] * len(self.new)
+        for row, tokens in enumerate(self.new):
             self._took(row, tokens)
-        self._held: Tensor | None = None
-        self._next: tuple[Tensor, Tensor] | None = None
 
     def _took(self, row: int, tokens: list[int]) -> None:
-        self._made[row] += len(tokens)
-        params = self._sampler.params
-        self.running[row] = self._made[row] < params.max_new_tokens and not ended(tokens, params)
+        self.counts[row] += len(tokens)
+        params = self.sampler.params
+        self.running[row] = self.counts[row] < params.max_new_tokens and not ended(tokens, params)
 
     def _hold(self) -> None:
         """Keep the last step's hidden states, which the next one overwrites, for the drafter."""
-        if self._aux is not None:
-            if self._held is None:  # of one width, for which a graph is then kept
-                self._held = self._aux.new_zeros(len(self._aux), PAUSE, self._aux.shape[2])
-            self._held[:, self.behind - 1] = self._aux[:, 0]
+        if self.aux is not None:
+            if self.held is None:  # of one width, for which a graph is then kept
+                self.held = self.aux.new_zeros(len(self.aux), PAUSE, self.aux.shape[2])
+            self.held[:, self.behind - 1] = self.aux[:, 0]
 
     def plain(self) -> Step:
         """A token a sequence, from the last step's where they lie."""
         began, running = time.perf_counter(), self.running
-        if self._next is None:
-            sequences = list(zip(self._new, self._starts, running, strict=True))
-            tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in sequences]).to(self._device)
-            at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in sequences]).to(self._device)
-            self._next = tokens, at
+        if self.following is None:
+            sequences = list(zip(self.new, self.starts, running, strict=True))
+            tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in sequences]).to(self.device)
+            at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in sequences]).to(self.device)
+            self.following = tokens, at
         self._hold()
-        tokens, at = self._next
-        logits, self._aux = self._verifies(tokens, at)
-        tokens, at = self._sampler(logits[:, 0]), torch.where(at < 0, at, at + 1)
+        tokens, at = self.following
+        logits, self.aux = self.verifies(tokens, at)
+        tokens, at = self.sampler(logits[:, 0]), torch.where(at < 0, at, at + 1)
         taken = [token if alive else None for token, alive in zip(tokens.tolist(), running, strict=True)]
         for row, token in enumerate(taken):
             if token is not None:
-                self._new[row].append(token)
+                self.new[row].append(token)
                 self._took(row, [token])
                 if not running[row]:
                     at[row] = -1
         count = len(taken) - taken.count(None)
-        self._stats.steps += count
-        self._stats.tokens += count
+        self.stats.steps += count
+        self.stats.tokens += count
         self.behind += 1
-        self._next = tokens[:, None], at
-        return Step(tuple(taken), time.perf_counter() - began, self._sampler.logprobs)
+        self.following = tokens[:, None], at
+        return Step(tuple(taken), time.perf_counter() - began, self.sampler.logprobs)
 
     def drafted(self, most: int, length: DraftLength) -> Iterator[Step]:
         """A verification of at most so many tokens."""
-        began, sampler, running = time.perf_counter(), self._sampler, self.running
-        room = [sampler.params.max_new_tokens - 1 - count for count in self._made]
+        began, sampler, running = time.perf_counter(), self.sampler, self.running
+        room = [sampler.params.max_new_tokens - 1 - count for count in self.counts]
         wanted = [min(most, left) if alive else 0 for left, alive in zip(room, running, strict=True)]
-        kept = [own if alive else [] for own, alive in zip(self._new, running, strict=True)]
-        aux = self._aux
+        kept = [own if alive else [] for own, alive in zip(self.new, running, strict=True)]
+        aux = self.aux
         if self.behind > 1:
             self._hold()
-            aux = self._held
-        proposal = self._drafter.propose(Accepted(kept, self._starts, aux), wanted, _chooser(sampler, wanted))
-        self._starts = [start + len(own) for start, own in zip(self._starts, kept, strict=True)]
+            aux = self.held
+        proposal = self.drafter.propose(Accepted(kept, self.starts, aux), wanted, _chooser(sampler, wanted))
+        self.starts = [start + len(own) for start, own in zip(self.starts, kept, strict=True)]
         counts = [count if alive else -1 for count, alive in zip(proposal.counts, running, strict=True)]
         columns = torch.arange(proposal.tokens.shape[1] + 1)
-        at = torch.tensor(self._starts)[:, None] + columns
-        at = torch.where(columns <= torch.tensor(counts)[:, None], at, -1).to(self._device)
-        newest = torch.tensor([[own[-1] if own else 0] for own in kept]).to(self._device)
-        logits, self._aux = self._verifies(torch.cat((newest, proposal.tokens.to(self._device)), dim=1), at)
+        at = torch.tensor(self.starts)[:, None] + columns
+        at = torch.where(columns <= torch.tensor(counts)[:, None], at, -1).to(self.device)
+        newest = torch.tensor([[own[-1] if own else 0] for own in kept]).to(self.device)
+        logits, self.aux = self.verifies(torch.cat((newest, proposal.tokens.to(self.device)), dim=1), at)
         taken = verify(sampler, logits, proposal, running)
         for row, (verified, count) in enumerate(zip(taken, proposal.counts, strict=True)):
             if running[row]:
                 length.observe(count, len(verified) - 1)
                 taken[row] = up_to_end(verified, sampler.params)
-                self._stats.add(count, len(verified) - 1, len(taken[row]))
+                self.stats.add(count, len(verified) - 1, len(taken[row]))
                 self._took(row, taken[row])
-        _warn(self._drafter, self._stats)
+        _warn(self.drafter, self.stats)
         sampler.count(taken)
-        self._new, self.behind, self._next = taken, int(len(columns) == 1), None
+        self.new, self.behind, self.following = taken, int(len(columns) == 1), None
         yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, sampler.params.logprobs))
 
 
@@ -203,20 +202,22 @@ def up_to_end(tokens: list[int], params: SamplingParams) -> list[int]:
     """Up to the first token that ends the sequence."""
     if params.ignore_eos:
         return tokens
-    ends = (place for place, token in enumerate(tokens) if token in params.eos_token_ids)
+    ends = (position for position, token in enumerate(tokens) if token in params.eos_token_ids)
     return tokens[: next(ends, len(tokens)) + 1]
 
 
 def _chooser(sampler: Sampler, wanted: Sequence[int]) -> Choose:
     """How drafted tokens are chosen: as the target's are, without penalties, which a draft does not follow."""
     if sampler.params.temperature == 0:
-        return lambda logits, place: (logits.argmax(dim=-1), None)
+        return lambda logits, position: (logits.argmax(dim=-1), None)
 
-    def drawn(logits: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
+    def drawn(logits: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
         probabilities = sampler.probabilities(logits.float())
         probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         rows = zip(wanted, sampler.generators, strict=True)
-        uniform = torch.tensor([one.random() if place < count else 0.0 for count, one in rows], dtype=torch.float64)
+        uniform = torch.tensor(
+            [generator.random() if position < count else 0.0 for count, generator in rows], dtype=torch.float64
+        )
         return draw(probabilities, uniform.to(logits.device)), probabilities
 
     return drawn
@@ -225,18 +226,18 @@ def _chooser(sampler: Sampler, wanted: Sequence[int]) -> Choose:
 def _logprobs(logits: Tensor, taken: list[list[int]], count: int | None) -> list[tuple[TokenLogprobs, ...]]:
     if count is None:
         return []
-    places = range(max(map(len, taken)))
-    rows = [torch.tensor([own[place] if place < len(own) else 0 for own in taken]) for place in places]
-    return [token_logprobs(logits[:, place], row.to(logits.device), count) for place, row in enumerate(rows)]
+    columns = range(max(map(len, taken)))
+    rows = [torch.tensor([own[position] if position < len(own) else 0 for own in taken]) for position in columns]
+    return [token_logprobs(logits[:, position], row.to(logits.device), count) for position, row in enumerate(rows)]
 
 
 def steps_of(
     taken: Sequence[Sequence[int]], seconds: float, logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()
 ) -> Iterator[Step]:
     """Tokens of each sequence as steps, one for each place; the first has the seconds, as the tokens come together."""
-    for place in range(max(map(len, taken))):
-        tokens = tuple(own[place] if place < len(own) else None for own in taken)
-        yield Step(tokens, 0.0 if place else seconds, logprobs[place] if logprobs else ())
+    for position in range(max(map(len, taken))):
+        tokens = tuple(own[position] if position < len(own) else None for own in taken)
+        yield Step(tokens, 0.0 if position else seconds, logprobs[position] if logprobs else ())
 
 
 def _warn(drafter: Drafter, stats: DraftStats) -> None:

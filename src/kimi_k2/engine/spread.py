@@ -1,7 +1,7 @@
-"""Caches spread over ranks: each holds every so-many-th run of a sequence's tokens (decode context parallelism).
+"""Decode context parallelism: a sequence's tokens are dealt to the ranks in runs.
 
-Of a decode step every rank attends with all ranks' heads over what it holds, and the results are joined by their sums
-of exponentials. Prompts attend with a rank's own heads over entries that all ranks have given.
+In a decode step each rank attends with the heads of all ranks over the tokens that it holds, and the partial results
+are combined by their log-sum-exp. In prefill a rank attends with its own heads over entries gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Gathered(NamedTuple):
     """Where the slots of a chunk's sequences come from, one sequence after the other.
 
     Attributes:
-        places: page and place in it of what this rank gives, [M] each, as many as every other rank.
+        places: page and offset of what this rank sends, [M] each, as many as every other rank.
         order: int64 [S], of each slot its row among what all ranks give and, behind that, the chunk's new entries.
     """
 
@@ -35,7 +35,7 @@ class Spread:
     Attributes:
         ranks: how many.
         rank: this one.
-        run: tokens after another on one rank.
+        run: consecutive tokens on one rank.
         gather: of rows [n, ...] all ranks' [ranks * n, ...], one rank's behind the other's.
         reduce: the sum over the ranks.
     """
@@ -47,7 +47,7 @@ class Spread:
     reduce: Callable[[Tensor], Tensor]
 
     def held(self, lengths: Tensor, rank: int | None = None) -> Tensor:
-        """Of sequences' first tokens, int32 or int64 [B], how many a rank holds; this one if it is not said."""
+        """How many of sequences' first `lengths` tokens, int32 or int64 [B], a rank holds; by default this one."""
         turn, first = self.run * self.ranks, self.run * (self.rank if rank is None else rank)
         return lengths // turn * self.run + (lengths % turn - first).clamp(0, self.run)
 
@@ -92,8 +92,8 @@ class Spread:
         fresh = self.ranks * rank_slots + new.starts[sequence] + at - before[sequence]
         order = torch.where(at < before[sequence], theirs, fresh)
         sequence = numbers.repeat_interleave(rank_lengths, output_size=rank_slots)
-        place = torch.arange(rank_slots, device=device) - firsts[sequence]
-        return Gathered((table[sequence, place // page].long(), place % page), order)
+        position = torch.arange(rank_slots, device=device) - firsts[sequence]
+        return Gathered((table[sequence, position // page].long(), position % page), order)
 
     def slots(self, cache: Tensor, entries: Tensor, gathered: Gathered) -> Tensor:
         """What the cache holds of a chunk's sequences, [S, C], of which `entries` [T, C] are new."""

@@ -62,32 +62,32 @@ class VisionEncoder:
         Raises:
             MediaError: a grid is none that the tower takes.
         """
-        for one in media:
-            self.config.check_grid(one.grid)
+        for item in media:
+            self.config.check_grid(item.grid)
         embeddings: dict[str, Tensor] = {}
         new: dict[str, Media] = {}
-        for one in media:
-            if one.digest in self._kept:
-                self._kept.move_to_end(one.digest)
-                embeddings[one.digest] = self._kept[one.digest]
+        for item in media:
+            if item.digest in self._kept:
+                self._kept.move_to_end(item.digest)
+                embeddings[item.digest] = self._kept[item.digest]
             else:
-                new.setdefault(one.digest, one)
+                new.setdefault(item.digest, item)
         packs = packed(list(new.values()), self.pack_patches)
         for pack, rows in zip(packs, self._run(packs), strict=True):
             merge = self.config.merge_kernel_size
-            for one, own in zip(pack, rows.split([one.grid.tokens(merge) for one in pack]), strict=True):
-                embeddings[one.digest] = own
-                self._keep(one.digest, own)
-        return [embeddings[one.digest] for one in media]
+            for item, own in zip(pack, rows.split([item.grid.tokens(merge) for item in pack]), strict=True):
+                embeddings[item.digest] = own
+                self._keep(item.digest, own)
+        return [embeddings[item.digest] for item in media]
 
     def rows(self, prompts: Sequence[Sequence[int]], media: Sequence[Sequence[Media]]) -> MediaRows | None:
-        """Of a batch's token ids and images and video chunks, all encoded in one call; None if it has no media token.
+        """Rows for a batch's token ids, its images and video chunks encoded in one call; None if it has no media token.
 
         Raises:
             MediaError: a prompt's media tokens are not those of its images and videos.
         """
-        made = iter(self.encode([one for own in media for one in own]))
-        features = [[next(made) for _ in own] for own in media]
+        encoded = iter(self.encode([item for own in media for item in own]))
+        features = [[next(encoded) for _ in own] for own in media]
         return MediaRows.of(prompts, features, self.config.media_token_ids)
 
     def _keep(self, digest: str, rows: Tensor) -> None:
@@ -104,19 +104,19 @@ def packed(media: Sequence[Media], most: int) -> list[list[Media]]:
     """Images in their order, in packs of up to `most` patches; a larger image has a pack of its own."""
     packs: list[list[Media]] = []
     left = 0
-    for one in media:
-        if one.grid.patches > left:
+    for item in media:
+        if item.grid.patches > left:
             packs.append([])
             left = most
-        packs[-1].append(one)
-        left -= one.grid.patches
+        packs[-1].append(item)
+        left -= item.grid.patches
     return packs
 
 
 def run_pack(model: VisionModel, pack: Sequence[Media]) -> Tensor:
     """Embeddings of a pack's images, one after another: [tokens, H]."""
-    patches = uploaded(torch.cat([one.patches for one in pack]), model.device)
-    out: Tensor = model(normalised(patches, model.dtype), [one.grid for one in pack])
+    patches = uploaded(torch.cat([item.patches for item in pack]), model.device)
+    out: Tensor = model(normalised(patches, model.dtype), [item.grid for item in pack])
     return out
 
 
@@ -149,13 +149,13 @@ class MediaRows:
         index, first = [], 0
         for number, (prompt, own) in enumerate(zip(prompts, features, strict=True)):
             ids = torch.as_tensor(prompt, dtype=torch.int64)
-            places = torch.isin(ids, torch.tensor(sorted(media_token_ids)))
-            rows, tokens = sum(len(one) for one in own), int(places.sum())
+            is_media = torch.isin(ids, torch.tensor(sorted(media_token_ids)))
+            rows, tokens = sum(len(item) for item in own), int(is_media.sum())
             if rows != tokens:
                 raise MediaError(f"prompt {number} has {tokens} media tokens, its images and videos have {rows}")
-            index.append(torch.where(places, places.cumsum(0) - 1 + first, -1))
+            index.append(torch.where(is_media, is_media.cumsum(0) - 1 + first, -1))
             first += rows
-        return cls(torch.cat([one for own in features for one in own]), tuple(index)) if first else None
+        return cls(torch.cat([item for own in features for item in own]), tuple(index)) if first else None
 
     def padded(self, length: int) -> Tensor:
         """int64 [B, length]."""

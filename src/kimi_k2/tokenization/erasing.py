@@ -1,4 +1,4 @@
-"""Content without markers where only text is known: also without those that come together when another is dropped."""
+"""Removes markers from content where only text is known, also those that form when one between them is removed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class MarkerEraser:
                 self._open.append(bytearray())
             self._open[-1].append(_NUMBERS["<"])
             first = 1
-        for place in range(first, len(piece)):
+        for index in range(first, len(piece)):
             if not self._open:
-                return piece[place:]
+                return piece[index:]
             last = self._open[-1]
-            begun = _BEGINNINGS[last[-1]] + piece[place]
+            begun = _BEGINNINGS[last[-1]] + piece[index]
             if begun in SPELLINGS:
                 last.pop()
                 if not last:
@@ -62,5 +62,5 @@ class MarkerEraser:
             elif begun in _NUMBERS:
                 last[-1] = _NUMBERS[begun]
             else:
-                return "".join(self._held()) + piece[place:]
+                return "".join(self._held()) + piece[index:]
         return ""

@@ -22,19 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.deltas import (
-    AssistantMessage,
-    Content,
-    Delta,
-    Reasoning,
-    ToolCall,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-    collect,
-    merged,
-    openai_delta,
-)
+from kimi_k2.tokenization.deltas import AssistantMessage, Delta, Reasoning, collect, merged
 from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, TextLexer, TokenLexer
 from kimi_k2.tokenization.reasoning import ReasoningMachine
@@ -44,23 +32,6 @@ from kimi_k2.tokenization.tool_calls import ToolCallMachine
 
 if TYPE_CHECKING:
     from kimi_k2.tokenization.tokenizer import KimiTokenizer
-
-__all__ = [
-    "AssistantMessage",
-    "Content",
-    "Delta",
-    "FinishReason",
-    "MessageStream",
-    "Reasoning",
-    "ToolCall",
-    "ToolCallArguments",
-    "ToolCallEnd",
-    "ToolCallStart",
-    "collect",
-    "openai_delta",
-    "opens_reasoning",
-    "parse_message",
-]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

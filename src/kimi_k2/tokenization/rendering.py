@@ -88,16 +88,16 @@ class _Marks:
     def pieces(self, text: str) -> str:
         """The text with its special tokens marked, and what may begin or end one that other text completes."""
         own = bytearray(len(text))
-        for place, letter in enumerate(text):
+        for index, letter in enumerate(text):
             sizes = range(self._longest, 0, -1)
             if letter in self._begins:
-                size = next(size for size in sizes if text[place : place + size] in self._begins)
-                own[place : place + size] = b"\1" * len(text[place : place + size])
+                size = next(size for size in sizes if text[index : index + size] in self._begins)
+                own[index : index + size] = b"\1" * len(text[index : index + size])
             if letter in self._ends:
                 start = next(
-                    place + 1 - size for size in sizes if text[max(place + 1 - size, 0) : place + 1] in self._ends
+                    index + 1 - size for size in sizes if text[max(index + 1 - size, 0) : index + 1] in self._ends
                 )
-                own[max(start, 0) : place + 1] = b"\1" * (place + 1 - max(start, 0))
+                own[max(start, 0) : index + 1] = b"\1" * (index + 1 - max(start, 0))
         return "".join(self.marked(letter) if mark else letter for letter, mark in zip(text, own, strict=True))
 
 

@@ -170,7 +170,7 @@ def _names_of(text: str) -> Iterator[str]:
         yield trained
     bare = [text.removeprefix(prefix) for prefix in PREFIXES if text.startswith(prefix)] + [text]
     yield from bare
-    yield from (found["name"].strip() for one in bare if (found := _INDEX.fullmatch(one)))
+    yield from (found["name"].strip() for spelling in bare if (found := _INDEX.fullmatch(spelling)))
 
 
 def _functions(tools: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kimi_k2.api import KimiK2
-    from kimi_k2.tokenization.message import ToolCall
+    from kimi_k2.tokenization.deltas import ToolCall
 
 OTHERWISE = {"max_new_tokens": 1024, "temperature": 0.6}
 HELP = """\
