@@ -55,8 +55,7 @@ class KimiK2Router(RouterTopK):
             hidden_states: [..., H], T tokens.
 
         Returns:
-            float32 logits [T, E]; float32 weights [T, E], final at the chosen experts and 0 elsewhere; the chosen
-            experts, int64 [T, top_k].
+            float32 logits [T, E]; final float32 weights [T, top_k] of the chosen experts, int64 [T, top_k].
         """
         tokens = hidden_states.reshape(-1, self.hidden_size)
         logits = dot_float32(tokens, self.linear_router.weight, ([1], [1]))
@@ -65,8 +64,7 @@ class KimiK2Router(RouterTopK):
         weights = scores.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(dim=1, keepdim=True) + NORM_GUARD)
-        weights = weights * self.routed_scaling_factor
-        return logits, torch.zeros_like(scores).scatter(1, chosen, weights), chosen
+        return logits, weights * self.routed_scaling_factor, chosen
 
 
 class Held(NamedTuple):
@@ -143,7 +141,7 @@ class KimiK2Experts(nn.Module):
 
         Args:
             tokens: [T, H].
-            weights: float32 [T, E], of `KimiK2Router`.
+            weights: float32 [T, top_k], of `KimiK2Router`.
             chosen: int64 [T, top_k], global numbers.
             rank: int [1], this rank's number.
             decode: whether these are a step's tokens.
@@ -151,11 +149,12 @@ class KimiK2Experts(nn.Module):
         Returns:
             float32 [T, H].
         """
+        slots, weights = self.local(weights, chosen, rank)
         if self.is_selective(chosen):
-            return self.forward_selective(tokens, *self.local(weights, chosen, rank))
+            return self.forward_selective(tokens, slots, weights)
         if decode or chosen.numel() < self.block_size:
-            return self.forward_all(tokens, self.local_weights(weights, rank))
-        return self.forward_blocks(tokens, *self.local(weights, chosen, rank))
+            return self.forward_all(tokens, slots, weights)
+        return self.forward_blocks(tokens, slots, weights)
 
     def is_selective(self, chosen: Tensor) -> bool:
         """Whether loading an expert a choice reads fewer bytes than loading all local experts once."""
@@ -167,19 +166,11 @@ class KimiK2Experts(nn.Module):
 
     def local(self, weights: Tensor, chosen: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         """The choices as local numbers [T, top_k], and their weights; those of other ranks are 0 with a weight of 0."""
-        weights = weights.gather(1, chosen)
         if self.ep == 1:
             return chosen, weights
         slots = chosen - self.first_expert(rank)
         here = (slots >= 0) & (slots < self.num_local_experts)
         return torch.where(here, slots, torch.zeros_like(slots)), weights * here.to(weights.dtype)
-
-    def local_weights(self, weights: Tensor, rank: Tensor) -> Tensor:
-        """Of [T, E] the columns of this rank's experts."""
-        if self.ep == 1:
-            return weights
-        numbers = torch.arange(self.num_local_experts, device=weights.device)
-        return weights.index_select(1, self.first_expert(rank) + numbers)
 
     def mlp(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """SwiGLU of [E' or 1, T, H] by all local experts or by `experts` [E']: [E', T, H]."""
@@ -208,8 +199,10 @@ class KimiK2Experts(nn.Module):
         out = self.mlp(repeated, slots.flatten()).squeeze(1).unflatten(0, slots.shape)
         return (out.to(torch.float32) * weights.unsqueeze(-1)).sum(dim=1)
 
-    def forward_all(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """All local experts on all tokens; `weights` [T, E_local]."""
+    def forward_all(self, tokens: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """All local experts on all tokens."""
+        numbers = torch.arange(self.num_local_experts, device=slots.device)
+        weights = ((slots.unsqueeze(-1) == numbers) * weights.unsqueeze(-1)).sum(dim=1)  # [T, E_local], exact
         out = self.mlp(tokens.unsqueeze(0))  # [E_local, T, H]
         return (out.to(torch.float32) * weights.T.unsqueeze(-1)).sum(dim=0)
 
