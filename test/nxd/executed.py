@@ -95,8 +95,8 @@ class NxdModel:
         self.graphs = []
         for wrapper in app.models:
             examples = wrapper.input_generator()
-            for bucket, example in zip(lowering.buckets(app, wrapper.tag), examples, strict=True):
-                graph = lowering.lower(app, wrapper.tag, bucket)
+            for number, example in enumerate(examples):
+                graph = lowering.lower(app, wrapper.tag, number)
                 self.graphs.append(graph)
                 self.programs[tuple(t.shape for t in example)] = (Program(graph, self.ranks), wrapper.tag)
         self.parts: dict[str, list[Any]] = {}

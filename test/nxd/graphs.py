@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from harness import launch
 from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, stale_readers, summary
 from kernel_calls import kernel_name
@@ -32,21 +31,11 @@ def _lowered(app: Any, stages: Sequence[str]) -> list[Any]:
     return [replace(contrib.load("lowering").lower(app, stage), proto=b"") for stage in stages]
 
 
-def of_preset(
-    name: str, member: str, layers: int, stages: Sequence[str], draft: Path | None, drafts: int, every_expert: bool
-) -> list[Any]:
-    """A job: graphs of a preset, with a draft in them, or with upstream's own path of expert parallelism."""
+def of_preset(name: str, member: str, layers: int, stages: Sequence[str], draft: Path | None, drafts: int) -> list[Any]:
+    """A job: graphs of a preset, with a draft in them."""
     from kimi_k2.neuron.compile import build_application, draft_options
 
     preset = Deployment.load(name)
-    if every_expert:
-        KimiK2Experts = importlib.import_module("kimi_k2.contrib_model.moe").KimiK2Experts
-
-        def forward_selective(self: Any, tokens: Any, slots: Any, weights: Any) -> Any:
-            every = torch.zeros(len(tokens), self.num_local_experts, device=tokens.device)
-            return self.forward_all(tokens, every.scatter_add(1, slots, weights))
-
-        KimiK2Experts.forward_selective = forward_selective
     options = draft_options(drafts) if draft else {}
     config = KimiK2Config.from_preset(member, num_hidden_layers=layers)
     app = build_application(preset, config, member, draft=draft, disable_argmax_kernel=True, **options)
@@ -65,34 +54,23 @@ def of_folder(tp: int, ep: int, quantized: bool) -> list[Any]:
     return _lowered(src.NeuronKimiK2ForCausalLM("none", config), STAGES)
 
 
-def of_tower(patches: int, frames: int, ranks: int) -> Any:
-    """A job: the vision tower's graph of a bucket."""
-    bucket = contrib.load("vision").VisionBucket(patches, frames)
-    lower = contrib.load("vision_lowering").lower_vision
-    return replace(lower(KimiK2Config.from_preset("kimi-k2.5"), bucket, ranks), proto=b"")
-
-
-def of_media(name: str, layers: int) -> list[Any]:
-    """A job: the prefill graphs of the text class and of that with media."""
+def of_media(patches: int, frames: int, ranks: int, stages: Sequence[str]) -> list[Any]:
+    """A job: graphs of K2.5 with two layers and its whole tower, of which a bucket is compiled for so many ranks."""
     from kimi_k2.neuron.compile import build_application
 
-    preset = Deployment.load(name)
-    config = KimiK2Config.from_preset("kimi-k2.5", num_hidden_layers=layers)
-    text = build_application(preset, config, "kimi-k2.5", disable_argmax_kernel=True)
-    module = contrib.load("image_to_text")
-    tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[1024, 1]], tp_degree=16, torch_dtype=torch.bfloat16)
-    load = contrib.load("config").load_kimi_config(config)
-    whole = module.KimiK25InferenceConfig(text.config.neuron_config, tower, load_config=load)
-    media = module.NeuronKimiK25ForImageToText("kimi-k2.5", whole)
-    return [graph for app in (text, media) for graph in _lowered(app, [PREFILL])]
+    preset = Deployment.load("trn2-tp64-ep1-images")
+    assert preset.vision is not None
+    tower = preset.vision.model_copy(update={"tp_degree": ranks, "buckets": ((patches, frames),)})
+    config = KimiK2Config.from_preset("kimi-k2.5", num_hidden_layers=2)
+    preset = preset.model_copy(update={"vision": tower})
+    return _lowered(build_application(preset, config, "kimi-k2.5", disable_argmax_kernel=True), stages)
 
 
 def graph_of(
     preset: str, stage: str, layers: int = 2, member: str = MEMBER, draft: Path | None = None, drafts: int = 0,
-    every_expert: bool = False,
 ) -> Any:  # fmt: skip
     """One graph of a preset, whose caches are read and written in order."""
-    graph = launch(of_preset, preset, member, layers, [stage], draft, drafts, every_expert, way="lowered")[0]
+    graph = launch(of_preset, preset, member, layers, [stage], draft, drafts, way="lowered")[0]
     assert stale(graph) == []
     return graph
 

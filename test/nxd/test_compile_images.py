@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from harness import SLOW, command
-from hlo import count
 from test_readme_steps import PRESET, Machine
 
-from kimi_k2.config import KimiK2Config, raw_preset
-from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.deployment import CONTEXT_ENCODING
-from kimi_k2.plan.target import load_target
-from kimi_k2.plan.vision import tower_rank_flops
+from kimi_k2.config import raw_preset
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import TINY_VISION, tiny_config, with_format
 
@@ -35,22 +29,11 @@ def test_hlo_of_every_graph(tmp_path: Path, name: str) -> None:
     buckets = {"context_encoding_buckets": [512], "token_generation_buckets": [512]}
     preset.write_text(yaml.safe_dump({**fields, "neuron_config": buckets}))
     command("compile", model, "--preset", preset, "--out", out, "--hlo-only")
+    # test_lowering.py and test_vision.py hold what is in such graphs to the plan.
     artifacts = json.loads((out / "compile.json").read_text())["artifacts"]
     names = ["context_encoding_model_512", "token_generation_model_512", f"{TOWER}_256x1", f"{TOWER}_1024x4"]
     assert list(artifacts) == [f"{name}.hlo.txt" for name in names]
     assert [one.get("frames") for one in artifacts.values()] == [None, None, 1, 4]
-    config = KimiK2Config.from_pretrained(model)
-    target = load_target(str(preset), config)
-    sharding = target.sharding(config)
-    for name, graph in artifacts.items():  # test_lowering.py and test_vision.py hold bytes and collectives to the plan
-        flops = count((out / name).read_text()).flops
-        if graph["stage"] == TOWER:
-            ranks = target.tower_ranks or 1
-            assert flops == pytest.approx(tower_rank_flops(config, graph["bucket"], graph["frames"], ranks), rel=0.01)
-        elif graph["stage"] == CONTEXT_ENCODING:
-            assert flops == prefill_counts(config, replace(target, prompt=512), sharding).flops
-        else:
-            assert flops == decode_counts(config, target, sharding, 512).flops
 
 
 def test_nxdi_compiles_both_models(tmp_path: Path) -> None:

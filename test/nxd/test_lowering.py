@@ -93,13 +93,9 @@ def test_graphs_cost_what_the_planner_says(preset: str, stored: str, stage: str)
         assert fetches(graph)["chosen"] == pytest.approx(chosen, rel=0.01)
 
 
-def test_expert_parallel_decode_reads_8_experts_not_192() -> None:
+def test_expert_parallel_decode_reads_8_experts_of_192() -> None:
     graph = graph_of("trn2-tp32-ep2", DECODE)
-    read = counted(graph)["routed_expert_bytes_read"]
-    swept = counted(graph_of("trn2-tp32-ep2", DECODE, every_expert=True))["routed_expert_bytes_read"]
-    assert 8 * expert_bytes(32) <= read <= 8 * expert_bytes(32) * 1.01  # the rest is scales
-    assert 192 * expert_bytes(32) <= swept
-    assert swept / read == pytest.approx(24, rel=1e-3)
+    assert 8 * expert_bytes(32) <= counted(graph)["routed_expert_bytes_read"] <= 8 * expert_bytes(32) * 1.01  # scales
     # Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written.
     arrays = of_experts(graph)
     assert {one["op"] for one in arrays if one["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}

@@ -12,13 +12,14 @@ import pytest
 import torch
 from cases import LINES, Stored
 from environment import contrib
-from graphs import counted, of_media, of_tower
-from harness import SLOW, TOLERANCE, check, launch, neuron_config
+from graphs import PREFILL, counted, graph_of, of_media
+from harness import LAYOUTS, SLOW, TOLERANCE, check, launch, neuron_config, ranks_of
 from media import Media, drawn_case, pixels_of
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error, MediaError
 from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.plan.deployment import VISION_ENCODER
 from kimi_k2.plan.memory import tower_live_bytes
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, tower_rank_bytes
@@ -37,49 +38,40 @@ def checkpoint(stored: Stored) -> Path:
     return stored(member="kimi-k2.5", vision={**TINY_VISION, "vt_num_attention_heads": 4}, seed=8)
 
 
-def of_packs(checkpoint: Path, packs: list[Any]) -> list[torch.Tensor]:
-    """A job: the tower's features of each pack of pixels and grids."""
-    from neuronx_distributed.parallel_layers import parallel_state
-
-    torch.distributed.init_process_group("gloo")
-    ranks = torch.distributed.get_world_size()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, skip_collective_init=True)
-    buckets = [contrib("vision").VisionBucket(*bucket) for bucket in BUCKETS]
-    config = KimiK2Config.from_pretrained(checkpoint)
-    encoder = contrib("vision").NeuronKimiK25VisionEncoder(checkpoint, config, buckets, torch.float32)
-    return [encoder(pixels, sizes) for pixels, sizes in packs]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_cpu_mode_agrees_with_the_plain_tower(checkpoint: Path, ranks: int) -> None:
-    draw, plain, worst = torch.Generator().manual_seed(0), VisionModel.from_pretrained(checkpoint), 0.0
-    packs = [(pixels_of(sizes, draw), sizes) for pack in PACKS for sizes in [[Grid(*one) for one in pack]]]
-    for given, found in zip(packs, launch(of_packs, checkpoint, packs, ranks=ranks), strict=True):
-        wanted = plain(*given)
-        assert found.shape == wanted.shape
-        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
-    print(f"\nTP{ranks}: largest error over largest value {worst:.1e}")
-    assert worst <= TOLERANCE
+def application(checkpoint: Path, options: dict[str, Any], **more: Any) -> Any:
+    """Text and tower over the same ranks, not loaded."""
+    module, config = contrib("image_to_text"), contrib("config")
+    text = config.KimiK2NeuronConfig(**options, torch_dtype=torch.float32, **more)
+    more.pop("on_cpu", None)
+    tower = module.KimiK25VisionNeuronConfig(
+        vision_buckets=BUCKETS, tp_degree=options["tp_degree"], torch_dtype=torch.float32, **more
+    )
+    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
+    return module.NeuronKimiK25ForImageToText(str(checkpoint), made)
 
 
 @torch.inference_mode()
-def with_media(checkpoint: Path, neuron_config: dict[str, Any], script: Media) -> torch.Tensor:
-    """A job: logits of the class that has its tower beside it, in CPU mode."""
-    config = contrib("config")
-    neuron = config.KimiK2NeuronConfig(on_cpu=True, **neuron_config, torch_dtype=torch.float32)
-    made = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(checkpoint))
-    app = contrib("modeling_kimi_k25").NeuronKimiK25ForConditionalGeneration(str(checkpoint), made)
-    app.to_cpu()
-    app.load_vision([contrib("vision").VisionBucket(*bucket) for bucket in BUCKETS])
-    return script.run(app)
+def in_cpu_mode(checkpoint: Path, options: dict[str, Any], packs: list[Any], script: Media) -> Any:
+    """A job: the tower's features of each pack of pixels and grids, and a script's logits."""
+    app = application(checkpoint, options, on_cpu=True)
+    app.load("")
+    return [app.encode(pixels, sizes) for pixels, sizes in packs], script.run(app)
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2)])
-def test_whole_model_with_media(checkpoint: Path, tp: int, ep: int) -> None:
-    """A mixed batch against the plain model."""
-    script = drawn_case(checkpoint)
-    found = launch(with_media, checkpoint, neuron_config(tp, ep, 4), script, ranks=tp * ep)
-    check(f"TP{tp} EP{ep}", found, script.expected(checkpoint))
+@pytest.mark.parametrize("layout", ["TP1", "TP2", "EP2", "TP4"])
+def test_cpu_mode_agrees_with_the_plain_model(checkpoint: Path, layout: str) -> None:
+    """Packs of images and video chunks through the tower, and a mixed batch through the whole."""
+    draw, plain, worst = torch.Generator().manual_seed(0), VisionModel.from_pretrained(checkpoint), 0.0
+    packs = [(pixels_of(sizes, draw), sizes) for pack in PACKS for sizes in [[Grid(*one) for one in pack]]]
+    script, options = drawn_case(checkpoint), neuron_config(*LAYOUTS[layout], 4)
+    features, logits = launch(in_cpu_mode, checkpoint, options, packs, script, ranks=ranks_of(layout))
+    for given, found in zip(packs, features, strict=True):
+        wanted = plain(*given)
+        assert found.shape == wanted.shape
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+    print(f"\n{layout}: largest error over largest value {worst:.1e}")
+    assert worst <= TOLERANCE
+    check(layout, logits, script.expected(checkpoint))
 
 
 @torch.inference_mode()
@@ -90,15 +82,11 @@ def through_compile(
     import mocked_neuron
 
     mocked_neuron.install()
-    module, config = contrib("image_to_text"), contrib("config")
-    options = {"torch_dtype": torch.float32, "save_sharded_checkpoint": True, "skip_warmup": True}
-    text = config.KimiK2NeuronConfig(**neuron_config, **options)
-    tower = module.KimiK25VisionNeuronConfig(vision_buckets=BUCKETS, tp_degree=1, **options)
-    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
+    made = application(checkpoint, neuron_config, save_sharded_checkpoint=True, skip_warmup=True)
     with tempfile.TemporaryDirectory() as compiled:
         os.environ["BASE_COMPILE_WORK_DIR"] = f"{compiled}/built/"
-        module.NeuronKimiK25ForImageToText(str(checkpoint), made).compile(compiled)
-        app, errors = module.NeuronKimiK25ForImageToText(compiled), {}
+        made.compile(compiled)
+        app, errors = type(made)(compiled), {}
         app.load(compiled)
         for name, (method, given, named) in calls.items():
             with pytest.raises(KimiK2Error) as caught:
@@ -173,7 +161,7 @@ def test_what_cannot_be_cut() -> None:
     ],
 )  # fmt: skip
 def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: int, frames: int) -> None:
-    graph = launch(of_tower, patches, frames, ranks, way="lowered")
+    (graph,) = launch(of_media, patches, frames, ranks, [VISION_ENCODER], way="lowered")
     counts = counted(graph)
     config = KimiK2Config.from_preset("kimi-k2.5")
     side = {256: 16, 1024: 32, 4096: 64, 16384: 128}[patches // frames]
@@ -197,7 +185,8 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
 @SLOW
 def test_prefill_with_media_at_real_shapes() -> None:
     """A row of media for every token, and its index; the products are the text graph's."""
-    text, media = launch(of_media, "trn2-tp64-ep1", 2, way="lowered")
+    text = graph_of("trn2-tp64-ep1", PREFILL, member="kimi-k2.5")
+    (media,) = launch(of_media, 1024, 1, 16, [PREFILL], way="lowered")
     assert media.bucket == text.bucket
     shapes = {name: list(shape) for name, (_, shape) in media.inputs.items()}
     batch, length = shapes["input.0"]

@@ -185,7 +185,7 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: 
     config = KimiK2Config.load(model)
     manifest = Manifest(out, preset, config, overrides)
     app = build_application(preset, config, model, disable_argmax_kernel=True, **overrides)  # which needs the compiler
-    jobs = _lowering_jobs(preset, config, app)
+    jobs = _lowering_jobs(app)
     for number, (name, facts, lower) in enumerate(jobs, start=1):
         if manifest.has(name):
             say(f"[{number}/{len(jobs)}] {name}: kept")
@@ -197,23 +197,16 @@ def lower_all(preset: Deployment, model: str, out: Path, say: Say, **overrides: 
         say(f"[{number}/{len(jobs)}] {name}: {time.monotonic() - start:.0f} s, {len(graph.hlo) / 1e6:.1f} MB of HLO")
 
 
-def _lowering_jobs(
-    preset: Deployment, config: KimiK2Config, app: Any
-) -> list[tuple[str, dict[str, Any], Callable[[], Any]]]:
+def _lowering_jobs(app: Any) -> list[tuple[str, dict[str, Any], Callable[[], Any]]]:
     """File, facts for the manifest and lowering of each graph: the text model's, then the tower's."""
-    lowering = contrib.load("lowering")
-    jobs: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
-        (f"{stage}_{bucket}.hlo.txt", {"stage": stage, "bucket": bucket}, partial(lowering.lower, app, stage, bucket))
-        for stage in [wrapper.tag for wrapper in app.models if wrapper.tag != VISION_ENCODER]
-        for bucket in lowering.buckets(app, stage)
-    ]
-    if preset.vision is None:
-        return jobs
-    tower, media = contrib.load("vision_lowering"), app.vision_config.neuron_config
-    for bucket in media.graphs():
-        facts = {"stage": VISION_ENCODER, "bucket": bucket.patches, "frames": bucket.frames}
-        lower = partial(tower.lower_vision, config, bucket, media.tp_degree, media.torch_dtype)
-        jobs.append((f"{VISION_ENCODER}_{bucket.patches}x{bucket.frames}.hlo.txt", facts, lower))
+    lowering, jobs = contrib.load("lowering"), list[tuple[str, dict[str, Any], Callable[[], Any]]]()
+    for stage, wrapper in lowering.wrappers(app).items():
+        for number, bucket in enumerate(wrapper.neuron_config.buckets):
+            name, facts = f"{stage}_{bucket}", {"stage": stage, "bucket": bucket}
+            if stage == VISION_ENCODER:
+                facts["frames"] = wrapper.neuron_config.graphs()[number].frames
+                name += f"x{facts['frames']}"
+            jobs.append((f"{name}.hlo.txt", facts, partial(lowering.lower, app, stage, number)))
     return jobs
 
 

@@ -1,7 +1,8 @@
 """K2.5 on NxDI's image-to-text base: text model and vision tower as two compiled models of one application.
 
-NeuronKimiK25ForImageToText compiles and loads; NeuronKimiK25ForConditionalGeneration is the same model in CPU mode. The
-tower's ranks are a tensor-parallel group of their own, whose number divides its 16 heads.
+Embeddings of media take their tokens' places inside the prefill graph, by NxDI's own arguments for that
+(`vision_embeddings`, `vision_mask`). Decode is the text class's, untouched. The tower's ranks are a tensor-parallel
+group of their own, whose number divides its 16 heads; in CPU mode they are the text model's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from neuronx_distributed.trace.trace import get_sharded_checkpoint
 from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig
 from neuronx_distributed_inference.models.image_to_text_model_base import (
     ImageToTextInferenceConfig,
@@ -30,13 +32,13 @@ from torch.nn import functional as F
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model.modeling_kimi_k2 import rank_file
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
-from kimi_k2.vision_config import Grid
+from kimi_k2.vision_config import Grid, VisionConfig
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .model_wrapper import KimiK2ModelWrapper
-from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
-from .modeling_kimi_k25 import NeuronKimiK25TextModel, prefill_inputs
+from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM, NeuronKimiK2Model
 from .presharding import preshard
 from .vision import (
     POSITIONS,
@@ -126,6 +128,22 @@ class KimiK25InferenceConfig(ImageToTextInferenceConfig):
         return cls(text, vision, **fields)
 
 
+class NeuronKimiK25TextModel(NeuronKimiK2Model):
+    """The text graph, whose prefill takes embeddings of media."""
+
+    def encode_vision_to_input(self, inputs_embeds: Tensor, vision_embeddings: Tensor, vision_mask: Tensor) -> Tensor:
+        """Rows of media in the place of their tokens' own.
+
+        Args:
+            inputs_embeds: [B, S, H].
+            vision_embeddings: [M, H], all sequences' one after another, then anything.
+            vision_mask: integers [B, S], the row that a token stands for, negative for text.
+        """
+        index = vision_mask.to(torch.int64)
+        rows = vision_embeddings[index.clamp(min=0).flatten()].view(inputs_embeds.shape)
+        return torch.where((index >= 0).unsqueeze(-1), rows, inputs_embeds)
+
+
 class KimiK25TextWrapper(KimiK2ModelWrapper, ImageToTextModelWrapper):
     """The text graphs' wrapper: media's rows and their index are filled up to the graph that NxDI chooses.
 
@@ -203,13 +221,7 @@ class KimiK25VisionWrapper(ModelWrapper):
         return EncoderModelInstance(model_cls=self.model_cls, config=self.config)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Run the graph of these shapes.
-
-        Raises:
-            RuntimeError: the model is not loaded.
-        """
-        if self.model is None:
-            raise RuntimeError("the tower is not loaded")
+        """Run the graph of these shapes."""
         out: Tensor = self._forward(*inputs)
         return out
 
@@ -302,6 +314,16 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             )
             self.initialize(getattr(self, f"{name}_traced_model"), weights, first)
 
+    def to_cpu(self) -> None:
+        """The text class's, with the tower over its ranks: one module for all buckets."""
+        self.config = self.text_config
+        super().to_cpu()
+        self.config = self.full_config
+        self.vision_encoder_model.model = tower = make_graph(self.config).eval()
+        state = self.vision_state_dict()
+        get_sharded_checkpoint(state, tower, torch.distributed.get_rank(), self.neuron_config.tp_degree)
+        tower.load_state_dict(state)
+
     def _stored_vision(self) -> dict[str, Tensor]:
         source = self.config._name_or_path or self.model_path
         return load_vision(source, KimiK2Config.from_pretrained(source))  # which knows the names' prefix
@@ -336,7 +358,13 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
     ) -> Any:
         """Run prompts with their images and video chunks; NxDI's output, logits of the last tokens.
 
-        Arguments and errors as for `NeuronKimiK25ForConditionalGeneration.prefill`, and each prompt's cache line.
+        Args:
+            prompts: token ids.
+            media: of each prompt, pixels [patches, 3, patch, patch] and grid in the order of their tokens.
+            seq_ids: each prompt's cache line.
+
+        Raises:
+            MediaError: an image fits no bucket, or a prompt's media tokens are not those of its images.
         """
         features = [[self.encode(pixels, [grid]) for pixels, grid in own] for own in media]
         vision = self.vision_inputs.config
@@ -360,3 +388,32 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             )
             kwargs["vision_mask"] = torch.full(input_ids.shape if none else (0,), -1, dtype=torch.int32)
         return super().forward(input_ids, *args, **kwargs)
+
+
+def prefill_inputs(
+    prompts: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]], config: VisionConfig, longest: int
+) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
+    """Arguments of a prefill, and its media's rows [M, H] with int32 [B, S], the row of each token, -1 for text.
+
+    Args:
+        features: of each prompt, the embeddings of its images and video chunks.
+        longest: tokens that a prompt may have.
+
+    Raises:
+        MediaError: a prompt is too long, or its media tokens are not those of its images.
+    """
+    rows = MediaRows.of(prompts, features, config.media_token_ids)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    if width > longest:
+        raise MediaError(f"a prompt of {width} tokens; max_context_length is {longest}")
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+    slots = torch.arange(width)
+    mask = (slots < lengths[:, None]).to(torch.int32)
+    positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    if rows is None:
+        return inputs, None, None
+    index = rows.padded(width).to(torch.int32)
+    inputs["input_ids"] = torch.where(index >= 0, 0, ids)
+    return inputs, rows.features, index

@@ -86,47 +86,41 @@ def _forget_collectives() -> None:
     torch_xla._XLAC._set_all_reduce_token(context.device, None)
 
 
-def buckets(app: Any, stage: str) -> list[int]:
-    """Buckets of a submodel."""
-    return next(list(wrapper.neuron_config.buckets) for wrapper in app.models if wrapper.tag == stage)
+def wrappers(app: Any) -> dict[str, Any]:
+    """Wrappers of the submodels by their tags, the tower's last."""
+    return {wrapper.tag: wrapper for wrapper in (*app.models, *getattr(app, "vision_models", ()))}
 
 
-def lower(app: Any, stage: str, bucket: int | None = None) -> LoweredGraph:
-    """Lower one bucket of one submodel of an application (default: its largest bucket).
+def lower(app: Any, stage: str, number: int = -1) -> LoweredGraph:
+    """Lower one bucket of one submodel of an application (default: its last, the largest).
 
     Args:
         app: NeuronKimiK2ForCausalLM, not loaded.
         stage: tag of one of its submodels.
-
-    Raises:
-        ValueError: no such stage or bucket.
+        number: of the bucket.
     """
     from neuronx_distributed_inference.models.application_base import init_custom_process_group_fn
 
-    wrappers = {wrapper.tag: wrapper for wrapper in app.models}
-    if stage not in wrappers:
-        raise ValueError(f"stage: expected one of {', '.join(wrappers)}, got {stage!r}")
-    wrapper = wrappers[stage]
-    sizes = buckets(app, stage)
-    rank = len(sizes) - 1 if bucket is None else sizes.index(bucket)
+    wrapper = wrappers(app)[stage]
     examples = wrapper.input_generator()  # first: it also tells LoRA's modules which stage they are made for
     with mocked_ranks(wrapper.neuron_config):
         init_custom_process_group_fn(wrapper.config)  # as ModelBuilder does: a draft's ranks
         instance = wrapper.get_model_instance()
         with torch.device("meta"):
             instance.load_module()
-        module, aliased = instance.get(rank)
+        module, aliased = instance.get(number)
         outputs_of = {id(state): number for state, number in aliased.items()}
         aliases = {name: outputs_of[id(p)] for name, p in module.named_parameters() if id(p) in outputs_of}
         placed = _place(module)
         inputs = []
-        for number, example in enumerate(examples[rank]):
+        for place, example in enumerate(examples[number]):
             if example.numel():
-                example = placed[f"input.{number}"] = _placeholder(example)
+                example = placed[f"input.{place}"] = _placeholder(example)
             inputs.append(example)
         with torch.no_grad():
             outputs = module(*inputs)
-        return _graph(stage, sizes[rank], outputs, placed, aliases)
+        bucket = wrapper.neuron_config.buckets[number]
+        return _graph(stage, bucket, outputs if isinstance(outputs, list) else [outputs], placed, aliases)
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:

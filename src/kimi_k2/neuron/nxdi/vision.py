@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -255,37 +254,3 @@ def load_vision(directory: str | Path, config: KimiK2Config) -> dict[str, Tensor
     """
     with CheckpointReader.for_config(directory, config, vision=True) as reader:
         return {name: tensor.clone() for name, tensor in reader.stream(lambda name: VISION.match(name) is not None)}
-
-
-class NeuronKimiK25VisionEncoder:
-    """Tower in NxD's CPU mode: one module serves all buckets, as their graphs share the weights on a device.
-
-    Call it after the parallel state is there (`NeuronKimiK2ForCausalLM.to_cpu` makes it).
-    """
-
-    def __init__(
-        self, directory: str | Path, config: KimiK2Config, buckets: Sequence[VisionBucket], dtype: torch.dtype
-    ) -> None:
-        from neuronx_distributed.parallel_layers import parallel_state
-        from neuronx_distributed.trace.trace import get_sharded_checkpoint
-
-        assert config.vision is not None
-        stored = load_vision(directory, config)
-        ranks = parallel_state.get_tensor_model_parallel_size()
-        self.config, self.buckets = config.vision, list(buckets)
-        self.inputs = VisionInputs(config.vision, stored[POSITIONS])
-        self.graph = KimiK25VisionGraph(config, ranks, dtype).eval()
-        state: dict[str, Any] = convert_vision_state_dict(stored, dtype)
-        get_sharded_checkpoint(state, self.graph, parallel_state.get_tensor_model_parallel_rank(), ranks)
-        self.graph.load_state_dict(state, strict=True)
-
-    @torch.inference_mode()
-    def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Embeddings [tokens of all grids, H].
-
-        Raises:
-            MediaError: no bucket holds the pack.
-        """
-        bucket = choose_bucket(grids, self.buckets, self.config)
-        rows = self.graph(*self.inputs(pixels, grids, bucket))
-        return rows[: sum(grid.tokens(self.config.merge_kernel_size) for grid in grids)]
