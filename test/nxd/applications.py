@@ -4,6 +4,7 @@ A job is a mapping:
     checkpoint: its directory; neuron_config: options of NxDI.
     scripts: what is run, each from empty caches: an object with `run(app, **more)`; `more` goes to every call.
     folder: the module of the folder of contrib/models, in place of the package's class.
+    draft: directory of a head that drafts in the graph.
     preset: the name of a deployment, brought down to CPU mode, in place of options.
     without_kernel: operations stand for the kernel of whole layers.
     dtypes: whether `dtypes` are answered too.
@@ -56,6 +57,8 @@ def application(job: Job) -> Any:
         config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
     neuron = config.KimiK2NeuronConfig(on_cpu=not environment.executed(), **options)
     inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(job["checkpoint"]))
+    if "draft" in job:
+        inference = environment.contrib("draft_head").with_draft(inference, job["draft"])
     return modeling.NeuronKimiK2ForCausalLM(directory, inference)
 
 

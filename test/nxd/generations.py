@@ -140,20 +140,8 @@ def sampled(job: Asked, prompt: list[int], params: list[list[float]]) -> list[tu
     return found
 
 
-def wrongly_cut(app: Any) -> list[str]:
-    """Tensors of the draft's loaded modules, cut by NxD, that are others than those beside converted files."""
-    contrib, fused = environment.contrib("draft_config"), app.fused_spec_config
-    whole = contrib.draft_state_dict(fused.draft_model_path, fused.draft_config)
-    own = contrib.of_rank(whole, torch.distributed.get_rank(), app.neuron_config.tp_degree)
-    held = app.models[0].model.draft_model.state_dict()
-    return [name for name, tensor in own.items() if not torch.equal(tensor, held[name])]
-
-
 def generations(job: Asked, batches: Sequence[Asked]) -> list[dict[str, Any]]:
-    """A job: of each batch the replies, drafts and what was accepted, and the adapter's tokens where it is asked for.
-
-    Of an application with drafts in CPU mode, a last answer names tensors of heads that NxD cut wrongly.
-    """
+    """A job: of each batch the replies, drafts, what was accepted, and the adapter's tokens where it is asked for."""
     app = load(job)
     models = {} if environment.executed() else {id(one.model): one.model for one in app.app.models}
     oracles = [Oracle(model.draft_model) for model in models.values() if "draft" in job]
@@ -173,8 +161,4 @@ def generations(job: Asked, batches: Sequence[Asked]) -> list[dict[str, Any]]:
             more = {"prompt_lookup_num_tokens": job["draft_tokens"] + 1} if "draft" in job else {}
             answer["adapted"] = adapted(app.app, batch["prompts"], params.max_new_tokens, **more)
         answers.append({**answer, "notes": [note for oracle in oracles for note in oracle.notes]})
-    if oracles:
-        cut: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(cut, wrongly_cut(app.app))
-        answers.append({"cut": [name for names in cut for name in names]})
     return answers

@@ -101,20 +101,6 @@ def draft_state_dict(directory: str | Path, config: KimiK2DraftConfig) -> dict[s
     return {"tokens": tokens.to(torch.int32), "rank_util.rank": ranks, **state}
 
 
-def of_rank(state: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """What one rank holds of `draft_state_dict`, as NxD's layers cut it."""
-    return {
-        name: tensor.chunk(ranks, _cut(name))[rank] if _cut(name) >= 0 else tensor for name, tensor in state.items()
-    }
-
-
-def _cut(name: str) -> int:
-    """The dimension that is divided among the ranks; -1 for none."""
-    if name.split(".")[-2:-1] in (["o_proj"], ["down_proj"], ["embed_tokens"]):
-        return 1
-    return -1 if name == "tokens" or "norm" in name else 0
-
-
 def fused_state_dict(target: dict[str, Tensor], draft: dict[str, Tensor]) -> dict[str, Tensor]:
     """Both models' tensors by their names in the fused graph, uncut or of one rank.
 

@@ -16,8 +16,9 @@ from kimi_k2.checkpoint.names import IGNORED
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import modeling_kimi_k2 as base
-from kimi_k2.contrib_model.checkpoint import StateDictReader
+from kimi_k2.contrib_model.checkpoint import Parameter, StateDictReader
 from kimi_k2.contrib_model.moe import Held
+from kimi_k2.contrib_model.sharding import empty_rank, fill, model_on_meta
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.sharding.convert import NeuronMapping
@@ -31,7 +32,7 @@ from .block_kv_cache import LatentBlockKVCacheManager
 from .capture import capture_in_cpu_mode
 from .config import KimiK2InferenceConfig
 from .decode_layers import DecodeLayersKernel, WholeLayers
-from .draft_config import draft_state_dict, fused_state_dict, of_rank
+from .draft_config import draft_state_dict, fused_state_dict
 from .experts import CutWeights, TiledMoE
 from .flash_decoding import every_nth
 from .fused_speculation import KimiK2FusedSpecModel
@@ -301,10 +302,11 @@ class NeuronKimiK2ForCausalLM(base.NeuronKimiK2ForCausalLM):
         if fused is None:
             return weights
         head = draft_state_dict(fused.draft_model_path, fused.draft_config)
-        return [
-            fused_state_dict(own, of_rank(head, rank, neuron.tp_degree))
-            for rank, own in enumerate(weights, start=first)
-        ]
+        model = model_on_meta(self.models[0]).get_submodule("draft_model")
+        held = {name: model.get_parameter(name) for name in head}
+        own = {rank: empty_rank(held) for rank in range(first, first + count)}
+        fill(own, (Parameter(name, tensor) for name, tensor in head.items()), held, neuron)
+        return [fused_state_dict(*both) for both in zip(weights, own.values(), strict=True)]
 
     def shard_weights(
         self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
