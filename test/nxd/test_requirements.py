@@ -1,37 +1,51 @@
-"""The table of requirements against this environment: where NxD runs, nothing of it is missing."""
+"""What NxD needs, against this environment; what is missing is named, imported undeclared or not."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
+from pathlib import Path
+from typing import Any
 
-import environment
 import pytest
 from harness import launch
 
-from kimi_k2.neuron.requirements import EXECUTION, REQUIREMENTS, missing, state
+from kimi_k2.neuron import contrib
+from kimi_k2.neuron.requirements import states
+
+pytestmark = pytest.mark.no_nxd_needed
 
 
-@pytest.mark.no_nxd_needed
 def test_what_is_importable_imports_and_what_is_not_does_not() -> None:
-    for requirement in (*REQUIREMENTS, *EXECUTION):
-        if requirement.module.startswith(("neuronx", "torch_xla")):
+    for one in states():
+        if one.requirement.module.startswith(("neuronx", "torch_xla", "vllm")):
             continue  # importing these takes seconds and, for NxD, the stand-ins
-        if state(requirement).importable:
-            importlib.import_module(requirement.module)
+        if one.importable:
+            importlib.import_module(one.requirement.module)
         else:
             with pytest.raises(ModuleNotFoundError):
-                importlib.import_module(requirement.module)
+                importlib.import_module(one.requirement.module)
 
 
-def test_nothing_is_missing_where_nxd_runs() -> None:
-    assert environment.missing() is None
-    assert missing() == []
-    importlib.import_module("neuronx_distributed_inference.models.model_base")
-
-
-@pytest.mark.no_nxd_needed
 def test_without_jax_what_executes_graphs_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(pytest.skip.Exception, match="needs jax"):
         launch(importlib.import_module, "never", ranks=2, way="executed")
+    assert contrib.missing() == list(contrib.NEEDED)
+
+
+@pytest.mark.parametrize("undeclared", ["scipy", "tenacity"])
+def test_an_undeclared_import_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undeclared: str) -> None:
+    """A release whose source imports the package, and an environment without it."""
+    (tmp_path / "storage.py").write_text(f"import os\nfrom {undeclared} import something\n")
+
+    def find(name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name in contrib.UNDECLARED:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(tmp_path)]
+        return spec
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert contrib.missing() == [undeclared]

@@ -22,10 +22,9 @@ from kimi_k2.engine.generate import prompt_lengths, token_steps
 from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, Steps
 from kimi_k2.engine.speculate import ended, steps_of, up_to_end
 from kimi_k2.errors import ConfigError, GenerationError
-from kimi_k2.files import read_data
 from kimi_k2.model.turns import TIMEOUT, Turns, checked_timeout
 from kimi_k2.neuron import contrib, cpu
-from kimi_k2.neuron.compile import build_application, environment, runtime_environment
+from kimi_k2.neuron.compile import build_application, environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
 from kimi_k2.sharding.manifest import MANIFEST, check_source
 
@@ -175,25 +174,6 @@ class NeuronApplication:
             app = build_application(preset, config, str(checkpoint), **overrides)
             app.load(str(compiled))
             return cls(app, preset.name)
-
-    @classmethod
-    def open(cls, compiled: Path) -> NeuronApplication:
-        """Load what `compile` wrote, as its own neuron_config.json says; the weights lie there or at its checkpoint.
-
-        Raises:
-            NeuronUnavailableError: NxD, NxDI or torch_xla is not importable.
-            ConfigError: `compiled` holds no compiled model.
-        """
-        if not (compiled / "model.pt").is_file():
-            raise ConfigError("no compiled model; `kimi-k2 compile` writes it", file=compiled / "model.pt")
-        stored = read_data(compiled / "neuron_config.json", ConfigError)
-        # Before NxD is imported; a preset's own variables must be in the environment already.
-        neuron = stored["neuron_config"]
-        os.environ.update(runtime_environment(neuron["logical_nc_config"], neuron["tp_degree"]))
-        with _stdout_to_stderr():
-            app = contrib.load("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(compiled))
-            app.load(str(compiled))
-        return cls(app, compiled.name)
 
     # -- passes ------------------------------------------------------------------------------------
 

@@ -37,10 +37,8 @@ REQUIREMENTS = (
     Requirement("google.protobuf", "protobuf", "any"),
     Requirement("tenacity", "tenacity", "any", "NxDI of SDK 2.29"),
     Requirement("scipy", "scipy", "any", "NxDI of SDK 2.28"),
-)
-# XLA for the CPU, on which test/nxd executes the graphs that the compiler would get; NxD itself needs none of it.
-EXECUTION = (Requirement("jax", "jax", "0.8.0", "tests that execute lowered graphs are skipped without it"),)
-VLLM = (
+    # XLA for the CPU, on which test/nxd executes the graphs that the compiler would get; NxD itself needs none of it.
+    Requirement("jax", "jax", "0.8.0", "tests that execute lowered graphs are skipped without it"),
     Requirement("vllm", "vllm", "0.11.0", "vllm-neuron 0.2 is written for it"),
     Requirement("vllm_neuron", None, "source of branch release-0.2.x"),
 )
@@ -71,12 +69,6 @@ def state(requirement: Requirement) -> State:
     return State(requirement, importable, version)
 
 
-def states(*, optional: bool = False) -> list[State]:
-    """What NxD needs; with `optional` also what executing its graphs and serving need."""
-    return [state(one) for one in (*REQUIREMENTS, *((*EXECUTION, *VLLM) if optional else ()))]
-
-
-def missing() -> list[str]:
-    """Modules without which NxD cannot be imported here; scipy and tenacity are each for one release."""
-    release = {"tenacity", "scipy"}
-    return [one.requirement.module for one in states() if not one.importable and one.requirement.module not in release]
+def states() -> list[State]:
+    """All."""
+    return [state(one) for one in REQUIREMENTS]

@@ -181,7 +181,7 @@ def _neuron() -> Iterator[Finding]:
             name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
             yield Finding(name, status, installed, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
-    for state in states(optional=True):
+    for state in states():
         needed = state.requirement
         if needed.module in (
             "boto3",

@@ -271,7 +271,7 @@ def _report(
     from kimi_k2.plan.target import load_target
 
     plans = {name: make_answer(config, load_target(str(file), config)) for name, file in files.items()}
-    device, found = None, requirements.states(optional=True)
+    device, found = None, requirements.states()
     if measured is not None:
         sweeps = {name: measured / f"sweep-{name}" / "sweep.json" for name in files}
         device = {

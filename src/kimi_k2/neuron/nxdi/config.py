@@ -11,8 +11,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import configuration_kimi_k2 as base
-from kimi_k2.contrib_model.quantization import StoredForm
-from kimi_k2.errors import ConfigError
+from kimi_k2.contrib_model.quantization import StoredForm, require
 from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
 from kimi_k2.sharding.experts import PARTITIONS, ExpertFormat, check_width, shared_width
@@ -23,9 +22,6 @@ from .presharding import layout_of
 
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
 HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
-
-
-EXPERTS_OF_KERNEL = 8
 
 
 class KimiK2NeuronConfig(base.KimiK2NeuronConfig):
@@ -69,13 +65,10 @@ class KimiK2NeuronConfig(base.KimiK2NeuronConfig):
         """The base's, and options.py's."""
         super().check_together()
         options.check_together(self)
-        options.check_decode(self)
         lora.check(self)
         self.num_cores_per_group = options.cores_per_group(self, self.num_cores_per_group)
-        if self.query_group:
-            options.check_shared_cache(self, self.num_cores_per_group)
-        elif self.layers:
-            options.check_slots(self)
+        if self.layers:
+            options.check_slots(self, self.num_cores_per_group)
 
     def check_batches(self) -> None:
         """The base's, of lines."""
@@ -128,8 +121,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
         hf, neuron = self.hf, self.neuron_config
         self.num_cores_per_group = neuron.num_cores_per_group
         for field in ("n_group", "moe_layer_freq"):
-            if getattr(hf, field) != 1:
-                raise ConfigError(f"expected 1, got {getattr(hf, field)}", field=field)
+            require(getattr(hf, field) == 1, field, f"expected 1, got {getattr(hf, field)}")
         if neuron.layers:
             self._check_layers()
 
@@ -180,26 +172,9 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
         hf, neuron = self.hf, self.neuron_config
         check_width(hf, self.layout.moe_tp)
         check_sizes(hf)
-        options.check_layer_sizes(hf, neuron.tp_degree, neuron.query_group)
-        if not self.shared_width:
-            expected = "the shared expert in tiles, of 32 or 64 columns a rank"
-            raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
-        rank, rope, cores = hf.kv_lora_rank, hf.qk_rope_head_dim, neuron.logical_nc_config
-        if rank % 128 or rank > 512 or rope > 128:
-            raise ConfigError(
-                f"the attention kernel takes a multiple of 128 up to 512, and up to 128 rotary values, got {rank} and"
-                f" {rope}",
-                field="kv_lora_rank",
-            )
-        if hf.num_experts_per_tok != EXPERTS_OF_KERNEL:
-            raise ConfigError(
-                f"the experts kernel takes {EXPERTS_OF_KERNEL}, got {hf.num_experts_per_tok}",
-                field="num_experts_per_tok",
-            )
-        if hf.hidden_size % (128 * cores):
-            raise ConfigError(
-                f"the kernels take a multiple of {128 * cores}, got {hf.hidden_size}", field="hidden_size"
-            )
+        options.check_layer_sizes(hf, neuron)
+        needed = "decode 'layers' needs the shared expert in tiles, of 32 or 64 columns a rank"
+        require(self.shared_width > 0, "decode", needed)
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[KimiK2NeuronConfig]:

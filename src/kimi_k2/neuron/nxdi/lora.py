@@ -11,8 +11,10 @@ from neuronx_distributed_inference.modules.lora_serving import is_lora_module
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.adapter import adapter_scale
-from kimi_k2.errors import ConfigError
+from kimi_k2.contrib_model.quantization import require
 from kimi_k2.sharding.layout import Decode
+
+from .options import check_beside
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,13 +30,16 @@ _WHY_NOT = {
     "lm_head": "NxDI calls it without adapter ids (models/model_base.py, NeuronBaseModel.forward)",
     "embed_tokens": "was not tested, as it is split over the hidden dimension",
 }
-_ALONE = (
-    "async_mode",
-    "flash_decoding_enabled",
-    "is_prefix_caching",
-    "save_sharded_checkpoint",
-    "sequence_parallel_enabled",
-)
+_ALONE = {
+    **dict.fromkeys(("is_continuous_batching", "speculation_length"), ((False,), "not tested together")),
+    **dict.fromkeys(
+        (
+            "async_mode", "flash_decoding_enabled", "is_prefix_caching", "save_sharded_checkpoint",
+            "sequence_parallel_enabled",
+        ),
+        ((False,), "not followed together"),
+    ),
+}  # fmt: skip
 
 
 def check(config: Any) -> None:
@@ -50,22 +55,14 @@ def check(config: Any) -> None:
     named = {name.split(".")[-1] for name in lora.target_modules or ()}
     for name in sorted(named - set(ADAPTED)):
         reason = _WHY_NOT.get(name, "the model has no such module")
-        raise ConfigError(f"expected {' or '.join(ADAPTED)}, got {name}: {reason}", field="lora_config.target_modules")
+        require(False, "lora_config.target_modules", f"expected {' or '.join(ADAPTED)}, got {name}: {reason}")
     for path in filter(os.path.isdir, (lora.lora_ckpt_paths or {}).values()):
         adapter_scale(path)
-    if lora.dynamic_multi_lora:
-        raise ConfigError("expected False: adapters are loaded with the model", field="lora_config.dynamic_multi_lora")
-    if lora.batch_size != config.batch_size:
-        raise ConfigError(
-            f"expected batch_size ({config.batch_size}), got {lora.batch_size}", field="lora_config.batch_size"
-        )
-    if config.is_continuous_batching:
-        raise ConfigError("expected False: not tested with lora_config", field="is_continuous_batching")
-    if config.speculation_length:
-        raise ConfigError("expected 0: not tested with lora_config", field="speculation_length")
-    for name in _ALONE:
-        if getattr(config, name):
-            raise ConfigError("expected False: not followed together with lora_config", field=name)
+    many, lines = lora.dynamic_multi_lora, config.batch_size
+    require(not many, "lora_config.dynamic_multi_lora", "expected False: adapters are loaded with the model")
+    batch = lora.batch_size
+    require(batch == lines, "lora_config.batch_size", f"expected batch_size ({lines}), got {batch}")
+    check_beside(config, "lora_config", _ALONE)
 
 
 def in_xla_form(decode: Decode, options: dict[str, Any]) -> Decode:
