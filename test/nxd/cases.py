@@ -144,7 +144,6 @@ CASES: dict[str, Case] = {
         f"operations {name}": case._replace(more={"without_kernel": True})
         for name, case in (("TP2", layers("TP2")), ("EP2", layers("EP2", "fp8")))
     },
-    "folder BF16 TP1": folder("TP1", "bf16", 4),
     "folder BF16 TP2": folder("TP2", "bf16", 1),
     "folder blocks EP2": folder("EP2", "fp8", 1, quantized=True),
     "folder blocks TP2xEP2": folder("TP2xEP2", "fp8", 4, quantized=True),

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +124,17 @@ def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: flo
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def command(*words: str | Path | int, ranks: int = 1, stdin: str | None = None, prefix: tuple[str, ...] = ()) -> str:
-    """Standard output of `kimi-k2 WORDS` (or of Python with `prefix`), under torchrun if there are several ranks."""
+def command(
+    *words: Any, ranks: int = 1, stdin: str | None = None, program: Sequence[str] = ("-c", CLI), timeout: float = 400,
+    **env: Any,
+) -> str:  # fmt: skip
+    """Standard output of `kimi-k2 WORDS`, or of another Python program, under torchrun if there are several ranks."""
     left_out = ("WORLD_SIZE", "RANK", "MASTER_PORT", "NXD_CPU_MODE")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    kept |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **{name: str(value) for name, value in env.items()}}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    line = [sys.executable, *([] if ranks == 1 else [*launcher, sys.executable]), *(prefix or ("-c", CLI))]
-    line += [str(word) for word in words]
-    done = subprocess.run(line, env=env, input=stdin, capture_output=True, text=True, timeout=400)
+    line = [sys.executable, *([] if ranks == 1 else [*launcher, sys.executable]), *program, *map(str, words)]
+    done = subprocess.run(line, env=kept, input=stdin, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

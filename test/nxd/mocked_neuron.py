@@ -1,17 +1,18 @@
 """A Trainium machine's compiler and device, mocked where NxDI meets them: its ModelBuilder and `torch.jit.load`.
 
     python mocked_neuron.py cli compile --preset ...     # `kimi-k2 compile ...` with the mocks
-    python mocked_neuron.py pytest ...
+    python mocked_neuron.py examples/compile.py ...
 
 All else is real: our commands, NxDI's `compile` and `load`, the files between them. A compiled model is a TorchScript
 file that lists its graphs; loading it makes the model on the CPU, one rank, with the weights that NxDI hands to the
-device.
+device: the package's, or the folder's of contrib/models where that is imported.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,51 +36,21 @@ class Graphs(nn.Module):
         return self.names
 
 
-class RecordingBuilder:
-    """NxD's ModelBuilder without a compiler."""
-
-    def __init__(self, *, compiler_workdir: str, **options: Any) -> None:
-        self.compiler_workdir, self.options = compiler_workdir, options
-        self.graphs: dict[str, dict[str, Any]] = {}
-
-    def add(self, key: str, example_inputs: list[Any], compiler_args: str, **options: Any) -> None:
-        """Remember a graph."""
-        self.graphs[key] = {"buckets": len(example_inputs), "compiler_args": compiler_args}
-
-    def trace(self, **options: Any) -> Any:
-        """Compile: every graph has inputs and arguments."""
-        assert all(graph["buckets"] and "--model-type=transformer" in graph["compiler_args"] for graph in
-                   self.graphs.values())  # fmt: skip
-        workdir = Path(self.compiler_workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "graphs.json").write_text(json.dumps(self.graphs))
-        script: Any = torch.jit.script
-        return script(Graphs(list(self.graphs)))
-
-    def shard_checkpoint(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("the weights are pre-sharded; nothing is left to shard at load")
-
-
-def sharding_builder(builder: Any) -> Any:
+def without_compiler(builder: Any) -> Any:
     """NxD's ModelBuilder, whose compiler only remembers the graphs; the weights are cut by NxD's own code."""
 
     class Builder(builder):  # type: ignore[misc]
         def trace(self, **options: Any) -> Any:
             """Names of the graphs; each has inputs for every bucket and arguments for the compiler."""
-            for container in self.model_collection.values():
-                assert container.example_inputs
-                assert "--model-type=transformer" in container.compiler_args
+            # Sharding behind it makes process groups as for a device.
+            os.environ.pop("NXD_CPU_MODE", None)
+            graphs = {key: one.compiler_args for key, one in self.model_collection.items() if one.example_inputs}
+            assert all("--model-type=transformer" in arguments for arguments in graphs.values())
+            workdir = Path(self.compiler_workdir)
+            workdir.mkdir(parents=True, exist_ok=True)
+            (workdir / "graphs.json").write_text(json.dumps(graphs))
             script: Any = torch.jit.script
-            return script(Graphs(list(self.model_collection)))
-
-        def shard_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-            """Sharding makes process groups as for a device."""
-            cpu_mode = os.environ.pop("NXD_CPU_MODE", None)
-            try:
-                return super().shard_checkpoint(*arguments, **options)
-            finally:
-                if cpu_mode is not None:
-                    os.environ["NXD_CPU_MODE"] = cpu_mode
+            return script(Graphs(list(graphs)))
 
     return Builder
 
@@ -114,12 +85,14 @@ def set_bucket(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
 def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     """`torch.jit.load` of a compiled model: the same model on the CPU, waiting for its weights."""
     graphs, directory = _torch_jit_load(path)(), Path(path).parent
+    os.environ["NXD_CPU_MODE"] = "1"
     one_rank()
+    folder: Any = sys.modules.get("src")
     images = directory.name in ("text_model", "vision_model")
     if images:
         config = contrib.load("image_to_text").KimiK25InferenceConfig.load(str(directory.parent))
     else:
-        config = contrib.load("config").KimiK2InferenceConfig.load(str(directory))
+        config = (folder or contrib.load("config")).KimiK2InferenceConfig.load(str(directory))
     if graphs == [VISION_ENCODER]:
         model = contrib.load("image_to_text").make_graph(config).eval()
         take_weights(model)
@@ -128,9 +101,9 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
     text = config.text_config if images else config
     text.neuron_config.on_cpu = True
     if images:
-        model = contrib.load("modeling_kimi_k25").NeuronKimiK25TextModel(text).eval()
+        model = contrib.load("image_to_text").NeuronKimiK25TextModel(text).eval()
     else:
-        model = contrib.load("modeling_kimi_k2").NeuronKimiK2Model(text).eval()
+        model = (folder or contrib.load("modeling_kimi_k2")).NeuronKimiK2Model(text).eval()
     model.register_forward_pre_hook(set_bucket)
     if text.neuron_config.torch_dtype == torch.bfloat16:
         model.bfloat16()
@@ -145,10 +118,18 @@ def load_on_cpu(path: str, *_: Any, **__: Any) -> Any:
 def install() -> None:
     """Put the mocks in place; before NxDI is used."""
     cpu.prepare()
+    from neuronx_distributed_inference.experimental.core.accuracy.logit_validation import logit_validation
     from neuronx_distributed_inference.models import application_base, image_to_text_model_base
+    from neuronx_distributed_inference.utils import accuracy
 
-    application_base.ModelBuilder = RecordingBuilder
-    image_to_text_model_base.ModelBuilder = sharding_builder(image_to_text_model_base.ModelBuilder)
+    def validated(input_ids: torch.Tensor, generate_fn: Any, **more: Any) -> tuple[bool, Any, str]:
+        """NxDI's, in place of torch_neuronx's, which is not published."""
+        passed = logit_validation(input_ids.tolist(), lambda rows: generate_fn(torch.tensor(rows)), **more)
+        return passed, {}, "logits are not the golden ones"
+
+    accuracy.logit_validation = validated
+    for module in (application_base, image_to_text_model_base):
+        module.ModelBuilder = without_compiler(module.ModelBuilder)
     setattr(torch.jit, "load", load_on_cpu)  # noqa: B010 - its signature is narrower than torch's
 
 
@@ -157,11 +138,9 @@ _torch_jit_load: Any = torch.jit.load
 if __name__ == "__main__":
     torch.set_num_threads(1)
     install()
-    if sys.argv.pop(1) == "cli":
+    if (program := sys.argv.pop(1)) == "cli":
         from kimi_k2.cli import main
 
         main()
     else:
-        import pytest
-
-        sys.exit(pytest.main(sys.argv[1:]))
+        (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from harness import plain_model
+from cases import Stored, copied
+from harness import command, plain_model
+from reference import reference
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -51,17 +55,12 @@ class Machine:
                 info.mkdir(parents=True)
                 (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         python = os.pathsep.join([str(root / "site"), *(path for path in sys.path if path)])
-        env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
-        paths = {"PYTHONPATH": python, "PATH": f"{tools}{os.pathsep}{env['PATH']}"}
-        self.env = {**env, **paths, "OMP_NUM_THREADS": "1", "BASE_COMPILE_WORK_DIR": str(root / "work") + "/"}
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        self.env: dict[str, Any] = {"PYTHONPATH": python, "PATH": path, "BASE_COMPILE_WORK_DIR": f"{root}/work/"}
 
-    def __call__(self, kind: str, /, *words: str | Path | int, **env: str | Path) -> str:
-        """Standard output of `kimi-k2 WORDS` or `pytest WORDS`."""
-        command = [sys.executable, str(MOCKED), kind, *(str(word) for word in words)]
-        settings = {**self.env, **{name: str(value) for name, value in env.items()}}
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
+    def __call__(self, *words: str | Path | int, **env: Any) -> str:
+        """Standard output of a module or script, and its words."""
+        return command(*words, program=[str(MOCKED)], **{**self.env, **env})
 
 
 @torch.inference_mode()
@@ -132,3 +131,36 @@ def test_a_machine_without_the_compiler_is_told_so(checkpoints: dict[str, Path],
     (tmp_path / "bin" / "neuronx-cc").unlink()
     with pytest.raises(AssertionError, match="no Neuron compiler"):
         machine("cli", "compile", "kimi-k2-instruct-0905", "--preset", "trn2-tp64-ep1-1k", "--out", tmp_path)
+
+
+def test_the_folders_own_tests(stored: Stored, tmp_path: Path) -> None:
+    """Of a copy, on what its examples/compile.py compiled; a model with random weights does not know the capitals.
+
+    The weights are BF16's; in float32 the logits are transformers', by NxDI's tool.
+    """
+    machine, model, compiled = Machine(tmp_path), tmp_path / "model", tmp_path / "compiled"
+    folder, golden = copied(tmp_path), tmp_path / "golden"
+    shutil.copytree(stored(num_hidden_layers=2, vocab_size=1024), model)  # of which NxDI compares the first 1,000
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    text = Tokenizer(models.BPE(letters, []))
+    text.pre_tokenizer, text.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=text, eos_token="!", chat_template=template).save_pretrained(model)
+    sizes = ("--tp-degree", 1, "--moe-ep-degree", 1, "--experts", "bf16", "--seq-len", 150, "--max-context-length", 144)
+    machine(folder / "examples" / "compile.py", model, compiled, *sizes, "--output-logits")
+    saved = compiled / "neuron_config.json"
+    saved.write_text(saved.read_text().replace('"torch.bfloat16"', '"torch.float32"').replace("bfloat16", "float32"))
+    prompt, steps, reference_model = list(range(5, 25)), [], reference(model)
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(8):
+            steps.append(reference_model(tokens).logits[:, -1])
+            tokens = torch.cat((tokens, steps[-1].argmax(-1, keepdim=True)), dim=1)
+    torch.save({"prompt": prompt, "logits": torch.stack(steps)}, golden)
+    tests = ("pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder)
+    on_device = {"KIMI_K2_MODEL": model, "KIMI_K2_COMPILED": compiled, "KIMI_K2_GOLDEN": golden}
+    integration = folder / "test" / "integration"
+    assert "8 passed, 5 deselected" in machine(*tests, integration, "-k", "not coherence", **on_device)
+    with pytest.raises(AssertionError, match="5 failed"):
+        machine(*tests, integration / "test_coherence.py", **on_device)
+    assert " passed" in machine(*tests, folder / "test" / "unit")

@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("model", help="checkpoint directory")
     parser.add_argument("compiled", help="directory for graphs and weights")
     parser.add_argument("--experts", choices=FORMS, default="blocks", help="how the routed experts are held")
+    parser.add_argument("--tp-degree", type=int, default=64, help="all ranks: logical cores")
     parser.add_argument("--moe-ep-degree", type=int, default=2, help="1: TP64/EP1")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=1024, help="prompt and answer")
@@ -31,9 +32,9 @@ def main() -> None:
     form = FORMS[options.experts]
     several = {"is_continuous_batching": True, "ctx_batch_size": 1} if options.batch_size > 1 else {}
     neuron = KimiK2NeuronConfig(
-        tp_degree=64,
+        tp_degree=options.tp_degree,
         moe_ep_degree=options.moe_ep_degree,
-        moe_tp_degree=64 // options.moe_ep_degree,
+        moe_tp_degree=options.tp_degree // options.moe_ep_degree,
         batch_size=options.batch_size,
         seq_len=options.seq_len,
         max_context_length=options.max_context_length,
