@@ -96,7 +96,7 @@ def of_class(seed: int) -> Drawn:
     tokens = 1 if batch > 8 else draw.choice((1, 1, 2, 3, 4))
     width = draw.choice((1, 1, 1, tokens)) if cached else tokens
     continuous, split = cached or draw.random() < 0.5, layout != "TP1" and draw.random() < 0.4
-    ranks, each = ranks_of(layout), draw.choice((None, None, 1)) if decode == "layers" else None
+    ranks, each = ranks_of(layout), draw.choice((None, 60, 1)) if decode == "layers" else None
     heads = ranks if split else 4
     source = {
         "member": draw.choice(MEMBERS), "form": "", "vision": None, **WHOLE, "hidden_size": 128 * ranks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cases import Stored
 from harness import bf16_preset, launch
@@ -47,36 +48,26 @@ def verdict(source: Path, dtype: str, preset: str | None, mode: str) -> Any:
     return result.passed, result.first and (result.first.phase, result.first.layer, result.first.module)
 
 
-def outcome(
-    source: Path, mode: str = "clean", dtype: str = "float32", preset: str | None = None, ranks: int = 1
-) -> Any:
-    """Of processes of their own: it takes the process group of its ranks."""
-    return launch(verdict, source, dtype, preset, mode, ranks=ranks)
+@pytest.mark.parametrize(("mode", "dtype", "preset", "ranks"), [
+    ("clean", "float32", None, 1), ("fault", "float32", None, 1), ("beside", "bfloat16", "trn2-tp32-ep2", 1),
+    ("clean", "float32", "trn2-tp32-ep2", 2), ("clean", "float32", "trn2-tp64-ep1-128k", 2),
+])  # fmt: skip
+def test_verdict(stored: Stored, tmp_path: Path, mode: str, dtype: str, preset: str | None, ranks: int) -> None:
+    """What a graph returns of rank 0 is the whole of each point, with experts and cache on two ranks too.
 
-
-def test_a_clean_pair_passes(checkpoints: dict[str, Path]) -> None:
-    assert outcome(checkpoints["fp8"]) == (True, None)
-
-
-def test_a_fault_in_the_attention_of_layer_2_is_named(checkpoints: dict[str, Path]) -> None:
-    passed, (phase, layer, module) = outcome(checkpoints["fp8"], "fault")
-    assert (passed, phase, layer, module.partition(".")[0]) == (False, "prefill", 2, "self_attn")
-
-
-def test_bf16_with_fp8_blocks(stored: Stored) -> None:
-    """The deployed dtype and experts' format: at no point farther from float32 than the plain model in BF16."""
-    source = stored(form="fp8", num_hidden_layers=2, seed=1)
-    worst, points = outcome(source, "beside", "bfloat16", "trn2-tp32-ep2")
-    print(f"\nworst of {points} points: {worst:.2f} times the plain model's error in BF16")
-    assert points == 2 * (2 * 8 + 1)  # two phases; two layers, eight points each, and the logits
-    assert worst <= 1.25
-
-
-def test_two_ranks_with_fp8_blocks_and_expert_parallelism(checkpoints: dict[str, Path]) -> None:
-    """The deployed layout: what a graph returns of rank 0 is the whole of each point."""
-    assert outcome(checkpoints["fp8"], preset="trn2-tp32-ep2", ranks=2) == (True, None)
-
-
-def test_flash_decoding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    preset = bf16_preset("trn2-tp64-ep1-128k", tmp_path)
-    assert outcome(checkpoints["bf16"], preset=preset, ranks=2) == (True, None)
+    `fault` is in the attention of layer 2; `beside`: in the deployed dtype and experts' format no point is farther from
+    float32 than the plain model in BF16.
+    """
+    split = preset == "trn2-tp64-ep1-128k"  # whose scales a channel the plain model does not have
+    source = stored(form="bf16" if split else "fp8", num_hidden_layers=2 if mode == "beside" else 3)
+    preset = bf16_preset(preset, tmp_path) if preset and split else preset
+    found = launch(verdict, source, dtype, preset, mode, ranks=ranks)
+    if mode == "beside":
+        worst, points = found
+        print(f"\nworst of {points} points: {worst:.2f} times the plain model's error in BF16")
+        assert points == 2 * (2 * 8 + 1)  # two phases; two layers, eight points each, and the logits
+        assert worst <= 1.25
+        return
+    passed, first = found
+    assert passed == (mode == "clean")
+    assert first is None if passed else (*first[:2], first[2].partition(".")[0]) == ("prefill", 2, "self_attn")
