@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from kimi_k2.checkpoint.names import IGNORED
@@ -116,7 +117,8 @@ class NeuronKimiK2Model(base.NeuronKimiK2Model):
         """Build the modules."""
         super().init_model(config)
         neuron = config.neuron_config
-        self.lm_head.gather_output = not self.on_device_sampling or neuron.on_cpu
+        # NxDI gathers `output_logits` itself.
+        self.lm_head.gather_output = not self.on_device_sampling or (neuron.on_cpu and not neuron.output_logits)
         sizes = (neuron.logical_nc_config, neuron.tp_degree, neuron.num_cores_per_group)
         self.whole = DecodeLayersKernel(*sizes) if neuron.layers else None
 
@@ -156,6 +158,8 @@ class NeuronKimiK2Model(base.NeuronKimiK2Model):
     def _sample_on_device(self, logits: Tensor, sampling_params: Tensor, *stage: bool) -> Tensor:
         """The base's; in CPU mode, where every rank has all logits, without NxD's argmax over the ranks' parts."""
         neuron = self.neuron_config
+        if neuron.on_cpu and neuron.output_logits:
+            logits = gather_from_tensor_model_parallel_region(logits)
         if neuron.on_cpu and neuron.is_eagle3 and not neuron.on_device_sampling_config.do_sample:
             return logits.argmax(dim=-1).to(torch.int32)
         tokens: Tensor = super()._sample_on_device(logits, sampling_params, *stage)
