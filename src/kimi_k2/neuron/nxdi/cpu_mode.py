@@ -39,8 +39,11 @@ def _ranks_once(ranks: int) -> Iterator[None]:
         ConfigError: the groups that are there are of another number of ranks.
     """
     if not torch.distributed.is_initialized():
-        yield
-        return
+        if "WORLD_SIZE" in os.environ:
+            yield
+            return
+        # NxDI would open a port for a group of one, which another process may have taken by now.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if torch.distributed.get_world_size() != ranks:
         raise ConfigError(
             f"this process is one of {torch.distributed.get_world_size()} ranks, got {ranks}", field="tp_degree"
