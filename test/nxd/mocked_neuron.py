@@ -60,7 +60,8 @@ def one_rank() -> None:
     from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
 
 

@@ -43,7 +43,8 @@ def _ranks_once(ranks: int) -> Iterator[None]:
             yield
             return
         # NxDI would open a port for a group of one, which another process may have taken by now.
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     if torch.distributed.get_world_size() != ranks:
         raise ConfigError(
             f"this process is one of {torch.distributed.get_world_size()} ranks, got {ranks}", field="tp_degree"
