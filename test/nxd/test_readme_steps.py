@@ -56,7 +56,11 @@ class Machine:
                 (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         python = os.pathsep.join([str(root / "site"), *(path for path in sys.path if path)])
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-        self.env: dict[str, Any] = {"PYTHONPATH": python, "PATH": path, "BASE_COMPILE_WORK_DIR": f"{root}/work/"}
+        self.env: dict[str, Any] = {
+            "PYTHONPATH": python,
+            "PATH": path,
+            "BASE_COMPILE_WORK_DIR": str(root / "work") + "/",
+        }
 
     def __call__(self, *words: str | Path | int, **env: Any) -> str:
         """Standard output of a module or script, and its words."""
