@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import Checkpoint, Download, number, refuse
+from kimi_k2.cli.options import Checkpoint, Download, refuse
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ def inspect(
     checkpoint: Checkpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with its shard.")] = False,
     preset: Annotated[str | None, typer.Option(help="Show how `convert --preset` would cut it instead.")] = None,
-    layer: Annotated[int | None, number(-1, "With --preset: the layer; -1 for embedding, norm and head; 1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --preset of all layers.")] = False,
     download: Download = False,
 ) -> None:
@@ -46,12 +45,8 @@ def inspect(
     if preset is not None:
         refuse(context, "lists the checkpoint's own tensors: without --preset", "tensors")
         config = KimiK2Config.load(directory)
-        layer = min(1, config.num_hidden_layers - 1) if layer is None else layer
-        if layer >= config.num_hidden_layers:
-            raise typer.BadParameter(f"--layer: expected -1 to {config.num_hidden_layers - 1}, got {layer}")
-        _print_sharding(config, preset, layer, as_json)
+        _print_sharding(config, preset, as_json)
         return
-    refuse(context, "goes with --preset", "layer")
     config = KimiK2Config.from_pretrained(directory)
     reader = CheckpointReader.for_config(directory, config, vision=True)
     if as_json:
@@ -60,8 +55,11 @@ def inspect(
         _print_contents(directory, config, reader, tensors)
 
 
-def _print_sharding(config: KimiK2Config, preset: str, layer: int, as_json: bool) -> None:
-    """Which slice of which tensor goes to which rank, after checking that all elements are covered."""
+def _print_sharding(config: KimiK2Config, preset: str, as_json: bool) -> None:
+    """Which slice of which tensor goes to which rank, after checking that all elements are covered.
+
+    As a table of the ends, a dense layer and one with experts, which stand for all.
+    """
     from rich.table import Table
 
     from kimi_k2.plan.deployment import Deployment
@@ -78,8 +76,9 @@ def _print_sharding(config: KimiK2Config, preset: str, layer: int, as_json: bool
         say(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
         return
     table = Table("tensor", "dtype", "shape", "cut", "on a rank")
+    kinds = {config.is_moe_layer(layer): layer for layer in reversed(range(config.num_hidden_layers))}
     for tensor, row in zip(plan.tensors, rows, strict=True):
-        if tensor.layer == layer:
+        if tensor.layer in (-1, *kinds.values()):
             table.add_row(*(str(cell) for cell in row))
     new_console(table=True).print(table)
 
@@ -186,6 +185,6 @@ COMMAND = Command(
     (
         "kimi-k2 inspect /models/Kimi-K2-Thinking --tensors",
         "kimi-k2 inspect /ranks",
-        "kimi-k2 inspect kimi-k2-instruct-0905 --preset trn2-tp32-ep2 --layer 1",
+        "kimi-k2 inspect kimi-k2-instruct-0905 --preset trn2-tp32-ep2",
     ),
 )
