@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, stored_name
+from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, layer_specs, stored_name
 from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
@@ -51,8 +51,8 @@ class SyntheticWeights:
     """
 
     def __init__(self, config: KimiK2Config, seed: int = 0) -> None:
-        self.config = config
-        self.seed = seed
+        self.config, self.seed = config, seed
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The tensor of `spec`, in its dtype and shape."""
@@ -89,26 +89,14 @@ class SyntheticWeights:
         yarn = self.config.rope_scaling if "q_b_proj" in module else None
         return 1 / (math.sqrt(columns) * (yarn.softmax_multiplier if yarn else 1.0))
 
-    def _linear_shape(self, module: str) -> tuple[int, int]:
-        projection = module.rpartition(".")[2]
-        config = self.config
-        heads = config.num_attention_heads
-        if ".experts." in module:
-            intermediate = config.moe_intermediate_size
-        elif "shared_experts" in module:
-            intermediate = config.moe_intermediate_size * config.n_shared_experts
-        else:
-            intermediate = config.intermediate_size
-        return {
-            "q_a_proj": (config.q_lora_rank, config.hidden_size),
-            "q_b_proj": (heads * config.qk_head_dim, config.q_lora_rank),
-            "kv_a_proj_with_mqa": (config.cache_dim, config.hidden_size),
-            "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank),
-            "o_proj": (config.hidden_size, heads * config.v_head_dim),
-            "gate_proj": (intermediate, config.hidden_size),
-            "up_proj": (intermediate, config.hidden_size),
-            "down_proj": (config.hidden_size, intermediate),
-        }[projection]
+    def _linear_shape(self, module: str) -> tuple[int, ...]:
+        """Of a Linear in floats, by the layer's tensors; kept for one layer."""
+        layer = LAYER.match(module)
+        assert layer is not None
+        if layer[0] not in self._shapes:
+            floats = self.config.model_copy(update={"quantization": None})
+            self._shapes = {layer[0]: {spec.name: spec.shape for spec in layer_specs(floats, int(layer[1]))}}
+        return self._shapes[layer[0]][f"{module}.weight"]
 
 
 _COMMON = b" etaoinshrdlucmfwypvbgkjqxz"
