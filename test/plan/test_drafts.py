@@ -69,8 +69,8 @@ def test_effective_tpot_adds_the_heads_runs(form: Form, plain: dict[str, Any]) -
     drafts = report["drafts"]
     assert plain["drafts"] is None
     assert drafts["positions"] == 4
-    assert drafts["plain"] == pytest.approx(plain["kernels"]["contexts"]["4096"]["folded"]["tpot"])
-    assert drafts["verification"] == report["kernels"]["contexts"]["4096"]["folded_4"]["tpot"]
+    assert drafts["plain"] == pytest.approx(plain["kernels"]["contexts"]["4096"]["tpot"])
+    assert drafts["verification"] == report["kernels"]["contexts"]["4096"]["tpot"]
     assert drafts["tpot"] == pytest.approx((drafts["verification"] + drafts["drafting"]) / 2.8)
     # Three runs of all but fc in turn, fc twice: a fourth run fills the cache alone.
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
@@ -105,7 +105,7 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
         (tmp_path / name).write_text(json.dumps(content))
     options = ["--measured", str(tmp_path / "nccom.json"), "--measured", str(tmp_path / "profile.json")]
     report = planned(*options)
-    step, of_plain = (one["kernels"]["contexts"]["4096"]["folded"] for one in (report, plain))
+    step, of_plain = (one["kernels"]["contexts"]["4096"] for one in (report, plain))
     # 515.2 GB/s are 70 % of twice 368; a layer's all-reduce has 60,416 bytes.
     assert report["kernels"]["rates"]["efficiency"] == pytest.approx(70)
     counted, others = of_plain["layer"]["layer_us"]["70"]["10"] * 1e-6, report["kernels"]["other_bytes"] / 515.2e9

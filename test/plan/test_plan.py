@@ -197,7 +197,7 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     result = runner.invoke(app, ["plan", "kimi-k2.5", "--preset", "h200-tp8", "--json", "--chart", str(chart)])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
-    assert report["schema"] == "kimi-k2/plan/2"
+    assert report["schema"] == "kimi-k2/plan/3"
     assert report["rank_memory"]["fits"]
     assert report["rank_memory"]["resident"] == sum(report["rank_memory"]["parts"].values())
     assert chart.read_bytes().startswith(b"\x89PNG")

@@ -91,7 +91,7 @@ def _between(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
-    """Times of one token, by context; None for a deployment whose kernels were not counted.
+    """Times of one token, by context, and which is nearest; None for a deployment whose kernels were not counted.
 
     Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `range` at latencies that were published.
     """
@@ -109,8 +109,9 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
+    contexts = {slots: _context(one, layers, other_bytes, rates) for slots, one in counted[form].items()}
     return {
-        "deployed": form,
+        "form": form,
         "assumptions": [
             *(line.format(**rates._asdict()) for line in ASSUMPTIONS),
             _FORMS[form],
@@ -118,33 +119,17 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
         ],
         "other_bytes": other_bytes,
         "rates": rates._asdict(),
-        "contexts": {slots: {form: _context(one, layers, other_bytes, rates)} for slots, one in counted[form].items()},
+        "contexts": contexts,
+        "nearest": min(contexts, key=lambda slots: abs(int(slots) - target.context)),
     }
 
 
 def step_bound(decode: GraphCounts, target: Target, kernels: dict[str, Any] | None) -> tuple[float, str]:
     """Seconds of a step in the deployed form, by its name, and what they are of."""
-    if kernels is not None and kernels["deployed"] is not None:
-        slots = nearest_counted(kernels, target.context)
-        seconds = kernels["contexts"][slots][kernels["deployed"]]["tpot"]
-        return seconds, f"our kernels instruction by instruction, {int(slots):,} tokens"
+    if kernels is not None:
+        slots = kernels["nearest"]
+        return kernels["contexts"][slots]["tpot"], f"our kernels instruction by instruction, {int(slots):,} tokens"
     return roofline(decode, target.machine).bound, "bytes and collectives at peak rates, no real run is as fast"
-
-
-def collective_range(kernels: dict[str, Any] | None, target: Target) -> list[dict[str, Any]]:
-    """Of a step in whole layers its seconds by what a collective takes; none of other forms."""
-    if kernels is None:
-        return []
-    rows: list[dict[str, Any]] = kernels["contexts"][nearest_counted(kernels, target.context)][kernels["deployed"]][
-        "range"
-    ]
-    return rows
-
-
-def nearest_counted(kernels: dict[str, Any], context: int) -> str:
-    """The counted context, of those of the deployed form, that is nearest to the deployment's."""
-    counted: list[str] = [slots for slots, forms in kernels["contexts"].items() if kernels["deployed"] in forms]
-    return min(counted, key=lambda slots: abs(int(slots) - context))
 
 
 def _other(name: str) -> bool:
@@ -182,22 +167,18 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
 
 
 def print_kernel_step(step: dict[str, Any], console: Console) -> None:
-    """Tables: what a layer's time goes to, the step, and its sensitivity."""
-    for slots, forms in step["contexts"].items():
-        for form, one in forms.items():
-            _print_path(int(slots), one, console)
-            console.print(
-                f"  a step, modelled, {_FORMS[form].partition(':')[0]}: {one['hbm_bytes'] / 1e9:.2f} GB a rank,"
-                f" {one['collectives']} collectives; TPOT {one['tpot'] * 1e3:.2f} ms",
-                highlight=False,
-            )
-    table = Table(
-        "slots", "a collective", "TPOT, ms", "weights wait for it", "by", title="TPOT by collectives; modelled"
+    """At the counted context that is nearest: what a layer's time goes to, the step, and its sensitivity."""
+    one = step["contexts"][step["nearest"]]
+    _print_path(int(step["nearest"]), one, console)
+    console.print(
+        f"  a step, modelled, {_FORMS[step['form']].partition(':')[0]}: {one['hbm_bytes'] / 1e9:.2f} GB a rank,"
+        f" {one['collectives']} collectives; TPOT {one['tpot'] * 1e3:.2f} ms",
+        highlight=False,
     )
-    for slots, forms in step["contexts"].items():
-        for one in (row for form in forms.values() for row in form["range"]):
-            times = (f"{one[name] * 1e3:.2f}" for name in ("tpot", "charged"))
-            table.add_row(f"{int(slots):,}", f"{one['latency'] * 1e6:.0f} us", *times, one["source"])
+    table = Table("a collective", "TPOT, ms", "weights wait for it", "by", title="TPOT by collectives; modelled")
+    for row in one["range"]:
+        times = (f"{row[name] * 1e3:.2f}" for name in ("tpot", "charged"))
+        table.add_row(f"{row['latency'] * 1e6:.0f} us", *times, row["source"])
     console.print(table)
     for line in step["assumptions"]:
         console.print(f"  {line}", style="dim", highlight=False)

@@ -15,7 +15,7 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts, prefill_instruction
 from kimi_k2.plan.deployment import LINE
 from kimi_k2.plan.drafts import drafts_report, print_drafts
 from kimi_k2.plan.expectation import WIDE, expect
-from kimi_k2.plan.kernels import Rates, collective_range, kernel_step, nearest_counted, print_kernel_step, step_bound
+from kimi_k2.plan.kernels import Rates, kernel_step, print_kernel_step, step_bound
 from kimi_k2.plan.memory import (
     TOWER,
     MemoryPlan,
@@ -61,7 +61,7 @@ def print_stored_form(form: dict[str, Any], console: Console) -> None:
     )
 
 
-SCHEMA = "kimi-k2/plan/2"
+SCHEMA = "kimi-k2/plan/3"
 _OF_TARGET = ("name", "batch", "context", "prompt", "prefill_sequences", "cache_ranks")
 _OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
 _OF_MEMORY = ("parts", "resident", "fits", "certain", "room", "needed", "verdict")
@@ -98,7 +98,7 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
         "tpot": {
             "bound": bound,
             "bound_of": bound_of,
-            "collectives": collective_range(kernels, target),
+            "collectives": kernels["contexts"][kernels["nearest"]]["range"] if kernels else [],
             "expected": expected.as_json() if expected else None,
         },
         "machine": asdict(target.machine),
@@ -316,10 +316,8 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
         )
     source = report["machine"]["source"]
     console.print(f"bounds are modelled from peak rates, not measured: {source}", style="dim", highlight=False)
-    if report["kernels"] is not None and report["kernels"]["deployed"]:
-        slots = nearest_counted(report["kernels"], report["target"]["context"])
-        shown = {slots: report["kernels"]["contexts"][slots]}
-        print_kernel_step(report["kernels"] | {"contexts": shown}, console)
+    if report["kernels"] is not None:
+        print_kernel_step(report["kernels"], console)
 
 
 def _print_host(report: dict[str, Any], console: Console) -> None:
