@@ -105,41 +105,6 @@ class Range:
         return cls(seconds, seconds / factor, seconds * factor)
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """Of a deployment's decode step, by published runs of the same form.
-
-    Attributes:
-        form: `xla`, `kernels` or `whole layers`.
-        time: of the step; block-scaled experts at what they cost the published ports.
-        scales_fused: the same if the compiler multiplies block-scaled values as fast as others; None without them.
-        factor, runs, models: of the fit.
-        nearest: published runs that are most like it, in bytes, layers, batch and cores; several of one graph.
-    """
-
-    form: str
-    time: Range
-    scales_fused: Range | None
-    factor: float
-    runs: int
-    models: int
-    nearest: tuple[Run, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For a report: seconds."""
-        return {
-            "form": self.form,
-            **asdict(self.time),
-            "if_scales_fuse": asdict(self.scales_fused) if self.scales_fused else None,
-            "factor": self.factor,
-            "wide": self.factor > WIDE,
-            "fitted": {"runs": self.runs, "models": self.models},
-            "nearest": [
-                {"run": run.name, "tpot": run.tpot_ms / 1e3, "source": source_words(run.source)} for run in self.nearest
-            ],
-        }
-
-
 def form_of(target: Target) -> str:
     """What a deployment's decode step runs on, in the words of published.json."""
     if target.decode_layers:
@@ -147,10 +112,12 @@ def form_of(target: Target) -> str:
     return "kernels" if target.layout.tiles else "xla"
 
 
-def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> Expectation | None:
-    """Of a step on trn2; None on other machines, of which the published runs say nothing.
+def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> dict[str, Any] | None:
+    """Of a step on trn2, for a report; None on other machines, of which the published runs say nothing.
 
-    Collectives beyond two a layer and one are added at what DeepSeek-V3's README profiled.
+    Collectives beyond two a layer and one are added at what DeepSeek-V3's README profiled. `seconds`, `low` and `high`
+    have block-scaled experts at what they cost the published ports; `if_scales_fuse` as fast as others, None without
+    them. `nearest` are the runs that are most like it, in bytes, layers, batch and cores; several of one graph.
     """
     if target.machine.name != TRN2_LNC2.name:
         return None
@@ -161,10 +128,19 @@ def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> Expecta
     x = (counts.memory_bytes - scaled) / TRN2_LNC2.bytes_per_second, scaled / TRN2_LNC2.bytes_per_second, layers
     more = sum(counts.collectives.values()) - (2 * layers + 1)
     rest = max(more, 0) * data()["collective"]["seconds"] + found.terms[0] * x[0] + found.terms[2] * x[2]
-    fused = Range.around(rest + found.terms[0] * x[1], found.factor) if scaled else None
-    time = Range.around(rest + found.terms[1] * x[1], found.factor)
     sizes = counts.memory_bytes, layers, target.rows, target.layout.ranks
-    return Expectation(form, time, fused, found.factor, len(found.rows), found.models, _nearest(found.rows, sizes))
+    return {
+        "form": form,
+        **asdict(Range.around(rest + found.terms[1] * x[1], found.factor)),
+        "if_scales_fuse": asdict(Range.around(rest + found.terms[0] * x[1], found.factor)) if scaled else None,
+        "factor": found.factor,
+        "wide": found.factor > WIDE,
+        "fitted": {"runs": len(found.rows), "models": found.models},
+        "nearest": [
+            {"run": run.name, "tpot": run.tpot_ms / 1e3, "source": source_words(run.source)}
+            for run in _nearest(found.rows, sizes)
+        ],
+    }
 
 
 def _nearest(rows: tuple[Run, ...], sizes: tuple[int, ...]) -> tuple[Run, ...]:

@@ -10,8 +10,7 @@ in each stage.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -88,19 +87,14 @@ def preset_row(config: KimiK2Config, preset: Deployment, plans: dict[object, Sha
         return PresetRow(preset.name, layout, preset.experts, *lengths, fits=False, why_not=str(error))
     decode = decode_counts(config, target, sharding)
     why = "" if memory.fits else f"{memory.verdict}; it would fit with {advice(config, target, memory)[0]}"
-    step = expect(config, target, decode)
-    time = (step.time.seconds, step.time.low, step.time.high) if step else ()
+    expected = expect(config, target, decode) or {}
+    time = (expected[name] for name in ("seconds", "low", "high") if expected)
     return PresetRow(
         preset.name, layout, preset.experts, *lengths, memory.fits, why, memory.resident,
         memory.scratch.nbytes if memory.scratch else None, memory.memory.usable, decode.memory_bytes,
         step_bound(decode, target, kernel_step(config, target, sharding))[0],
         roofline(prefill_counts(config, target, sharding), target.machine).bound, memory.needed, memory.certain, *time,
     )  # fmt: skip
-
-
-def rows_as_json(rows: list[PresetRow]) -> list[dict[str, Any]]:
-    """For `--json`."""
-    return [asdict(row) for row in rows]
 
 
 def print_presets(rows: list[PresetRow], console: Console) -> None:
@@ -258,11 +252,6 @@ def _served_row(
         counts.memory_bytes // way.stages, exchanges, round(exchanged), step, batch * way.stages / step
         / (way.gpus if way.tensor > 1 else 1),
     )  # fmt: skip
-
-
-def served_as_json(rows: list[ServedRow]) -> dict[str, Any]:
-    """For `--json`."""
-    return {"modelled": [asdict(row) for row in rows], "published": gpu_lines()}
 
 
 def print_served(rows: list[ServedRow], context: int, console: Console) -> None:

@@ -117,19 +117,22 @@ def _tables(
     config: KimiK2Config, console: Console, gpus: bool, tokens: int, batch_size: int | None, as_json: bool
 ) -> None:
     """Layouts of GPUs side by side, or all presets."""
+    from dataclasses import asdict
+
     from kimi_k2.plan import presets
+    from kimi_k2.plan.comparison import gpu_lines
 
     console.width = max(console.width, presets.WIDTH)
     if gpus:
         ways = presets.served_rows(config, tokens, batch_size)
         if as_json:
-            say(json.dumps(presets.served_as_json(ways), indent=1))
+            say(json.dumps({"modelled": [asdict(row) for row in ways], "published": gpu_lines()}, indent=1))
         else:
             presets.print_served(ways, tokens, console)
         return
     rows = presets.preset_rows(config)
     if as_json:
-        say(json.dumps(presets.rows_as_json(rows), indent=1))
+        say(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         presets.print_presets(rows, console)
 
