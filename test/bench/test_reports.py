@@ -120,7 +120,6 @@ def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> 
     steady = [1.0, 1.001, 0.999, 1.0]
     little = compare(scaled(results, steady), scaled(results, [0.98 * factor for factor in steady]))
     assert all(one.high < 1 and one.inside_noise for one in little)  # as much as two sweeps of the same code differ
-    assert not any(one.inside_noise for one in compare(scaled(results, steady), scaled(results, [0.98] * 4), drift=0))
     # The drift is of the logarithm: 2.9 % more is still as much, 3.1 % more is not.
     for factor, same in ((1.029, True), (1.031, False), (1 / 1.029, True), (1 / 1.031, False)):
         ratios = compare(scaled(results, [1.0] * 4), scaled(results, [factor] * 4))

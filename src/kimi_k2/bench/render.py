@@ -176,7 +176,6 @@ class Ratio:
         metric: ttft, tpot or e2e.
         ratio: of the medians over runs.
         low, high: fastest run of b over slowest of a, and the other way round. If 1 lies between, the runs overlap.
-        drift: difference that two sweeps of the same code may have.
     """
 
     prompt_length: int
@@ -186,12 +185,11 @@ class Ratio:
     ratio: float
     low: float
     high: float
-    drift: float = DRIFT
 
     @property
     def inside_noise(self) -> bool:
         """Whether the runs overlap, or the medians differ by less than the drift between sweeps."""
-        return self.low <= 1 <= self.high or abs(math.log(self.ratio)) <= math.log1p(self.drift)
+        return self.low <= 1 <= self.high or abs(math.log(self.ratio)) <= math.log1p(DRIFT)
 
     @property
     def verdict(self) -> str:
@@ -201,7 +199,7 @@ class Ratio:
         return f"{'faster' if self.ratio < 1 else 'slower'} by {abs(1 - self.ratio) * 100:.1f} %"
 
 
-def compare(a: dict[str, Any], b: dict[str, Any], drift: float = DRIFT) -> list[Ratio]:
+def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Ratio]:
     """Ratios of all cells that both sweeps finished.
 
     Raises:
@@ -215,7 +213,7 @@ def compare(a: dict[str, Any], b: dict[str, Any], drift: float = DRIFT) -> list[
         for metric in METRICS:
             old, new = before[metric], after[metric]
             middle = percentile(new, 50) / percentile(old, 50)
-            ratios.append(Ratio(prompt, batch, output, metric, middle, min(new) / max(old), max(new) / min(old), drift))
+            ratios.append(Ratio(prompt, batch, output, metric, middle, min(new) / max(old), max(new) / min(old)))
     if not ratios:
         raise SweepError("the two sweeps have no finished cell in common")
     return ratios
