@@ -47,19 +47,19 @@ class Operation:
         self._also = also
         self._asked = list(inspect.signature(also).parameters) if also else []
 
-        def call(*arguments: Any) -> Any:
-            return self.function(*arguments)
+        def fake(*arguments: Any, **keywords: Any) -> Any:
+            return self._given([one.empty() for one in self._results(self._values(arguments, keywords)).values()])
 
-        def fake(*arguments: Any) -> Any:
-            return self._given([one.empty() for one in self._results(self._values(arguments, {})).values()])
-
-        count = len(self.line.results)
+        count, mutates = len(self.line.results), tuple(mutates)
         returns = _RETURNS.get(count, f"tuple[{', '.join(['Tensor'] * count)}]")
+        # PyTorch 2.11 does not find an argument that is written where its default stands for it.
+        self._spelled = self._defaults if self._defaults.keys() & mutates else {}
+        named = [one.replace(default=one.empty) if self._spelled else one for one in named]
         body.__signature__ = inspect.Signature(named, return_annotation=returns)  # type: ignore[attr-defined]
-        schema = torch.library.infer_schema(body, mutates_args=tuple(mutates))
+        schema = torch.library.infer_schema(body, mutates_args=mutates)
         del body.__signature__  # type: ignore[attr-defined]
         self.registered = torch.library.custom_op(
-            f"kimi_k2::{name}", call, mutates_args=tuple(mutates), device_types="cuda", schema=schema
+            f"kimi_k2::{name}", self.function, mutates_args=mutates, device_types="cuda", schema=schema
         )
         self.registered.register_fake(fake)
 
@@ -96,7 +96,10 @@ class Operation:
         """The operation; its first argument, a tensor, decides where it runs."""
         first = arguments[0] if arguments else next(iter(keywords.values()))
         recorded = type(first) not in _PLAIN or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-        return (self.registered if recorded or not first.is_cuda else self.function)(*arguments, **keywords)
+        if recorded or not first.is_cuda:
+            left = {name: self._spelled[name] for name in self._names[len(arguments) :] if name in self._spelled}
+            return self.registered(*arguments, **left | keywords)
+        return self.function(*arguments, **keywords)
 
 
 def kernel_operation(
