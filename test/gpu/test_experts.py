@@ -96,7 +96,7 @@ def routing(how: str, tokens: int, top_k: int, experts: int, device: str) -> tup
         indices = indices[torch.randperm(len(indices), device=device)].contiguous()
     scores = torch.rand(indices.shape, device=device) + 0.1
     if how == "drawn" and tokens > 1:
-        indices[1, 0], scores[0, -1] = -1, 0.0
+        indices[1, 0], scores[0, 1:][-1:] = -1, 0.0
         indices[2 : tokens // 2, 0] = 5
         scores[max(2, tokens - 1) :] = 0.0
     elif how in ("same", "third"):
@@ -173,6 +173,7 @@ INTERPRETED = [
     triton=[(kind, "drawn", 41, 2, (6, 128, 256), choice) for kind, choice in INTERPRETED],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:no tuned choices")
+@pytest.mark.memory(8)
 def test_experts(
     machine: Machine, kind: str, how: str, tokens: int, top_k: int, sizes: tuple[int, int, int], choice: Any,
     monkeypatch: pytest.MonkeyPatch,
