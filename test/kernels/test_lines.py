@@ -96,7 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "fused_linear": (
         {"T": 3, "K": 512, "N": 200, "with": "weight_scale_inv"}, [(3, 200)], [{"T": 17}, {"K": 448}, {"with": ""}]
     ),
-    "held_rows": ({"T": 3, "V": 20, "H": 512, "first": 4}, [(3, 512)], [{"H": 8200}]),
+    "held_rows": ({"S": (3, 5), "V": 20, "H": 512, "first": 4}, [(3, 5, 512)], [{"H": 8200}]),
     "mla_decode": (
         {**CONTEXT, "S": (3,)}, [(3, 8, 512)], [*PAGES, {"S": (3, 4, 1)}, {"S": (3, 9)}, {"S": (3, 4), "with": "lse"}]
     ),
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
         [{"H": 384}, {"E": 48}, {"T": 65}, {"E": 416}, {"E": 0}, *CHOICE[1:], {"launches": 3}],
     ),
     "router_gemm": ({"T": 3, "H": 512, "E": 64}, [((3, 64), F32)], [{"H": 384}, {"E": 48}]),
-    "row_norm": (TOKENS, [(3, 512)], [{"H": 8200}]),
+    "row_norm": ({**TOKENS, "S": (3, 5)}, [(3, 5, 512)], [{"H": 8200}, {"S": ()}]),
     "silu_and_mul": ({"S": (3, 5), "G": 32}, [(3, 5, 16)], [{"G": 24}]),
     "value_rows": ({"B": 3, "H": 8, "V": 20}, [(3, 160)], []),
     "vision_packed_attention": (

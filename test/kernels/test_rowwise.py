@@ -52,6 +52,6 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
             assert chosen.name == "triton", operation
         for operation, arguments in refused:
             assert registry.TABLE[operation].choose(*arguments).name == "plain"
-        assert rowwise.rms_norm(both.narrow(-1, 0, 512), made(512), 1e-6).shape == (2, 5, 512)
+        assert rowwise.row_norm(both.narrow(-1, 0, 512), made(512), 1e-6).shape == (2, 5, 512)
         assert rowwise.apply_rotary_interleaved(both.narrow(-1, 512, 64), angles, angles).shape == (2, 5, 64)
-        assert rowwise.embedding(ids, made(20, 7168), 40).shape == (2, 5, 7168)
+        assert rowwise.held_rows(ids, made(20, 7168), 40).shape == (2, 5, 7168)

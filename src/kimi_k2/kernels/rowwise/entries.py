@@ -12,7 +12,7 @@ from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding, rotate_in
 from kimi_k2.ops.linear import dequantize_fp8_block
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
 
-ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invariant=BY_ROW)(prefill.rms_norm)
+ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invariant=BY_ROW)(prefill.row_norm)
 apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved, batch_invariant=ELEMENTWISE)(
     prefill.apply_rotary_interleaved
 )
@@ -23,7 +23,7 @@ rotate_in_place.entry(
     batch_invariant=ELEMENTWISE,
 )(prefill.rotate_in_place)
 ops_mla.store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(
-    prefill.store_entries
+    prefill.write_slots
 )
 dequantize_fp8_block.entry("triton", takes=prefill.supports_dequantize_fp8_block, batch_invariant=ELEMENTWISE)(
     prefill.dequantize_fp8_block
@@ -35,7 +35,7 @@ ops_experts.silu_and_mul.entry("cuda", takes=pairs.supports_silu_and_mul, batch_
 
 ops_mla.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMENTWISE)(next_step.next_step)
 
-embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.embedding)
+embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.held_rows)
 
 
 ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)(

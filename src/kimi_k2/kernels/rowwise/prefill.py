@@ -78,22 +78,17 @@ def fp8_block_to_bf16(weight: Tensor, weight_scale_inv: Tensor, *, out: Tensor) 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, eps: float) -> bool:
     """BF16 rows of up to 8192 values on a GPU with Triton."""
-    return _runs(x, weight) and x.dim() > 1 and row_norm.fits(x=x.flatten(0, -2), weight=weight)
+    return _runs(x, weight) and x.dim() > 1 and row_norm.fits(x=x, weight=weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`row_norm` with the plain function's arguments."""
-    out: Tensor = row_norm(x.flatten(0, -2), weight, eps)
-    return out.view(x.shape)
-
-
-@kernel_operation("row_norm", "x bf16[T,H] rows, weight bf16[H] -> out bf16[T,H]; H <= 8192")
+@kernel_operation("row_norm", "x bf16[*S,H] rows, weight bf16[H] -> out bf16[*S,H]; H <= 8192; len(S) > 0")
 def row_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> None:
     """RMSNorm of rows in float32, rounded once; the plain function rounds the quotient before its weight is applied."""
-    tokens, size = x.shape
+    rows = x.flatten(0, -2)
+    tokens, size = rows.shape
     width = _power_of_two(size)
     warps = max(1, min(width // 512, 16))
-    _kernels().norm[(tokens,)](x, weight, out, x.stride(0), size, eps, WIDTH=width, num_warps=warps)
+    _kernels().norm[(tokens,)](rows, weight, out, rows.stride(0), size, eps, WIDTH=width, num_warps=warps)
 
 
 def supports_apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -158,13 +153,10 @@ def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) ->
     )
 
 
-def store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
-    """`write_slots` with the plain function's arguments."""
-    write_slots(cache, entries.contiguous(), positions.contiguous())
-
-
 @kernel_operation(
-    "write_slots", "entries bf16[B,S,C], positions i64[B,S], cache bf16|e4m3[B,T,C]", mutates_args=("cache",)
+    "write_slots",
+    "entries bf16[B,S,C] rows, positions i64[B,S] rows, cache bf16|e4m3[B,T,C]",
+    mutates_args=("cache",),
 )
 def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """cache[b, positions[b, s]] = entries[b, s]; a position outside the cache writes nothing.
@@ -176,33 +168,24 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     batch, tokens, size = entries.shape
     if batch * tokens:
         top = E4M3_TOP if cache.dtype == torch.float8_e4m3fn else float("inf")
-        _kernels().store[(batch * tokens,)](
-            entries, positions, cache, tokens, cache.shape[1], size, top, WIDTH=_power_of_two(size)
-        )
+        given = entries.contiguous(), positions.contiguous(), cache
+        _kernels().store[(batch * tokens,)](*given, tokens, cache.shape[1], size, top, WIDTH=_power_of_two(size))
 
 
 def supports_embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> bool:
     """A rank's BF16 rows on a GPU with Triton; the whole matrix is PyTorch's, one launch too."""
-    fits = first is not None and _runs(weight) and input_ids.is_contiguous()
-    return fits and held_rows.fits(input_ids=input_ids.flatten(), weight=weight)
+    return first is not None and _runs(weight) and held_rows.fits(input_ids=input_ids, weight=weight)
 
 
-def embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """`held_rows` with the plain function's arguments."""
-    assert first is not None  # `supports_embedding`
-    out: Tensor = held_rows(input_ids.flatten(), weight, first)
-    return out.view(*input_ids.shape, weight.shape[1])
-
-
-@kernel_operation("held_rows", "input_ids i32|i64[T], weight bf16[V,H] -> out bf16[T,H]; H <= 8192")
+@kernel_operation("held_rows", "input_ids i32|i64[*S], weight bf16[V,H] -> out bf16[*S,H]; H <= 8192")
 def held_rows(input_ids: Tensor, weight: Tensor, first: int, *, out: Tensor) -> None:
     """Rows of tokens, zeros for those that are not held. Eight launches in plain PyTorch.
 
     Args:
         weight: rows first .. first + V - 1 of the embedding.
     """
-    (tokens,), (rows, size) = input_ids.shape, weight.shape
+    rows, size = weight.shape
     width = _power_of_two(size)
-    _kernels().embed[(tokens,)](
+    _kernels().embed[(input_ids.numel(),)](
         input_ids, weight, out, first, rows, size, WIDTH=width, num_warps=max(1, min(width // 512, 8))
     )
