@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from on_hopper import NEEDS_HOPPER, assert_graph_follows
@@ -41,33 +43,21 @@ def assert_gate(
 
 
 SHAPES = [(1, 384), (3, 384), (64, 384), (513, 384), (4097, 384), (1, 256), (65, 256), (4099, 256)]
+BOTH = "warp", "packed"
+ROWS = [
+    *((*shape, top_k, how, 2.827) for shape, top_k, how in product(SHAPES, (1, 6, 8, 9, 16), BOTH)),
+    # Sizes of SGLang's own test; 1 is without its `apply_routed_scaling_factor_on_output`.
+    *((65536, 384, top_k, how, scale) for top_k, how, scale in product((6, 8), BOTH, (2.872, 1.0))),
+    *((200, experts, min(8, experts), "auto", 2.827) for experts in (4, 8, 60, 64, 128, 160, 300, 512)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
-@pytest.mark.parametrize("top_k", [1, 6, 8, 9, 16])
-@pytest.mark.parametrize(("tokens", "experts"), SHAPES)
-def test_matches_float64(tokens: int, experts: int, top_k: int, strategy: str) -> None:
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "strategy", "scale"), ROWS)
+def test_matches_float64(tokens: int, experts: int, top_k: int, strategy: str, scale: float) -> None:
     torch.manual_seed(tokens + experts + top_k)
     logits, bias = torch.randn(tokens, experts, device="cuda") * 1.5 - 2, torch.randn(experts, device="cuda") * 0.1
-    assert_gate(logits, bias, top_k, strategy)
-    assert_gate(logits, bias, top_k, strategy, normalize=False)
-
-
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
-@pytest.mark.parametrize("top_k", [6, 8])
-@pytest.mark.parametrize("scale", [2.872, 1.0])
-def test_most_tokens_with_and_without_the_factor(scale: float, top_k: int, strategy: str) -> None:
-    """Sizes of SGLang's own test; 1 is without its `apply_routed_scaling_factor_on_output`."""
-    torch.manual_seed(top_k)
-    logits, bias = torch.randn(65536, 384, device="cuda"), torch.rand(384, device="cuda")
-    assert_gate(logits, bias, top_k, strategy, scale=scale)
-
-
-@pytest.mark.parametrize("experts", [4, 8, 60, 64, 128, 160, 300, 512])
-def test_other_numbers_of_experts(experts: int) -> None:
-    torch.manual_seed(experts)
-    logits, bias = torch.randn(200, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
-    assert_gate(logits, bias, min(8, experts), "auto")
+    assert_gate(logits, bias, top_k, strategy, scale)
+    assert_gate(logits, bias, top_k, strategy, scale, normalize=False)
 
 
 @pytest.mark.parametrize("experts", PACKED_EXPERTS)
