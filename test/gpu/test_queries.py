@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import torch
-from exact import blocks, dense, distance, normed, turned
+from exact import E4M3, blocks, dense, distance, normed, turned
 from machines import Machine, rows
 from torch import Tensor
 
@@ -28,19 +28,24 @@ CAPACITY = 70
     gpu=[
         *(("absorb_and_store", *sizes) for sizes in ((3, 8), (3, 64), (40, 8), (40, 64), (130, 8))),
         *((kind, *sizes) for kind in ("fp8", "bf16") for sizes in ((1, 8), (4, 8), (2, 64))),
-        ("absorb", 21, 8), ("invariant", 40, 8),
+        ("absorb", 21, 8), ("invariant", 40, 8), ("e4m3", 3, 8), ("e4m3", 40, 8),
     ],
     cpu=[("absorb", 21, 2), ("fp8", 3, 2), ("bf16", 3, 2)],
-    triton=[("absorb_and_store", 3, 2), ("absorb_and_store", 6, 2), ("absorb_and_store", 17, 3), ("invariant", 3, 2)],
+    triton=[
+        ("absorb_and_store", 3, 2), ("absorb_and_store", 6, 2), ("absorb_and_store", 17, 3), ("invariant", 3, 2),
+        ("e4m3", 3, 2), ("e4m3", 6, 2),
+    ],
 )  # fmt: skip
 def test_queries_and_entries(machine: Machine, kind: str, tokens: int, heads: int) -> None:
-    """Behind q_b or its input; slots inside the cache and outside, where nothing is written."""
+    """Behind q_b or its input; slots inside the cache and outside, where nothing is written; an e4m3 cache's scale."""
     device, slots = machine.device, torch.arange(tokens) * (CAPACITY + 1)  # of every row another
     slots[1::3], slots[2::5] = -1, tokens * CAPACITY
     qkv, q, w_uk = machine.normal(tokens, 2112), machine.normal(tokens, heads * 192), machine.normal(heads, 128, 512)
     q_norm, kv_norm = machine.normal(1536), machine.normal(512)
     cos, sin = machine.normal(tokens, 32), machine.normal(tokens, 32)
-    cache = machine.normal(tokens, CAPACITY, 576)
+    cache, cache_scale = machine.normal(tokens, CAPACITY, 576), 1.0
+    if kind == "e4m3":
+        cache, cache_scale = cache.to(E4M3), 0.25
     weight, scale = (
         blocks(heads * 192, 1536, device=device) if kind == "fp8" else (machine.normal(heads * 192, 1536), None)
     )
@@ -53,7 +58,7 @@ def test_queries_and_entries(machine: Machine, kind: str, tokens: int, heads: in
         given = some[1], some[0][:, 1536:], *rest, 1e-6
         if kind == "absorb":
             return absorb(*given), made
-        return absorb_and_store(*given, invariant=kind == "invariant"), made
+        return absorb_and_store(*given, cache_scale, kind == "invariant"), made
 
     found, written = call(list(range(tokens)))
     exact, most = q.double(), 3e-3
@@ -66,9 +71,11 @@ def test_queries_and_entries(machine: Machine, kind: str, tokens: int, heads: in
         assert distance(part, right) < machine.limit(most)
     entries = torch.cat((normed(qkv[:, 1536:2048], kv_norm), turned(qkv[:, 2048:], cos, sin)), dim=-1)
     inside = (slots >= 0) & (slots < tokens * CAPACITY)
-    before, after = cache.view(-1, 576), written.view(-1, 576)
+    before, after = (tensor.float().view(-1, 576) * cache_scale for tensor in (cache, written))
     held = slots[inside].to(device)
-    assert distance(after[held], entries[inside.to(device)]) < machine.limit(4e-3)
+    # The interpreter loses carries where it rounds to e4m3.
+    stored = machine.limit(4e-3) if kind != "e4m3" else 0.04 if machine.name == "gpu" else 0.2
+    assert distance(after[held], entries[inside.to(device)]) < stored
     after[held] = before[held]
     assert torch.equal(after, before)
     again, alone = call(list(range(tokens))), call([tokens - 1])
