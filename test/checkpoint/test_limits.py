@@ -17,7 +17,7 @@ from forked import python
 
 from kimi_k2.api import KimiK2
 from kimi_k2.checkpoint.index import INDEX_NAME
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError, CorruptHeaderError, KimiK2Error
 from kimi_k2.files import parse_json
 from kimi_k2.limits import CONFIG_FIELDS, JSON_NESTING, SAFETENSORS_HEADER_BYTES
@@ -54,11 +54,10 @@ def test_a_header_of_20_gib_in_a_sparse_file(fp8: Path, claimed: int) -> None:
 
 @pytest.mark.parametrize("field", CONFIG_FIELDS)
 @pytest.mark.parametrize("value", [10**9 + 1, 10**18, 10**30])
-def test_sizes_that_no_model_has(fp8: Path, field: str, value: int) -> None:
-    value = value * 10**6 if field == "rope_theta" else value
-    edit(fp8, **{field: float(value) if field == "rope_theta" else value})
+def test_sizes_that_no_model_has(field: str, value: int) -> None:
+    changed = {field: float(value * 10**6) if field == "rope_theta" else value}
     with pytest.raises(ConfigError, match=field):
-        KimiK2Config.from_pretrained(fp8)
+        KimiK2Config.from_dict(raw_preset() | changed)
 
 
 @pytest.mark.parametrize("name", ["kimi-k2-instruct", "kimi-k2.6"])
@@ -71,23 +70,6 @@ def test_published_models_are_far_below(name: str) -> None:
 def test_layers_times_experts(fp8: Path) -> None:
     edit(fp8, num_hidden_layers=900, n_routed_experts=9000)
     with pytest.raises(ConfigError, match="in all 900 layers"):
-        KimiK2Config.from_pretrained(fp8)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rope_theta", float("inf")),
-        ("rms_norm_eps", float("nan")),
-        ("routed_scaling_factor", float("inf")),
-        ("eos_token_id", 768),
-        ("eos_token_id", [5, -1]),
-        ("bos_token_id", 10**9),
-    ],
-)
-def test_values_that_cannot_be(fp8: Path, field: str, value: object) -> None:
-    edit(fp8, **{field: value})
-    with pytest.raises(ConfigError, match=field):
         KimiK2Config.from_pretrained(fp8)
 
 
@@ -118,15 +100,6 @@ def test_a_field_twice_is_refused(fp8: Path, file: str) -> None:
     (fp8 / file).write_text('{"deep": [{"\\u0061b": 1, "ab": 2}], ' + content.lstrip()[1:])
     with pytest.raises(KimiK2Error, match=rf"{re.escape(file)}: not valid JSON: field 'ab' twice"):
         KimiK2.open(fp8).__enter__()
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_names_of_shards(fp8: Path, name: str) -> None:
-    raw = json.loads((fp8 / INDEX_NAME).read_text())
-    raw["weight_map"]["lm_head.weight"] = f"{name}.safetensors"
-    (fp8 / INDEX_NAME).write_text(json.dumps(raw))
-    with pytest.raises(CorruptHeaderError, match="expected the name"):
-        KimiK2ForCausalLM.from_pretrained(fp8)
 
 
 def test_a_long_name_of_a_tensor(fp8: Path) -> None:

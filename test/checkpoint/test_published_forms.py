@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from rewritten import rewritten
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -23,24 +20,6 @@ from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.quantization.stored import formats
 
 IDS = torch.arange(3, 20)[None]
-
-
-def rewritten(
-    source: Path,
-    target: Path,
-    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    config: Callable[[dict[str, Any]], None] = lambda raw: None,
-) -> Path:
-    """A checkpoint as one file, its tensors and config.json changed."""
-    target.mkdir()
-    held = {name: tensor for shard in source.glob("*.safetensors") for name, tensor in load_file(shard).items()}
-    save_file(tensors(held), target / "model.safetensors")
-    raw = json.loads((source / "config.json").read_text())
-    config(raw)
-    (target / "config.json").write_text(json.dumps(raw))
-    for name in ("tiktoken.model", "tokenizer_config.json"):
-        (target / name).write_bytes((source / name).read_bytes())
-    return target
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])

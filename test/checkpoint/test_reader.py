@@ -165,7 +165,9 @@ def test_index_garbage(fp8: Path, content: str) -> None:
     assert caught.value.file == str(fp8 / INDEX_NAME)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "weights.bin", 3])
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", "weights.bin", 3, f"{'x' * 5000}.safetensors", "a\0b.safetensors"]
+)
 def test_index_names_a_file_elsewhere(fp8: Path, shard: object) -> None:
     edit_index(fp8, lambda weight_map: weight_map.update({"lm_head.weight": shard}))  # type: ignore[dict-item]
     expect(fp8, CorruptHeaderError, "beside the index", file=INDEX_NAME, tensor="lm_head.weight")

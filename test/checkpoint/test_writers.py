@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rewritten import FILES, rewritten, tensors_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -31,7 +32,6 @@ from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(3, 20)[None]
-FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +41,10 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tensors(directory: Path) -> dict[str, Tensor]:
-    return {name: one for shard in directory.glob("*.safetensors") for name, one in load_file(shard).items()}
-
-
 def renamed(source: Path, target: Path, name: Callable[[str], str], **fields: Any) -> Path:
-    target.mkdir()
-    save_file({name(key): tensor for key, tensor in tensors(source).items()}, target / "model.safetensors")
-    raw = json.loads((source / "config.json").read_text()) | fields
-    (target / "config.json").write_text(json.dumps(raw))
-    for file in FILES:
-        (target / file).write_bytes((source / file).read_bytes())
-    return target
+    return rewritten(
+        source, target, lambda held: {name(key): tensor for key, tensor in held.items()}, lambda raw: raw.update(fields)
+    )
 
 
 def same_logits(source: Path, other: Path) -> bool:
@@ -96,7 +88,7 @@ def test_names_of_other_writers(k25: Path, tmp_path: Path, spelling: Callable[[s
 
 
 def test_lists_and_tensors_share_the_table(k25: Path) -> None:
-    for stored in tensors(k25):
+    for stored in tensors_of(k25):
         name = plain_name(stored)
         assert plain_name(name) == name
         for other in spelled(name):
@@ -210,15 +202,6 @@ def test_layer_ids_of_a_head_by_the_convention_that_they_tell(
     assert len(recwarn) == int(told)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("parallel_draft_step", 2), ("next_layer_regular", False), ("use_mtp_layernorm", True)]
-)
-def test_heads_of_other_kinds_are_refused(field: str, value: Any) -> None:
-    target = KimiK2Config.from_preset("kimi-k2-instruct-0905")
-    with pytest.raises(ConfigError, match=f"eagle_config.{field}"):
-        DraftConfig.from_dict(draft_fields(target, "mla", eagle_config={**MODELOPT, field: value}))
-
-
 # Fields of Model-Optimizer's two templates (export/plugins/hf_spec_configs.py): each is the head's, else the target's,
 # else null; and those of its heads' configurations (speculative/eagle/default_config.py) that no target has.
 BOTH = (
@@ -296,7 +279,8 @@ def _cache(width: int) -> LatentCache:
 @pytest.mark.parametrize(
     ("eagle", "says"),
     [({"use_aux_hidden_state": False}, "use_aux_hidden_state"), ({"use_last_layernorm": False}, "use_last_layernorm"),
-     ({"parallel_draft_step": 4}, "parallel_draft_step"), ({"parallel_draft_step": None}, "")],
+     ({"parallel_draft_step": 4}, "parallel_draft_step"), ({"parallel_draft_step": None}, ""),
+     ({"next_layer_regular": False}, "next_layer_regular"), ({"use_mtp_layernorm": True}, "use_mtp_layernorm")],
 )  # fmt: skip
 def test_heads_of_other_kinds_by_model_optimizer(tmp_path: Path, eagle: dict[str, Any], says: str) -> None:
     config = tiny_config(num_hidden_layers=3)
@@ -360,7 +344,7 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     source, out, plain = (tmp_path / part for part in ("source", "out", "plain"))
     config = tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
     write_synthetic_checkpoint(source, with_format(config, "bf16"), seed=3)
-    stored = tensors(source)
+    stored = tensors_of(source)
     model = tree(stored)
     kept = [
         "lm_head",

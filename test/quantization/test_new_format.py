@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -37,11 +36,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in the toy format; the only thing that knows of it is its file. `test_stored_forms` runs it."""
-    spec = importlib.util.spec_from_file_location("toy_format", Path(__file__).with_name("toy_format.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["toy_format"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["toy_format"])
+    importlib.import_module("toy_format")
     directory = tmp_path_factory.mktemp("toy")
     write_synthetic_checkpoint(directory, with_format(tiny_config(), "toy-int8"), seed=7)
     return directory
@@ -99,7 +94,6 @@ def test_a_gpu_expert_format_is_its_format_and_its_kernel(toy: Path, monkeypatch
     """Two files: on a GPU its entry is chosen by the format alone; the result is the plain function's."""
     registry.load_providers()
     point = EntryPoint("toy", "toy_kernel", registry.PROVIDER_GROUP)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr(registry, "_loaded", False)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     monkeypatch.setattr(routed_experts, "entries", list(routed_experts.entries))

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from rewritten import rewritten, tensors_of
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -179,28 +180,30 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FORMS}
 
 
-def plain_copy(source: Path, target: Path) -> Path:
-    """The same model in float32, dequantized by the library where there is one."""
-    config = KimiK2Config.from_pretrained(source)
-    tensors = {name: one for shard in source.glob("*.safetensors") for name, one in load_file(shard).items()}
-    modules: dict[str, dict[str, Tensor]] = {}
-    for name, one in tensors.items():
-        module, _, suffix = name.rpartition(".")
-        modules.setdefault(module, {})[suffix] = one
-    made: dict[str, Tensor] = {}
-    for module, stored in modules.items():
-        held = format_of(config.quantization, module.removeprefix(config.tensor_prefix))
-        if held.method is None or "vision_tower" in module or "mm_projector" in module:
-            made |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
-        else:
-            made[f"{module}.weight"] = held.dequantize(stored, torch.float32)
-    target.mkdir()
-    save_file(made, target / "model.safetensors")
-    raw = json.loads((source / "config.json").read_text())
+def unquantized(raw: dict[str, Any]) -> None:
     for holder in (raw, raw.get("text_config", {})):
         holder.pop("quantization_config", None)
-    (target / "config.json").write_text(json.dumps(raw))
-    return target
+
+
+def plain_copy(source: Path, target: Path) -> Path:
+    """The same model in float32."""
+    config = KimiK2Config.from_pretrained(source)
+
+    def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        modules: dict[str, dict[str, Tensor]] = {}
+        for name, one in tensors.items():
+            module, _, suffix = name.rpartition(".")
+            modules.setdefault(module, {})[suffix] = one
+        made: dict[str, Tensor] = {}
+        for module, stored in modules.items():
+            held = format_of(config.quantization, module.removeprefix(config.tensor_prefix))
+            if held.method is None or "vision_tower" in module or "mm_projector" in module:
+                made |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
+            else:
+                made[f"{module}.weight"] = held.dequantize(stored, torch.float32)
+        return made
+
+    return rewritten(source, target, dequantized, unquantized)
 
 
 @torch.inference_mode()
@@ -244,21 +247,15 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
 
 def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[str, Path], tmp_path: Path) -> None:
     """hf_quant_config.json alone, INT4 left in `text_config`, scales of activations and cache among the tensors."""
-    source, directory = written["nvfp4"], tmp_path / "modelopt"
-    directory.mkdir()
-    tensors = {name: one for shard in source.glob("*.safetensors") for name, one in load_file(shard).items()}
-    prefix = "language_model."
-    more = {
-        f"{prefix}{EXPERT}.input_scale": torch.ones(()),
-        f"{prefix}model.layers.0.self_attn.k_scale": torch.ones(()),
-    }
-    save_file(tensors | more, directory / "model.safetensors")
-    raw = json.loads((source / "config.json").read_text())
-    del raw["quantization_config"]
-    raw["text_config"]["quantization_config"] = KimiK2Config.from_preset("kimi-k2.5").to_hf_dict()[
-        "quantization_config"
-    ]
-    (directory / "config.json").write_text(json.dumps(raw))
+    source, directory, prefix = written["nvfp4"], tmp_path / "modelopt", "language_model."
+    names = f"{prefix}{EXPERT}.input_scale", f"{prefix}model.layers.0.self_attn.k_scale"
+    older = KimiK2Config.from_preset("kimi-k2.5").to_hf_dict()["quantization_config"]
+
+    def left(raw: dict[str, Any]) -> None:
+        unquantized(raw)
+        raw["text_config"]["quantization_config"] = older
+
+    rewritten(source, directory, lambda held: held | {name: torch.ones(()) for name in names}, left)
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": []}
     about = directory / "hf_quant_config.json"
     about.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.39"}, "quantization": said}))
@@ -267,7 +264,8 @@ def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[
     assert config.kv_cache_fp8
     model = KimiK2ForCausalLM.from_pretrained(directory)
     assert torch.equal(model(IDS), KimiK2ForCausalLM.from_pretrained(source)(IDS))
-    save_file(tensors | {f"{prefix}{EXPERT}.output_scale": torch.ones(())}, directory / "model.safetensors")
+    tensors = tensors_of(source) | {f"{prefix}{EXPERT}.output_scale": torch.ones(())}
+    save_file(tensors, directory / "model.safetensors")
     with pytest.raises(UnexpectedTensorError):
         KimiK2ForCausalLM.from_pretrained(directory)
     for change, field in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,84 +14,82 @@ from kimi_k2.ops.experts import noaux_tc_gate
 from kimi_k2.quantization.stored import format_of
 from kimi_k2.sharding import early_qkv_a, early_router
 
+HIDDEN, EPS = 7168, 1e-6
 
-def test_choices_are_closer_to_exact_than_those_by_rounded_hidden_states() -> None:
-    """At the real width, BF16 activations: experts chosen by folded weights, and as the ordinary BF16 graph does."""
-    tokens, hidden, count, ranks, width, eps = 512, 7168, 384, 8, 128, 1e-6
-    generator = torch.Generator().manual_seed(1)
 
+class Drawn(NamedTuple):
+    """BF16 residual [T, H], what ranks multiply [T, K], output projection [H, K], gamma [H], weight behind [N, H]."""
+
+    residual: Tensor
+    inner: Tensor
+    out: Tensor
+    gamma: Tensor
+    behind: Tensor
+
+    def exact(self) -> Tensor:
+        """In float64."""
+        x = self.residual.double() + self.inner.double() @ self.out.double().T
+        return F.rms_norm(x, (HIDDEN,), self.gamma.double(), EPS) @ self.behind.double().T
+
+    def ordinary(self, ranks: int) -> tuple[Tensor, Tensor]:
+        """Each rank's part, their sum, the residual stream and the norm are BF16: the stream, and what is behind it."""
+        each = zip(self.inner.chunk(ranks, dim=1), self.out.chunk(ranks, dim=1), strict=True)
+        parts = [(value.float() @ weight.float().T).to(torch.bfloat16).float() for value, weight in each]
+        stream = self.residual + torch.stack(parts).sum(dim=0).to(torch.bfloat16)
+        norm = RMSNorm(HIDDEN, EPS).to(torch.bfloat16)
+        norm.weight.data = self.gamma
+        return stream, norm(stream).float() @ self.behind.float().T
+
+
+def drawn(generator: torch.Generator, tokens: int, inner: int, columns: int) -> Drawn:
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
 
-    residual, values = draw(tokens, hidden), draw(tokens, ranks * width)
-    gate, o_proj = draw(count, hidden, scale=hidden**-0.5), draw(hidden, ranks * width, scale=(ranks * width) ** -0.5)
-    gamma, bias = 1 + 0.1 * draw(hidden), torch.randn(count, generator=generator) * 0.1
+    residual, values = draw(tokens, HIDDEN), draw(tokens, inner)
+    behind, out = draw(columns, HIDDEN, scale=HIDDEN**-0.5), draw(HIDDEN, inner, scale=inner**-0.5)
+    return Drawn(residual, values, out, 1 + 0.1 * draw(HIDDEN), behind)
 
-    def error(logits: Tensor, wanted: Tensor) -> tuple[float, int]:
-        sets = [noaux_tc_gate(one, bias.to(one.dtype), 8)[0].sort(dim=1).values for one in (logits, wanted)]
+
+def factor(stream: Tensor) -> Tensor:
+    return torch.rsqrt(stream.float().square().mean(dim=1, keepdim=True) + EPS)
+
+
+def test_choices_are_closer_to_exact_than_those_by_rounded_hidden_states() -> None:
+    """Experts chosen by folded weights, and as the ordinary BF16 graph does."""
+    generator = torch.Generator().manual_seed(1)
+    one = drawn(generator, 512, 8 * 128, 384)
+    bias = torch.randn(384, generator=generator) * 0.1
+    wanted, (stream, rounded) = one.exact(), one.ordinary(8)
+    of_residual, of_heads = early_router.fold(one.behind, one.gamma, {"weight": one.out}, format_of(None, ""))
+    early = (one.residual.float() @ of_residual + one.inner.float() @ of_heads) * factor(stream)
+
+    def error(logits: Tensor) -> tuple[float, int]:
+        sets = [noaux_tc_gate(some, bias.to(some.dtype), 8)[0].sort(dim=1).values for some in (logits, wanted)]
         return float((logits - wanted).norm() / wanted.norm()), int((sets[0] != sets[1]).any(dim=1).sum())
 
-    x = residual.double() + values.double() @ o_proj.double().T
-    wanted = F.rms_norm(x, (hidden,), gamma.double(), eps) @ gate.double().T
-
-    # Each rank's part of o_proj and their sum are BF16, as are the residual stream and what the norm gives.
-    parts = zip(values.chunk(ranks, dim=1), o_proj.chunk(ranks, dim=1), strict=True)
-    rounded_parts = [(value.float() @ weight.float().T).to(torch.bfloat16).float() for value, weight in parts]
-    summed = torch.stack(rounded_parts).sum(dim=0)
-    stream = residual + summed.to(torch.bfloat16)
-    norm = RMSNorm(hidden, eps).to(torch.bfloat16)
-    norm.weight.data = gamma
-    rounded = norm(stream).float() @ gate.float().T
-
-    stored = {"weight": o_proj}
-    of_residual, of_heads = early_router.fold(gate, gamma, stored, format_of(None, ""))
-    early = residual.float() @ of_residual + values.float() @ of_heads
-    early = early * torch.rsqrt(stream.float().square().mean(dim=1, keepdim=True) + eps)
-
-    (far, changed), (near, kept) = (error(logits, wanted) for logits in (rounded, early))
-    print(f"\nrelative L2 {far:.1e}, {changed} of {tokens} tokens with other experts; folded {near:.1e}, {kept}")
+    (far, changed), (near, kept) = error(rounded), error(early)
+    print(f"\nrelative L2 {far:.1e}, {changed} of 512 tokens with other experts; folded {near:.1e}, {kept}")
     assert near < far / 10
     assert kept < changed
 
 
 def test_down_projections_are_closer_to_exact_than_those_of_rounded_hidden_states() -> None:
-    """At the real width, 64 ranks with 32 columns of two experts; BF16 weights, activations and residual."""
-    tokens, hidden, columns, ranks, width, eps = 64, 7168, 2112, 64, 2 * 32, 1e-6
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
-
-    residual, inner = draw(tokens, hidden), draw(tokens, ranks * width)
-    w_a, down = draw(columns, hidden, scale=hidden**-0.5), draw(hidden, ranks * width, scale=(ranks * width) ** -0.5)
-    gamma = 1 + 0.1 * draw(hidden)
-    x = residual.double() + inner.double() @ down.double().T
-    wanted = F.rms_norm(x, (hidden,), gamma.double(), eps) @ w_a.double().T
-
-    # Each rank's part of the experts' output and their sum are BF16, as are the residual stream and the norm's output.
-    each = zip(inner.chunk(ranks, dim=1), down.chunk(ranks, dim=1), strict=True)
-    parts = torch.stack([(value.float() @ weight.float().T).to(torch.bfloat16).float() for value, weight in each])
-    stream = residual + parts.sum(dim=0).to(torch.bfloat16)
-    normed = F.rms_norm(stream.float(), (hidden,), None, eps).to(torch.bfloat16) * gamma
-    rounded = (normed.float() @ w_a.float().T).to(torch.bfloat16)
-
-    names = {"q_a_proj": w_a[:1536], "kv_a_proj_with_mqa": w_a[1536:], "input_layernorm": gamma}
+    """64 ranks with 32 columns of two experts."""
+    ranks = 64
+    one = drawn(torch.Generator().manual_seed(1), 64, ranks * 2 * 32, 2112)
+    wanted, (stream, rounded) = one.exact(), one.ordinary(ranks)
+    names = {"q_a_proj": one.behind[:1536], "kv_a_proj_with_mqa": one.behind[1536:], "input_layernorm": one.gamma}
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905").model_copy(update={"quantization": None})
     scaled = early_qkv_a.scaled_projections(config, 1, lambda module: {"weight": names[module.rpartition(".")[2]]})
-    of_inner = early_qkv_a.fold(scaled, down.float(), torch.bfloat16)
+    of_inner = early_qkv_a.fold(scaled, one.out.float(), torch.bfloat16)
     of_residual = scaled.T.to(torch.bfloat16)
     # Summands of each rank in float32, and in BF16 as they would ride in a BF16 all-reduce.
-    summands = torch.stack([
-        h.float() @ a.float() + v.float() @ w.float()
-        for h, a, v, w in zip(
-            residual.chunk(ranks, dim=1), of_residual.chunk(ranks), inner.chunk(ranks, dim=1), of_inner.chunk(ranks),
-            strict=True,
-        )
-    ])  # fmt: skip
-    factor = torch.rsqrt(stream.float().square().mean(dim=1, keepdim=True) + eps)
-    early = (summands.sum(dim=0) * factor).to(torch.bfloat16)
-    in_bf16 = (summands.to(torch.bfloat16).float().sum(dim=0).to(torch.bfloat16) * factor).to(torch.bfloat16)
-
-    far, near, third = (float((one - wanted).norm() / wanted.norm()) for one in (rounded, early, in_bf16))
+    cuts = (one.residual.chunk(ranks, dim=1), of_residual.chunk(ranks), one.inner.chunk(ranks, dim=1))
+    each = zip(*cuts, of_inner.chunk(ranks), strict=True)
+    summands = torch.stack([h.float() @ a.float() + v.float() @ w.float() for h, a, v, w in each])
+    early = (summands.sum(dim=0) * factor(stream)).to(torch.bfloat16)
+    in_bf16 = (summands.to(torch.bfloat16).float().sum(dim=0).to(torch.bfloat16) * factor(stream)).to(torch.bfloat16)
+    results = (rounded.to(torch.bfloat16), early, in_bf16)
+    far, near, third = (float((some - wanted).norm() / wanted.norm()) for some in results)
     print(f"\nrelative L2 to float64: ordinary {far:.1e}, folded {near:.1e}, its summands in BF16 {third:.1e}")
     assert near < 0.75 * far

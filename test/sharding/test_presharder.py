@@ -1,25 +1,34 @@
-"""Conversion of tiny checkpoints: values against the plain model's, kills, damage, manifest."""
+"""Conversion of tiny checkpoints: disks, damage, manifests and checksums, the vision tower, experts transposed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from threading import Semaphore
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import xxhash
 from forked import python
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError, MissingShardError
+from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.sharding import presharder
+from kimi_k2.sharding.experts import input_first
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, check_made_for
+from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, VISION_FILE, check_made_for, load_manifest, made_layout
 from kimi_k2.sharding.presharder import Presharder
+from kimi_k2.sharding.verify import faults
 
 WORKER = """
 import sys
@@ -93,8 +102,6 @@ def test_files_for_another_model_or_layout_are_refused_without_the_checkpoint(
 
 
 def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    from kimi_k2.cli import app
-
     run = CliRunner().invoke
     options = ["--tp", "2", "--ep", "2"]
     assert run(app, ["convert", str(checkpoints["fp8"]), str(tmp_path), *options]).exit_code == 0
@@ -141,3 +148,114 @@ def test_the_disk_begins_before_a_layer_ends(monkeypatch: pytest.MonkeyPatch) ->
         held.release(2)
         flushing.wait()
     assert not begun.acquire(blocking=False)
+
+
+def manifest_of(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+    return content
+
+
+def resign(directory: Path, content: dict[str, Any]) -> None:
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    content["sha256"] = hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (directory / MANIFEST).write_text(json.dumps(content))
+
+
+def test_checksums_are_those_of_the_libraries(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+    content = manifest_of(tmp_path)
+    assert content["checksum"] == "xxh3_128"
+    for name, sums in content["checksums"].items():
+        path = tmp_path / "weights" / name
+        header, data = header_bytes(path), path.read_bytes()
+        entries = json.loads(header[8:])
+        assert set(entries) - {"__metadata__"} == set(sums)
+        for tensor, digest in sums.items():
+            first, last = entries[tensor]["data_offsets"]
+            assert digest == xxhash.xxh3_128(data[len(header) + first : len(header) + last]).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["sha256", 3, ["xxh3_128"], None])
+def test_another_kind_is_named(checkpoints: dict[str, Path], tmp_path: Path, kind: object) -> None:
+    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+    content = manifest_of(tmp_path)
+    content["checksum"] = kind
+    resign(tmp_path, content)
+    begun = {name: content[name] for name in ("made_from", "checksum")}
+    for file in (MANIFEST, JOURNAL):
+        with pytest.raises(CorruptHeaderError, match=r"checksum: expected xxh3_128, got .*; convert again") as caught:
+            Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
+        assert caught.value.file == str(tmp_path / file)
+        (tmp_path / MANIFEST).unlink(missing_ok=True)
+        (tmp_path / JOURNAL).write_text(json.dumps(begun) + "\n")
+
+
+@pytest.mark.parametrize("before", [
+    {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "spmd_rank": True},
+])  # fmt: skip
+def test_a_form_of_decode_that_is_no_more_is_named(
+    checkpoints: dict[str, Path], tmp_path: Path, before: dict[str, Any]
+) -> None:
+    config, layout = KimiK2Config.from_pretrained(checkpoints["fp8"]), Layout(2, experts="tiles")
+    Presharder(checkpoints["fp8"], tmp_path, layout).run()
+    content = manifest_of(tmp_path)
+    given = {**content["made_from"]["options"], **before}
+    content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
+    resign(tmp_path, content)
+    uses = (
+        partial(check_made_for, tmp_path, config, layout), Presharder(checkpoints["fp8"], tmp_path, layout).run,
+        partial(made_layout, tmp_path),
+    )  # fmt: skip
+    for use in uses:
+        with pytest.raises(ConfigError, match="; convert again") as caught:
+            use()
+        assert caught.value.field == list(before)[-1]
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(1, 2, target="cuda", experts="stored")], ids=["neuron", "cuda"])
+def test_tower_is_kept_and_verified(checkpoints: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
+    stored = {k: v for shard in checkpoints["k2.5"].glob("*.safetensors") for k, v in load_file(shard).items()}
+    expected = {name: tensor for name, tensor in stored.items() if not name.startswith("language_model.")}
+    done: list[int] = []
+    manifest = Presharder(checkpoints["k2.5"], tmp_path, layout, on_bytes=done.append).run()
+    assert sum(done) == sum(tensor.nbytes for tensor in stored.values())
+    written = load_file(tmp_path / VISION_FILE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert not list(faults(tmp_path))
+
+    whole = (tmp_path / VISION_FILE).read_bytes()
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    (tmp_path / VISION_FILE).write_bytes(damaged)
+    assert [type(fault) for fault in faults(tmp_path)] == [CheckpointError]
+    (tmp_path / VISION_FILE).unlink()
+    assert [type(fault) for fault in faults(tmp_path)] == [MissingShardError]
+    Presharder(checkpoints["k2.5"], tmp_path, layout).run()
+    assert (tmp_path / VISION_FILE).read_bytes() == whole
+    assert load_manifest(tmp_path) == manifest
+
+
+def test_models_without_a_tower_have_no_such_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    assert "vision" not in Presharder(checkpoints["thinking"], tmp_path, Layout(1)).run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "weights"]
+
+
+DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [8, 96, 1024])
+@pytest.mark.parametrize("columns", [1, 48, 300, 1536])
+@pytest.mark.parametrize("count", [1, 2])
+def test_input_first(dtype: torch.dtype, rows: int, columns: int, count: int) -> None:
+    draw = torch.Generator().manual_seed(rows + columns)
+    size = dtype.itemsize
+    drawn = torch.randint(0, 256, (count, rows, columns * size), dtype=torch.uint8, generator=draw)
+    matrices = list(drawn.view(dtype))
+    for parts in (1, 2, 8):
+        made = input_first(*matrices, parts=parts)
+        assert made.dtype == dtype
+        cut = [matrix.unflatten(0, (parts, rows // parts)) for matrix in drawn.unflatten(2, (columns, size))]
+        expected = torch.cat(cut, dim=1).transpose(1, 2)
+        assert torch.equal(made.contiguous().view(torch.uint8).unflatten(-1, (-1, size)), expected)
