@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError
-from kimi_k2.model.rope import rope_inv_freq
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.modules import names_module
 
@@ -180,26 +178,6 @@ def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
             KimiK2Config.from_pretrained(path)
     with pytest.raises(ConfigError, match="name of a published configuration, which has no weights"):
         KimiK2Config.from_pretrained("kimi-k2.6")
-
-
-@pytest.mark.parametrize(
-    "yarn",
-    [
-        {"truncate": False},
-        {},
-        {"beta_fast": 0.5, "truncate": False},
-        {"beta_fast": 1.0, "truncate": False},
-        {"beta_fast": 0.01},
-    ],
-)
-def test_frequencies_are_transformers(yarn: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
-    raw = raw_preset("kimi-k2.5")["text_config"]
-    raw["rope_scaling"] |= yarn
-    rotary = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding
-    kept = {key: value for key, value in raw.items() if key not in ("model_type", "quantization_config")}
-    expected = rotary(transformers.DeepseekV3Config(**copy.deepcopy(kept))).inv_freq
-    assert torch.equal(rope_inv_freq(KimiK2Config.from_dict(raw)), expected)
 
 
 def test_rope_scaling_comes_before_rope_parameters_as_in_transformers() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import decode_step
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.engine.generate import prefill
 from kimi_k2.model.attention import MultiHeadLatentAttention, absorbed_is_cheaper
 from kimi_k2.model.cache import LatentCache
@@ -54,15 +56,27 @@ def test_absorbed_equals_naive_in_float64(seed: int, batch: int, new: int, past:
     assert difference <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5"])
-def test_yarn_against_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "yarn"),
+    [
+        *((name, {}) for name in ("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-thinking", "kimi-k2.5")),
+        ("kimi-k2.5", {"truncate": False}),
+        ("kimi-k2.5", {"beta_fast": 0.5, "truncate": False}),
+        ("kimi-k2.5", {"beta_fast": 1.0, "truncate": False}),
+        ("kimi-k2.5", {"beta_fast": 0.01}),
+    ],
+)
+def test_yarn_against_transformers(name: str, yarn: dict[str, Any]) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-    config = KimiK2Config.from_preset(name)
-    raw = config.to_hf_dict()
-    for key in ("model_type", "architectures", "quantization_config"):
-        raw.pop(key, None)
-    theirs = DeepseekV3RotaryEmbedding(transformers.DeepseekV3Config(**raw))
+    raw = raw_preset(name)
+    raw = raw.get("text_config", raw)
+    raw["rope_scaling"] |= yarn
+    config = KimiK2Config.from_dict(raw)
+    kept = {
+        key: value for key, value in raw.items() if key not in ("model_type", "architectures", "quantization_config")
+    }
+    theirs = DeepseekV3RotaryEmbedding(transformers.DeepseekV3Config(**copy.deepcopy(kept)))
     torch.testing.assert_close(rope_inv_freq(config), theirs.inv_freq, rtol=0, atol=0)
     positions = torch.tensor([[0, 1, 4095, 4096, config.max_position_embeddings - 1]])
     cos, sin = RotaryEmbedding(config)(positions, torch.float32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rewritten import tensors_of
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
@@ -44,7 +45,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_damage_is_named(toy: Path, tmp_path: Path) -> None:
     config = KimiK2Config.from_pretrained(toy)
-    tensors = {k: v for shard in toy.glob("*.safetensors") for k, v in load_file(shard).items()}
+    tensors = tensors_of(toy)
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
     with pytest.raises(MissingShardError):
         CheckpointReader.for_config(tmp_path, config)

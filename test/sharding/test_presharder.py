@@ -16,6 +16,7 @@ import pytest
 import torch
 import xxhash
 from forked import python
+from rewritten import tensors_of
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -214,7 +215,7 @@ def test_a_form_of_decode_that_is_no_more_is_named(
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(1, 2, target="cuda", experts="stored")], ids=["neuron", "cuda"])
 def test_tower_is_kept_and_verified(checkpoints: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
-    stored = {k: v for shard in checkpoints["k2.5"].glob("*.safetensors") for k, v in load_file(shard).items()}
+    stored = tensors_of(checkpoints["k2.5"])
     expected = {name: tensor for name, tensor in stored.items() if not name.startswith("language_model.")}
     done: list[int] = []
     manifest = Presharder(checkpoints["k2.5"], tmp_path, layout, on_bytes=done.append).run()

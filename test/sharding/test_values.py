@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rewritten import tensors_of
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -298,9 +299,7 @@ def test_cuda(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout) 
     directory, state = source_of(source)
     config = KimiK2Config.from_pretrained(directory)
     _, files = converted(directory, tmp_path, layout)
-    stored = {
-        k.removeprefix("language_model."): v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()
-    }
+    stored = {name.removeprefix("language_model."): one for name, one in tensors_of(directory).items()}
     if layout.experts == "bf16":
         stored = {
             name: value.to(torch.bfloat16 if name.endswith("weight") else value.dtype) for name, value in state.items()
