@@ -130,7 +130,7 @@ def _figure(source: list[str]) -> str:
 def _part(whole: Any, key: str) -> Any:
     if isinstance(whole, dict):
         return whole[key]
-    return whole[int(key)] if isinstance(whole, list | tuple) and key.isdecimal() else getattr(whole, key)
+    return whole[int(key)] if isinstance(whole, list | tuple) else getattr(whole, key)
 
 
 @functools.cache
@@ -174,10 +174,6 @@ def _split(model: str, preset: str) -> dict[str, Any]:
     return {"collectives": calls, "seconds": calls * TRN2_LNC2.collective_latency, "spared": spared}
 
 
-def _differences() -> list[float]:
-    return [row.difference for row in published_memory()]
-
-
 OBJECTS: dict[str, Callable[..., Any]] = {
     "measured": lambda name: _json("measured.json")[name]["rows"],
     "plan": lambda model, preset, *tokens: plan(model, preset, max_model_len=int(tokens[0]) if tokens else None),
@@ -194,7 +190,7 @@ OBJECTS: dict[str, Callable[..., Any]] = {
     "fit": lambda *words: fit(" ".join(words)),
     "run": lambda *words: next(run for run in runs() if run.name == " ".join(words)),
     "runs": lambda: {"count": len(runs())},
-    "memory": lambda: {"least": min(_differences()), "most": max(_differences())},
+    "memory": lambda: sorted(row["difference"] for row in published_memory()),
     "counted": lambda: stored()["presets"],
 }
 

@@ -5,7 +5,7 @@ The figures are reported, not reproduced.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -20,35 +20,12 @@ from kimi_k2.plan.target import GIB, PUBLISHED_PORT, load_target
 DENSE = "a dense model, of a form with enough runs of mixtures of experts"
 
 
-@dataclass(frozen=True)
-class PublishedMemory:
-    """A published figure beside the plan of the same arrangement.
+def published_memory() -> list[dict[str, Any]]:
+    """All figures that there are beside plans in the arrangement of the published ports, in GiB.
 
-    Attributes:
-        what: which figure, of which model and layout.
-        published: in GiB (published.json says why not GB).
-        terms: of the plan, in GiB, by name.
-        source: repository and where in it.
+    published.json says why they are not GB. `terms` of the plan by name, `planned` their sum, `difference` that over
+    the published one, minus 1.
     """
-
-    what: str
-    published: float
-    terms: dict[str, float]
-    source: str
-
-    @property
-    def planned(self) -> float:
-        """Sum of the terms in GiB."""
-        return sum(self.terms.values())
-
-    @property
-    def difference(self) -> float:
-        """Planned over published, minus 1."""
-        return self.planned / self.published - 1
-
-
-def published_memory() -> list[PublishedMemory]:
-    """All figures that there are, in the arrangement of the published ports."""
     rows = []
     for row in data()["memory"]["rows"]:
         config = KimiK2Config.from_preset(row["model"])
@@ -59,7 +36,13 @@ def published_memory() -> list[PublishedMemory]:
         if row["of"] == "bank":
             terms["runtime micro-code"] = MICROCODE_BYTES / GIB
             terms["decode scratch, as its README states it"] = reported_scratch(row["context"]).nbytes / GIB
-        rows.append(PublishedMemory(row["what"], row["gib"], terms, source_words(row["source"])))
+        planned = sum(terms.values())
+        rows.append(
+            {
+                "what": row["what"], "published": row["gib"], "terms": terms, "source": source_words(row["source"]),
+                "planned": planned, "difference": planned / row["gib"] - 1, "unit": "GiB",
+            }
+        )  # fmt: skip
     return rows
 
 
@@ -83,11 +66,7 @@ def comparison() -> dict[str, Any]:
                 "set_apart": None if fitted else apart[run.set_apart] if run.set_apart else DENSE,
             }
         )  # fmt: skip
-    memory = [
-        {**asdict(row), "planned": row.planned, "difference": row.difference, "unit": "GiB"}
-        for row in published_memory()
-    ]
-    return {"steps": steps, "rules": data()["rules"], "memory": memory, "gpus": data()["gpus"]}
+    return {"steps": steps, "rules": data()["rules"], "memory": published_memory(), "gpus": data()["gpus"]}
 
 
 def print_comparison(found: dict[str, Any], console: Console) -> None:
