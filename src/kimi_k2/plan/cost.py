@@ -357,13 +357,12 @@ def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPla
         rows = target.prefill_sequences if "lm_head" in name else tokens
         inner, outer = shape if len(shape) == 2 else (prod(shape) // STATIONARY, STATIONARY)  # tiles
         parts["linears"] += _matmuls(inner, outer, rows)
-    layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
     hidden, width = config.hidden_size, config.moe_intermediate_size // target.layout.moe_tp
     blocks, rows = expert_blocks(config, target, tokens), target.block_size or 1
     if not blocks:
         blocks, rows = config.n_routed_experts // target.layout.moe_ep, tokens
     one = _matmuls(hidden, 2 * width, rows) + _matmuls(width, hidden, rows)
-    parts["routed experts"] = layers * blocks * one
+    parts["routed experts"] = moe_layers(config) * blocks * one
     heads, keys = config.num_attention_heads // target.layout.ranks, target.prompt
     scores = _matmuls(config.cache_dim, keys, target.prompt) + _matmuls(keys, config.kv_lora_rank, target.prompt)
     parts["attention"] = config.num_hidden_layers * heads * target.prefill_sequences * scores

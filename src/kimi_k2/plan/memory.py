@@ -466,8 +466,7 @@ def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int
         again = (split - down // ranks) * (target.layout.moe_ep - 1)
         terms[f"dense weights over {target.layout.moe_tp} ranks, not {ranks}"] = again
     if arrangement.router_bytes > BF16:
-        moe = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
-        elements = moe * config.n_routed_experts * config.hidden_size
+        elements = moe_layers(config) * config.n_routed_experts * config.hidden_size
         terms["router in float32"] = elements * (arrangement.router_bytes - BF16)
     return terms
 

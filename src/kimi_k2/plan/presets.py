@@ -22,7 +22,7 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Deployment, preset_names
 from kimi_k2.plan.expectation import expect
 from kimi_k2.plan.kernels import kernel_step, step_bound
-from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan
+from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan, moe_layers
 from kimi_k2.plan.roofline import GIB, INSTANCES, UTILIZATION, Instance, roofline
 from kimi_k2.plan.target import Target, make_target
 from kimi_k2.sharding.layout import Layout, ShardingPlan
@@ -237,7 +237,7 @@ def _served_row(
         weights = {name: size // (way.ranks if name.startswith("expert") else 1) for name, size in weights.items()}
         # A token goes once to each rank that has an expert of its choice, and comes back; both in BF16.
         ranks = way.ranks * (1 - (1 - 1 / way.ranks) ** config.num_experts_per_tok)
-        moe = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
+        moe = moe_layers(config)
         exchanges, exchanged = 2 * moe, 2 * moe * requests * ranks * config.hidden_size * BF16
     else:
         exchanged = sum(2 * (way.ranks - 1) / way.ranks * one.nbytes * n for one, n in counts.collectives.items())
