@@ -173,7 +173,7 @@ class Sampler(torch.nn.Module):
 
 def rejection_sampler(metadata: Any, sampled: Tensor) -> Tensor:
     """The line's, as its page says: drafts up to the first that was not sampled, what was sampled there, then -1."""
-    targets, drafts = sampled.view(len(metadata.num_draft_tokens), -1), metadata.draft_token_ids
+    targets, drafts = sampled.view(len(metadata["num_draft_tokens"]), -1), metadata["draft_token_ids"]
     agree = (targets[:, :-1] == drafts.view(len(targets), -1)).cumprod(1)
     kept = torch.arange(targets.shape[1]) <= agree.sum(1, keepdim=True)
     return targets.masked_fill(~kept, -1)
@@ -451,7 +451,7 @@ class Runner:
         if count > 1:
             ids = torch.tensor(drafts).flatten()
             ids = torch.nn.functional.pad(ids, (0, rows * (count - 1) - len(ids)))
-            metadata = SimpleNamespace(num_draft_tokens=[count - 1] * rows, draft_token_ids=ids)
+            metadata = {"num_draft_tokens": [count - 1] * rows, "draft_token_ids": ids}
         ahead = drafts or [[]] * len(requests)
         lines = [(one, [one.tokens[-1], *drafted]) for one, drafted in zip(requests, ahead, strict=True)]
         sampled = self.step(lines, rows * count, count, range(rows * count), metadata)

@@ -15,7 +15,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
+from torch.utils._pytree import tree_map_only
 
 # Operations whose result shares memory with their first argument; of the first set the order of elements is kept.
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"}
@@ -272,7 +272,7 @@ class Lowering:
         """The model's call on all routes; its results in a list."""
 
         def call(**named: Any) -> list[Any]:
-            key = _told(named) + repr(model.aux_layers)
+            key = repr((tree_map_only(Tensor, lambda one: (one.dtype, one.shape), named), model.aux_layers))
             with self.lock, torch.no_grad():
                 if key not in self.graphs:
                     self.graphs[key] = Captured.of_call(model, named, self.routes, self.without)
@@ -280,16 +280,6 @@ class Lowering:
                 return self.graphs[key](model, named)  # type: ignore[no-any-return]
 
         return call
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        return str({name: _told(part) for name, part in value.items()})
-    return repr(value)
 
 
 def _written_inputs(graph: GraphModule) -> Iterator[int]:
