@@ -13,7 +13,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,8 +180,9 @@ def refused(run: int) -> None:
     from kimi_k2.ops import collective
     from kimi_k2.ops.mla import next_step
     from kimi_k2.serving.vllm import decode_steps as module
+    from kimi_k2.serving.vllm.runner import Runner
 
-    runs, exchanges, steps, reason_against = count(1), Exchanges(), module.decode_steps, module.reason_against
+    runs, exchanges, steps, against = count(1), Exchanges(), module.decode_steps, Runner.against
 
     def refusing(*given: Any) -> None:
         """The first thing in a step."""
@@ -209,30 +209,18 @@ def refused(run: int) -> None:
 
             return found._replace(replay=replay)
 
-    class OnGpu:
-        """And of which sizes its own graphs are."""
-
-        device = SimpleNamespace(type="cuda")
-        compilation_config = SimpleNamespace(cudagraph_capture_sizes=SIZES)
-
-        def __init__(self, runner: Any) -> None:
-            vars(self)["runner"] = runner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.runner, name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            setattr(self.runner, name, value)
-
     def on_gpu(runner: Any, *given: Any) -> Any:
+        """And of which sizes its own graphs are."""
         exchanges.connected.clear()  # vLLM's own runs have connected nothing
-        return steps(OnGpu(runner), *given)
+        runner.it.captured = SIZES
+        return steps(runner, *given)
 
     vars(module)["next_step"] = refusing
     if current_platform.is_cpu():
         vars(collective)["dist"] = exchanges
         vars(module)["GraphRecorder"] = Recorder
-        vars(module)["reason_against"] = lambda runner, *given: reason_against(runner.runner, *given)
+        Runner.against = lambda self, mode: against(self, "FULL")  # type: ignore[method-assign]
+        Runner.on_gpu = True  # type: ignore[method-assign, assignment]
         vars(module)["decode_steps"] = on_gpu  # the worker imports it late
         vars(torch.cuda)["synchronize"] = lambda *_: None
 

@@ -184,7 +184,7 @@ def refusals(layers: Layers, reduce: Sum, fails: bool) -> list[tuple[str | None,
 
 def replayed(rank: int, out: str, source: str, converted: str, moe_tp: str, moe_ep: str) -> None:
     """Saves `refusals`, and how far sequences whose steps with prompts are replayed are from the plain model's."""
-    vars(ranks)["get_tp_group"] = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+    vars(ranks)["Group"] = lambda _: SimpleNamespace(size=2, on_host=dist.group.WORLD)
     assert [least_of_ranks(rank + 5), least_of_ranks(-rank), least_of_ranks(rank == 0)] == [5, -1, 0]
     config = KimiK2Config.from_pretrained(source)
     layout = Layout(int(moe_tp), int(moe_ep), target="cuda", experts=STORED)

@@ -13,16 +13,11 @@ import pytest
 import torch
 from in_workers import Again
 from processes import run_together
-from safetensors.torch import load_file
 from torch import Tensor
 
-from kimi_k2.config import KimiK2Config
-from kimi_k2.engine import batch
-from kimi_k2.engine.batch import Batch, Chunk
 from kimi_k2.engine.prompt_step import padded_width
-from kimi_k2.errors import ConfigError, MissingTensorError
+from kimi_k2.errors import ConfigError
 from kimi_k2.ops.experts import route
-from kimi_k2.serving.paged.model import PagedModel
 from kimi_k2.serving.vllm.adapter import Deployment
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -35,50 +30,6 @@ HELD = 12345  # bytes
 WORKER = Path(__file__).with_name("rank_worker.py")
 
 
-def built(starts: Tensor, lengths: Tensor | None, most: int, spread: Any = None, **more: Any) -> Any:
-    """The batch that vLLM's builder of ours makes of what the runner says of a step."""
-    from kimi_k2.serving.vllm.attention import BatchBuilder
-
-    count = len(starts) - 1
-    common = {
-        "num_reqs": count, "max_query_len": most, "num_actual_tokens": int(starts[-1]), "query_start_loc": starts,
-        "query_start_loc_cpu": starts, "seq_lens": lengths, "block_table_tensor": torch.zeros(count, 8).int(),
-        "slot_mapping": torch.arange(int(starts[-1])), "is_prefilling": None,
-    }  # fmt: skip
-    builder = BatchBuilder.__new__(BatchBuilder)
-    builder.kv_cache_spec, builder._spread = SimpleNamespace(block_size=PAGE), spread
-    return builder.build(0, SimpleNamespace(**common | more))
-
-
-@pytest.mark.parametrize("bound", [True, False], ids=["host's copy", "device's"])
-def test_what_the_runner_says_of_a_step(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two decodes, then two prompts; behind them what the runner's buffers hold of other steps."""
-    starts, lengths = torch.tensor([0, 1, 2, 4, 8]).int(), torch.tensor([7, 30, 12, 4, 99]).int()
-    monkeypatch.setattr(batch, "MOST_SLOTS", 0)  # prompts one by one
-    more = {"seq_lens_cpu_upper_bound": lengths, "seq_lens": lengths.flip(0)} if bound else {}
-    made = built(starts, lengths, 4, **more)
-    found = [(one.rows, one.sequences, one.length) for one in made.chunks if isinstance(one, Chunk)]
-    assert (made.decodes, made.tokens) == (2, 8)
-    assert found == [(slice(2, 4), slice(2, 3), 12), (slice(4, 8), slice(3, 4), 4)]
-    alone = built(torch.arange(5).int(), None, 1)  # a step of decodes alone reads nothing back
-    assert (alone.decodes, alone.tokens, alone.chunks) == (4, 4, ())
-
-
-def test_lengths_of_what_a_rank_holds() -> None:
-    """As vLLM counts them; a step of decodes alone has vLLM's own, for its graphs."""
-    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
-
-    from kimi_k2.serving.vllm.ranks import ContextRanks
-
-    lengths = torch.arange(70).int()
-    for ranks, run, rank in ((2, 1, 0), (2, 1, 1), (8, 4, 5), (3, 16, 2)):
-        spread = ContextRanks(ranks, rank, run, torch.clone, torch.clone)
-        assert torch.equal(spread.held(lengths), get_dcp_local_seq_lens(lengths, ranks, rank, run).flatten())
-    for local in (lengths.flip(0), None):
-        made = built(torch.arange(71).int(), lengths, 1, spread, dcp_local_seq_lens=local)
-        assert made.spread is spread and torch.equal(made.seq_lens, spread.held(lengths) if local is None else local)
-
-
 def held(entered: dict[str, Any], name: str = "one") -> Any:
     from kimi_k2.serving.vllm.attention import LatentAttention
 
@@ -88,7 +39,7 @@ def held(entered: dict[str, Any], name: str = "one") -> Any:
 
 def test_a_layer_and_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entered once; the cache as any version gives it; what it says of it, and what a step computes."""
-    from kimi_k2.serving.vllm import attention
+    from kimi_k2.serving.vllm import step
 
     entered: dict[str, Any] = {}
     layer, cache = held(entered), torch.randn(5, PAGE, 3)
@@ -103,62 +54,8 @@ def test_a_layer_and_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = metadata["one"]
     for said, wanted in ((metadata, mine), ([metadata], mine), (None, None), ({}, None)):
         context = SimpleNamespace(attn_metadata=said)
-        monkeypatch.setattr(attention, "get_forward_context", lambda context=context: context)
+        monkeypatch.setattr(step, "get_forward_context", lambda context=context: context)
         assert layer.batch() is wanted
-    backend = layer.get_attn_backend()
-    assert backend is attention.LatentBackend and backend.is_mla()
-    assert backend.get_impl_cls() is attention.LatentAttention
-    spec = layer.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=64)))
-    assert (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype) == (64, 1, 3, torch.float32)
-    assert backend.get_kv_cache_shape(7, 64, 1, 3) == (7, 64, 3)
-
-
-class Held:
-    """A cache of one page, for one prompt."""
-
-    def __init__(self, config: KimiK2Config) -> None:
-        self.cache = torch.zeros(1, TOKENS, config.cache_dim)
-
-    def batch(self) -> Batch:
-        places = torch.arange(TOKENS)
-        chunk = Chunk(slice(0, TOKENS), slice(0, 1), places.unsqueeze(0), TOKENS, whole=True)
-        return Batch(TOKENS, 0, torch.tensor([TOKENS]).int(), places, torch.zeros(1, 1).int(), [chunk])
-
-
-def stage(directory: Path, layers: range) -> Any:
-    """What `forward` reads of our model in vLLM."""
-    config, group = KimiK2Config.from_pretrained(directory), torch.distributed.GroupMember.WORLD
-    held: Any = [Held(config) for _ in layers]
-    given = Layout(1, target="cuda", experts=STORED), 0, group, held, TOKENS, torch.float32, torch.device("cpu")
-    paged = PagedModel(config, *given, layers=layers)  # type: ignore[arg-type]
-    for file in sorted(directory.glob("*.safetensors")):
-        paged.load(load_file(file).items())
-    paged.loader.check()
-    return SimpleNamespace(
-        paged=paged, plain=paged.plain, held=held, embed_input_ids=paged.embed, loras=None, _seen=(),
-        _graphs_of=lambda *_: None, _record=lambda x: None,
-        _pp=SimpleNamespace(is_first_rank=layers.start == 0, is_last_rank=layers.stop == LAYERS, world_size=2),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("cut", [1, 2])
-def test_stages_of_a_pipeline(cut: int, checkpoints: dict[str, Path]) -> None:
-    """What they hand on makes the whole model's hidden states, to the bit; a layer that has not come is named."""
-    from kimi_k2.serving.vllm.model import KimiK2ForVllm
-
-    forward, ids, places = KimiK2ForVllm.forward, torch.randint(10, 700, (TOKENS,)), torch.arange(TOKENS)
-    directory = checkpoints["thinking"]
-    whole, front, back = (stage(directory, range(*ends)) for ends in ((0, LAYERS), (0, cut), (cut, LAYERS)))
-    wanted: Tensor = forward(whole, ids, places)
-    assert wanted.shape == (TOKENS, whole.paged.plain.config.hidden_size)
-    handed = forward(front, ids, places)
-    assert sorted(handed.tensors) == ["hidden_states", "residual"]
-    assert torch.equal(forward(back, None, places, handed), wanted)
-    assert torch.equal(back.paged.logits(wanted), whole.paged.logits(wanted))
-    assert [len(one.paged.steps) for one in (front, back)] == [cut, LAYERS - cut]
-    back.paged.loader.filled = {name: count * (".2." not in name) for name, count in back.paged.loader.filled.items()}
-    with pytest.raises(MissingTensorError, match=r"model\.layers\.2\."):
-        back.paged.loader.check()
 
 
 def test_layers_that_the_target_lacks() -> None:
@@ -180,19 +77,17 @@ class OnGpu(torch.Tensor):
 class Nccl:
     """vLLM's group of two ranks with the same rows; as NCCL does, it reads the values that follow a tensor's first."""
 
-    rank_in_group = 1
-
-    def all_gatherv(self, tensors: list[Tensor], dim: int, sizes: list[int]) -> list[Tensor]:
+    def gather_rows(self, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
         rows = [one.as_strided(one.shape, (one.shape[1], 1), one.storage_offset()) for one in tensors]
-        return [torch.cat((one, one), dim) for one in rows]
+        return [torch.cat((one, one)) for one in rows]
 
 
 def test_rows_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain router's experts are a view of all experts' order."""
     from kimi_k2.serving.vllm import ranks
 
-    monkeypatch.setattr(ranks, "get_dp_group", Nccl)
-    monkeypatch.setattr(ranks.Exchange, "_sizes", staticmethod(lambda: [5, 5]))
+    monkeypatch.setattr(ranks, "Group", lambda _: Nccl())
+    monkeypatch.setattr(ranks, "tokens_of_replicas", lambda: [5, 5])
     x = torch.randn(5, 32)
     indices, weights = route(x, torch.randn(16, 32), torch.zeros(16), 8)
     assert not indices.is_contiguous()

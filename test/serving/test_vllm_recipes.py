@@ -187,6 +187,14 @@ def parts(it: Deployment) -> None:
     it.options.setdefault("block_size", 32)
 
 
+def one_left(it: Deployment) -> None:
+    """The first prompt, before any other comes, is as many tokens as a step takes, and one."""
+    parts(it)
+    it.job[0]["prompt"] = (it.job[0]["prompt"] * 17)[: it.options["max_num_batched_tokens"] + 1]
+    for one in it.job[1:]:
+        one["arrival"] += 4
+
+
 def prefixes(it: Deployment) -> None:
     parts(it)
     it.options["enable_prefix_caching"] = True
@@ -484,7 +492,7 @@ NAMED: list[Row] = [
     *((name, ()) for name in ("fp8", "thinking", "scheme", "text", "mtp")),
     *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16")),
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
-    *(("thinking", (flag,)) for flag in (sampled, processors, connector, replicas, adapters, *REFUSED)),
+    *(("thinking", (flag,)) for flag in (one_left, sampled, processors, connector, replicas, adapters, *REFUSED)),
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, adapters)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),

@@ -72,7 +72,7 @@ def count_verified(engine: Any) -> Counter[str]:
     steps: Any = getattr(worker, "_steps", None)
     if getattr(steps, "width", 1) > 1:
         count(steps, "run", "verified")
-        count(steps.passes, "work", "drafted")
+        count(steps, "draft", "drafted")
     return counts
 
 

@@ -1,8 +1,9 @@
 """All that this plugin reaches of vLLM, and why: names by `from ...adapter import NAME`, attributes by their class.
 
-No other module here imports vLLM. A name is looked for when it is first asked for, so that what a version lacks takes
-away only what stands on it. `python -m kimi_k2.serving.vllm.adapter DIRECTORY ...` says what versions of vLLM, unpacked
-there and not imported, lack: nothing, or its rows; the status is then 1.
+No other module here imports vLLM; `step`, `runner` and `verifying_runner` read its objects, and give the others types
+of ours. A name is looked for when it is first asked for, so that what a version lacks takes away only what stands on
+it. `python -m kimi_k2.serving.vllm.adapter DIRECTORY ...` says what versions of vLLM, unpacked there and not
+imported, lack: nothing, or its rows; the status is then 1.
 """
 
 from __future__ import annotations
@@ -148,6 +149,26 @@ def __getattr__(name: str) -> Any:
     raise ImportError(f"vLLM has no {name} in {' or '.join(row.modules)}: {reason}")
 
 
+def platform() -> str | None:
+    """The platform that vLLM runs on: its own for CUDA or for CPUs; None for any other, which may have its own models.
+
+    Raises:
+        ImportError: vLLM has none.
+    """
+    from kimi_k2.serving.vllm.adapter import current_platform as here
+
+    if not type(here).__module__.startswith("vllm.platforms."):
+        return None
+    return "cuda" if here.is_cuda() else "cpu" if here.is_cpu() else None
+
+
+def is_hopper() -> bool:
+    """As the driver's library says: asking torch would start CUDA, and vLLM's processes could not fork any more."""
+    from kimi_k2.serving.vllm.adapter import current_platform
+
+    return platform() == "cuda" and bool(current_platform.is_device_capability((9, 0)))
+
+
 # Attributes of vLLM's objects that are read, written or called here, by the module whose classes give them.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu_model_runner": (
@@ -161,15 +182,15 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu_input_batch": (
         "block_ids", "block_table", "num_computed_tokens", "num_computed_tokens_cpu", "num_computed_tokens_cpu_tensor",
-        "num_prompt_tokens", "num_reqs", "num_tokens", "output_token_ids", "prev_num_draft_len",
+        "num_prompt_tokens", "num_reqs", "num_tokens", "prev_num_draft_len",
         "prev_req_id_to_index", "prev_sampled_token_ids", "refresh_metadata", "req_id_to_index", "sampling_metadata",
         "token_ids_cpu",
     ),
     "vllm.v1.worker.block_table": ("append_row", "block_size", "block_table", "commit_block_table", "slot_mapping"),
     "vllm.v1.utils": ("copy_to_gpu", "gpu", "np"),
     "vllm.v1.core.sched.output": (
-        "new_block_ids", "num_common_prefix_blocks", "num_computed_tokens", "num_output_tokens",
-        "num_scheduled_tokens", "req_ids", "resumed_req_ids", "scheduled_cached_reqs", "scheduled_spec_decode_tokens",
+        "new_block_ids", "num_common_prefix_blocks", "num_computed_tokens", "num_scheduled_tokens",
+        "req_ids", "resumed_req_ids", "scheduled_cached_reqs", "scheduled_spec_decode_tokens",
         "total_num_scheduled_tokens",
     ),
     "vllm.v1.attention.backend": (
@@ -192,14 +213,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.lora.punica_wrapper.punica_base": ("_token_lora_indices",),
     "vllm.forward_context": ("attn_metadata", "dp_metadata", "num_tokens_across_dp_cpu"),
     "vllm.distributed.parallel_state": (
-        "all_gather", "all_gatherv", "cpu_group", "device_group", "is_first_rank", "is_last_rank", "rank_in_group",
-        "reduce_scatterv", "world_size",
+        "all_gather", "all_gatherv", "all_reduce", "cpu_group", "device_group", "rank_in_group", "reduce_scatterv",
+        "world_size",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "has_connector_metadata", "save_kv_layer", "wait_for_layer_load",
     ),
     "vllm.distributed.eplb.eplb_state": ("logical_to_physical_map",),
-    "vllm.config.lora": ("lora_dtype", "max_lora_rank", "max_loras", "target_modules"),
     "vllm.config.parallel": ("eplb_config",),
     "vllm.config.speculative": ("disable_padded_drafter_batch", "draft_parallel_config"),
     "vllm.platforms.interface": ("is_cpu", "is_cuda", "is_device_capability"),
@@ -236,6 +256,10 @@ _SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     },
     ("vllm.config.scheduler", "scheduler_config"): {"most_tokens": "max_num_batched_tokens", "most": "max_num_seqs"},
     ("vllm.config.speculative", "speculative_config"): {"drafts": "method"},
+    ("vllm.config.lora", "lora_config"): {
+        "lora_slots": "max_loras", "lora_rank": "max_lora_rank", "lora_dtype": "lora_dtype",
+        "lora_targets": "target_modules",
+    },
     ("vllm.config.load", "load_config"): {"load_format": "load_format"},
     ("vllm.config.device", "device_config"): {"device": "device_type"},
 }  # fmt: skip

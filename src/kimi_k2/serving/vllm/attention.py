@@ -23,14 +23,11 @@ from kimi_k2.serving.vllm.adapter import (
     Deployment,
     MLAAttentionSpec,
     MLACommonMetadata,
-    current_platform,
-    get_forward_context,
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-    split_decodes_and_prefills,
+    platform,
 )
 from kimi_k2.serving.vllm.lora import may_touch_experts
 from kimi_k2.serving.vllm.ranks import context_ranks
+from kimi_k2.serving.vllm.step import Step, connector, metadata_of, step_of
 from kimi_k2.serving.vllm.support import invariant
 
 NAME = "KIMI_K2_MLA"
@@ -64,49 +61,40 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
 
         And none where adapters may touch routed experts.
         """
-        never = invariant() or may_touch_experts(Deployment(vllm_config).lora)
+        never = invariant() or may_touch_experts(Deployment(vllm_config))
         return AttentionCGSupport.NEVER if never else cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The batch of a step, for all layers."""
-        common, most = common_attn_metadata, self.reorder_batch_threshold
+        most = self.reorder_batch_threshold
         # In batch-invariant mode a prompt's token is never a decode's, however the prompt was cut.
-        decodes, _, rows, _ = split_decodes_and_prefills(
-            common, decode_threshold=most, treat_short_extends_as_decodes=not self._invariant
-        )
-        seq_lens, block_table = common.seq_lens, common.block_table_tensor
-        lengths: list[int] = []
-        if decodes < common.num_reqs:
-            # On a GPU reading them back waits for the device, so the host's copy is preferred: exact for prompts.
-            known = getattr(common, "seq_lens_cpu_upper_bound", None)
-            known = common.seq_lens if known is None else known
-            lengths = known[decodes : common.num_reqs].tolist()
+        step = step_of(common_attn_metadata, most, extended=not self._invariant)
+        seq_lens, pages, rows, decodes = step.seq_lens, step.pages, step.rows, step.decodes
         if most > 1 and decodes:
-            seq_lens, block_table = self._by_token(common, decodes, rows, bool(lengths))
+            seq_lens, pages = self._by_token(step)
         else:
             rows = decodes
-        if not lengths:  # some of them may be padding, without a token
+        if not step.prompts:  # some of them may be padding, without a token
             if self._spread is not None:  # vLLM's are where CUDA graphs know; trial runs may have none
-                local = common.dcp_local_seq_lens
-                seq_lens = self._spread.held(seq_lens) if local is None else local
-            return LatentBatch(rows, rows, seq_lens, common.slot_mapping, block_table, spread=self._spread)
-        starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1].tolist()
+                seq_lens = self._spread.held(seq_lens) if step.held is None else step.held
+            return LatentBatch(rows, rows, seq_lens, step.slots, pages, spread=self._spread)
+        starts = step.starts_on_host[decodes : step.sequences + 1].tolist()
         before = torch.arange(rows, dtype=torch.int32, device=seq_lens.device)
         return LatentBatch.of_sequences(
-            [*range(rows), *starts], torch.cat((before, common.query_start_loc[decodes:])), seq_lens,
-            lengths, block_table, common.slot_mapping, self.kv_cache_spec.block_size, self._spread,
+            [*range(rows), *starts], torch.cat((before, step.starts[decodes:])), seq_lens, step.prompts, pages,
+            step.slots, self.kv_cache_spec.block_size, self._spread,
         )  # fmt: skip
 
-    def _by_token(self, common: Any, decodes: int, rows: int, more: bool) -> tuple[Tensor, Tensor]:
-        """`seq_lens` and `block_table` with a row for each new token of the decodes, then those of `more` sequences."""
-        starts, seq_lens, block_table = common.query_start_loc, common.seq_lens, common.block_table_tensor
-        made = by_token(starts[: decodes + 1], seq_lens[:decodes], block_table[:decodes], rows)
-        if more:
-            return torch.cat((made[0], seq_lens[decodes:])), torch.cat((made[1], block_table[decodes:]))
+    def _by_token(self, step: Step) -> tuple[Tensor, Tensor]:
+        """`seq_lens` and `pages` with a row for each new token of the decodes, then those of the prompts."""
+        decodes, rows, seq_lens, pages = step.decodes, step.rows, step.seq_lens, step.pages
+        made = by_token(step.starts[: decodes + 1], seq_lens[:decodes], pages[:decodes], rows)
+        if step.prompts:
+            return torch.cat((made[0], seq_lens[decodes:])), torch.cat((made[1], pages[decodes:]))
         if rows > self._captured:
             return made
         if self._held is None:  # at an address that CUDA graphs know
-            self._held = seq_lens.new_zeros(self._captured), block_table.new_zeros(self._captured, block_table.shape[1])
+            self._held = seq_lens.new_zeros(self._captured), pages.new_zeros(self._captured, pages.shape[1])
         for buffer, one in zip(self._held, made, strict=True):
             buffer[:rows].copy_(one)
         return self._held[0][:rows], self._held[1][:rows]
@@ -127,7 +115,7 @@ class LatentBackend(AttentionBackend):  # type: ignore[misc]
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """The kernels' pages on a GPU, where vLLM then takes these if nobody asks for others; any on a CPU."""
         sizes: list[Any] = AttentionBackend.get_supported_kernel_block_sizes()
-        return [PAGE] if current_platform.is_cuda() else sizes
+        return [PAGE] if platform() == "cuda" else sizes
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -204,9 +192,8 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
     def batch(self) -> Batch | None:
         """What this step computes; None while vLLM measures memory."""
-        metadata = get_forward_context().attn_metadata
-        metadata = metadata[0] if isinstance(metadata, list) else metadata
-        return metadata.get(self.name) if isinstance(metadata, dict) else None
+        batch: Batch | None = metadata_of(self.name)
+        return batch
 
 
 def move_caches(batch: Batch, layers: Mapping[int, LatentAttention]) -> None:
@@ -216,14 +203,8 @@ def move_caches(batch: Batch, layers: Mapping[int, LatentAttention]) -> None:
         batch: of the step.
         layers: by the layer's number.
     """
-    if not has_kv_transfer_group():
+    moving = connector()
+    if moving is None:
         return
-    connector = get_kv_transfer_group()
-    if not connector.has_connector_metadata():
-        return
-
-    def save(number: int) -> None:
-        connector.save_kv_layer(layers[number].name, layers[number].kv_cache, batch)
-
-    batch.before_attention = lambda number: connector.wait_for_layer_load(layers[number].name)
-    batch.after_attention = save
+    batch.before_attention = lambda number: moving.wait(layers[number].name)
+    batch.after_attention = lambda number: moving.save(layers[number].name, layers[number].kv_cache, batch)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kimi_k2.model.moe import Experts
 from kimi_k2.serving.vllm.adapter import BaseRouter, EplbLayerState, RoutingMethodType
+from kimi_k2.serving.vllm.step import rows_of_experts
 
 
 class Placed(BaseRouter):  # type: ignore[misc]  # vLLM has no types for mypy here
@@ -53,15 +54,11 @@ class Placed(BaseRouter):  # type: ignore[misc]  # vLLM has no types for mypy he
 
     def held(self) -> Sequence[int]:
         """The experts in this rank's rows, as vLLM first places them and after it has moved them."""
-        first, count, maps = (
-            self.experts.first_expert,
-            self.experts.num_experts,
-            self.eplb_state.logical_to_physical_map,
-        )
-        if maps is None:
+        first, count, placed = self.experts.first_expert, self.experts.num_experts, rows_of_experts(self.eplb_state)
+        if placed is None:
             return [number % self.routed for number in range(first, first + count)]
         experts = [-1] * self.experts.total_experts
-        for expert, rows in enumerate(maps.tolist()):
+        for expert, rows in enumerate(placed):
             for row in rows:
                 if row >= 0:
                     experts[row] = expert

@@ -17,7 +17,8 @@ from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
 from kimi_k2.serving.paged.model import PagedModel
-from kimi_k2.serving.vllm.adapter import BaseLayerWithLoRA, LinearBase, is_in_target_modules
+from kimi_k2.serving.vllm.adapter import BaseLayerWithLoRA, Deployment, LinearBase, is_in_target_modules
+from kimi_k2.serving.vllm.step import adapters_of_tokens
 from kimi_k2.sharding.layout import PlannedTensor
 
 # By vLLM's names of joined linears, for `--lora-target-modules`.
@@ -97,12 +98,11 @@ class Loras:
     Args:
         paged: the model, whose layers are then made by `step`.
         model: vLLM's, which takes the sites.
-        config: vLLM's `LoRAConfig`.
-        dtype: of the adapters' matrices.
+        it: what is deployed.
     """
 
-    def __init__(self, paged: PagedModel, model: Any, config: Any, dtype: torch.dtype) -> None:
-        self.paged, self.slots, self.rank, self.dtype = paged, config.max_loras, config.max_lora_rank, dtype
+    def __init__(self, paged: PagedModel, model: Any, it: Deployment) -> None:
+        self.paged, self.slots, self.rank, self.dtype = paged, it.lora_slots, it.lora_rank, it.lora_dtype
         self.wrapper: Any = None
         self.adapters = Adapters(self.slots, torch.empty(0))
         self.sites: dict[str, _Site] = {}
@@ -163,13 +163,8 @@ class Loras:
 
     def tell(self, manager: Any) -> None:
         """Note which token of the step has which adapter, as vLLM's manager has it."""
-        mapping = manager._last_mapping  # noqa: SLF001
-        if mapping is None or self.wrapper is None:
-            self.adapters.tell([], self.adapters.ids)
-            return
-        slots = {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
-        host = [slots.get(number, -1) for number in mapping.index_mapping]
-        self.adapters.tell(host, self.wrapper._token_lora_indices)  # noqa: SLF001
+        host, ids = adapters_of_tokens(manager, self.wrapper) or ([], self.adapters.ids)
+        self.adapters.tell(host, ids)
 
 
 def _linears(layer: DecoderLayer, number: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -195,9 +190,9 @@ def _of_experts(planned: PlannedTensor) -> bool:
     return ".mlp.experts." in planned.name
 
 
-def may_touch_experts(lora_config: Any) -> bool:
+def may_touch_experts(it: Deployment) -> bool:
     """Whether adapters may touch routed experts: a CUDA graph can hold no step of theirs."""
-    return lora_config is not None and is_in_target_modules(f"model.{EXPERTS}", lora_config.target_modules, PACKED)
+    return it.lora is not None and is_in_target_modules(f"model.{EXPERTS}", it.lora_targets, PACKED)
 
 
 def _put(root: nn.Module, name: str, site: nn.Module) -> None:

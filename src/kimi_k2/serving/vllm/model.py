@@ -21,9 +21,7 @@ from kimi_k2.serving.vllm.adapter import (
     DeepseekV3ForCausalLM,
     Deployment,
     IntermediateTensors,
-    get_pp_group,
     get_pp_indices,
-    get_tp_group,
 )
 from kimi_k2.serving.vllm.attention import LatentAttention, move_caches
 from kimi_k2.serving.vllm.balance import Placed
@@ -32,6 +30,7 @@ from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.lora import Loras
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.ranks import Exchange
+from kimi_k2.serving.vllm.step import Group
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
 from kimi_k2.serving.vllm.tower import share_out
 from kimi_k2.sharding.layout import engine_serves
@@ -66,10 +65,10 @@ class _KimiK2:
         self.config, self.quant_config = it.hf, it.quantization
         # As asked: vLLM sets it to NONE where it may capture no attention of ours.
         self.graph_mode = it.graphs
-        config, tp, layout = config_of(self.config), get_tp_group(), layout_of(it)
+        config, tp, layout = config_of(self.config), Group("tp"), layout_of(it)
         replica = it.replica if layout.replicas > 1 else 0
-        self._pp = get_pp_group()
-        stage = range(*get_pp_indices(config.num_hidden_layers, self._pp.rank_in_group, self._pp.world_size))
+        self._pp = Group("pp")
+        stage = range(*get_pp_indices(config.num_hidden_layers, self._pp.rank, self._pp.size))
         self.held = nn.ModuleList(
             LatentAttention(
                 vllm_config,
@@ -81,16 +80,16 @@ class _KimiK2:
             for number in stage
         )
         self.paged = PagedModel(
-            config, layout, replica * layout.dense + tp.rank_in_group, tp.device_group, cast(Sequence[Held], self.held),
+            config, layout, replica * layout.dense + tp.rank, tp.on_device, cast(Sequence[Held], self.held),
             # Positions that vLLM can ask for, its own trial runs included.
             max(it.longest, it.most_tokens),
             it.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
-            stage if self._pp.world_size > 1 else None, redundant_experts(it),
+            stage if self._pp.size > 1 else None, redundant_experts(it),
         )  # fmt: skip
         self.plain.batch_invariant = invariant()
         if it.balanced:
             self._let_experts_be_moved()
-        self.loras = None if it.lora is None else Loras(self.paged, self, it.lora, it.lora.lora_dtype)
+        self.loras = None if it.lora is None else Loras(self.paged, self, it)
         if it.load_format == "dummy":
             self.paged.randomize()
         self._recorded = False
@@ -193,7 +192,7 @@ class _KimiK2:
         A pipeline's stages hand on the residual, and what is yet to be added to it as `hidden_states`.
         """
         delta: Tensor | None = None
-        if not self._pp.is_first_rank:
+        if self._pp.rank > 0:
             x, delta = intermediate_tensors["residual"], intermediate_tensors["hidden_states"]
         elif inputs_embeds is None:
             assert input_ids is not None
@@ -215,7 +214,7 @@ class _KimiK2:
             hidden_states = graphs(x, batch, [one.cache for one in self.paged.held], states)
         else:
             x, delta = self.paged.through(x, delta, batch, states)
-            if not self._pp.is_last_rank:
+            if self._pp.rank < self._pp.size - 1:
                 return IntermediateTensors({"hidden_states": delta, "residual": x})
             hidden_states = self.paged.norm(x, delta)
         del reserved
@@ -237,7 +236,7 @@ class _KimiK2:
         """Make the graphs of steps with prompts, once; memory of their size."""
         # Other replicas have another number of tokens each time, and of a stage not every piece is here; adapters'
         # additions are not in the pieces.
-        if self._recorded or self.paged.exchange is not None or self._pp.world_size > 1 or self.loras is not None:
+        if self._recorded or self.paged.exchange is not None or self._pp.size > 1 or self.loras is not None:
             return None
         self._recorded = True
         self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self.it)

@@ -30,10 +30,10 @@ def register() -> None:
     On a platform that is neither vLLM's own for CUDA nor for CPUs nothing is touched: it may have models of its own.
     """
     try:
-        from kimi_k2.serving.vllm.adapter import ModelRegistry, current_platform
+        from kimi_k2.serving.vllm.adapter import ModelRegistry
 
-        kind = "cuda" if current_platform.is_cuda() else "cpu" if current_platform.is_cpu() else None
-        if kind is None or not type(current_platform).__module__.startswith("vllm.platforms."):
+        kind = adapter.platform()
+        if kind is None:
             return
         for architecture, name in ARCHITECTURES.items():
             target = f"kimi_k2.serving.vllm.registered:{name}"

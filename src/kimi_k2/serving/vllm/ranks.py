@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.engine.spread import Spread
-from kimi_k2.serving.vllm.adapter import (
-    Deployment,
-    cp_lse_ag_out_rs,
-    get_dcp_group,
-    get_dp_group,
-    get_forward_context,
-    get_tp_group,
-)
+from kimi_k2.serving.vllm.adapter import Deployment, cp_lse_ag_out_rs
+from kimi_k2.serving.vllm.step import Group, tokens_of_replicas
 
 
 def least_of_ranks(number: int) -> int:
     """Of the numbers that all ranks call this with. The devices take no part."""
-    tp = get_tp_group()
-    if tp.world_size == 1:
+    tp = Group("tp")
+    if tp.size == 1:
         return number
     least = torch.tensor(int(number), device="cpu")  # vLLM makes models under a device of its choice
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=tp.cpu_group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=tp.on_host)
     return int(least)
 
 
@@ -63,7 +56,7 @@ class ContextRanks(Spread):
         """See `Spread`."""
         if not summed.is_cuda:
             return super().join(summed, lse)
-        joined: Tensor = cp_lse_ag_out_rs(summed, lse, get_dcp_group(), is_lse_base_on_e=True)
+        joined: Tensor = cp_lse_ag_out_rs(summed, lse, Group("dcp").of, is_lse_base_on_e=True)
         return joined
 
 
@@ -71,13 +64,8 @@ def context_ranks(it: Deployment) -> ContextRanks | None:
     """As a deployment says; None where every rank has whole sequences."""
     if it.spread == 1:
         return None
-    group, run = get_dcp_group(), int(it.spread_by)
-    return ContextRanks(group.world_size, group.rank_in_group, run, lambda x: _all(group, x), group.all_reduce)
-
-
-def _all(group: Any, x: Tensor) -> Tensor:
-    gathered: Tensor = group.all_gather(x.contiguous(), 0)
-    return gathered
+    group = Group("dcp")
+    return ContextRanks(group.size, group.rank, int(it.spread_by), group.gather, group.sum)
 
 
 class Exchange:
@@ -85,34 +73,27 @@ class Exchange:
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of each tensor [T, n] all ranks' rows, one rank's behind the other's."""
-        group, sizes = get_dp_group(), self._sizes()
+        group, sizes = Group("dp"), tokens_of_replicas()
         if tensors[0].is_cuda:
             # NCCL reads them as they lie: the plain router's indices are part of wider rows.
-            gathered: list[Tensor] = group.all_gatherv([tensor.contiguous() for tensor in tensors], 0, sizes)
-            return gathered
-        mine, gathered = self._mine(sizes), []
+            return group.gather_rows([tensor.contiguous() for tensor in tensors], sizes)
+        mine, gathered = _mine(group, sizes), []
         for tensor in tensors:
             rows = tensor.new_zeros(sum(sizes), *tensor.shape[1:])
             rows[mine] = tensor
-            dist.all_reduce(rows, group=group.device_group)
+            dist.all_reduce(rows, group=group.on_device)
             gathered.append(rows)
         return gathered
 
     def scatter(self, rows: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' [sum of T, H]."""
-        group, sizes = get_dp_group(), self._sizes()
+        group, sizes = Group("dp"), tokens_of_replicas()
         if rows.is_cuda:
-            scattered: Tensor = group.reduce_scatterv(rows, 0, sizes)
-            return scattered
-        dist.all_reduce(rows, group=group.device_group)
-        return rows[self._mine(sizes)]
+            return group.scatter_rows(rows, sizes)
+        dist.all_reduce(rows, group=group.on_device)
+        return rows[_mine(group, sizes)]
 
-    @staticmethod
-    def _sizes() -> list[int]:
-        sizes: list[int] = get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()
-        return sizes
 
-    @staticmethod
-    def _mine(sizes: list[int]) -> slice:
-        ends, rank = [0, *itertools.accumulate(sizes)], get_dp_group().rank_in_group
-        return slice(ends[rank], ends[rank + 1])
+def _mine(group: Group, sizes: list[int]) -> slice:
+    ends = [0, *itertools.accumulate(sizes)]
+    return slice(ends[group.rank], ends[group.rank + 1])

@@ -14,7 +14,7 @@ from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.serving.paged.heads import kernel_heads
 from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.serving.vllm import flags
-from kimi_k2.serving.vllm.adapter import Deployment
+from kimi_k2.serving.vllm.adapter import Deployment, is_hopper
 from kimi_k2.sharding.layout import Layout, served_experts
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.variables import switch
@@ -184,11 +184,4 @@ def _refusal_of_gpu(it: Deployment, config: KimiK2Config) -> str | None:
     if kernel_heads(together) != together and kernel_heads(heads):
         return f"decode context parallelism of {together} heads, which the kernels do not take together"
     page = it.page if it.page_is_asked else None  # else the backend's pages are taken
-    return refusal_of_gpu(config, ranks, it.dtype, page, _is_hopper())
-
-
-def _is_hopper() -> bool:
-    """As the driver's library says: asking torch would start CUDA, and vLLM's processes could not fork any more."""
-    from kimi_k2.serving.vllm.adapter import current_platform
-
-    return bool(current_platform.is_cuda() and current_platform.is_device_capability((9, 0)))
+    return refusal_of_gpu(config, ranks, it.dtype, page, is_hopper())

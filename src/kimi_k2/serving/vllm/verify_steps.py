@@ -1,14 +1,14 @@
 """Steps that verify drafts, of requests that each have as many, prepared on the GPU; and the drafts that follow.
 
 As `decode_steps`, with one new token and all of its drafts a request. vLLM's rejection sampler runs between two graphs:
-that of the target with its inputs, and that of its drafter's passes.
+that of the target with its inputs, and that of its drafter's passes, which for few requests take less time than vLLM
+takes to prepare them on the host. What is recorded of these is vLLM's own `propose`, over buffers that stay in place.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,153 +17,83 @@ from torch import Tensor
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import CANNOT, Recorded, Recorder
 from kimi_k2.ops.mla import chunk_slots
-from kimi_k2.serving.vllm.adapter import CommonAttentionMetadata, SpecDecodeMetadata
 from kimi_k2.serving.vllm.decode_steps import DecodeSteps, Forward
-from kimi_k2.serving.vllm.draft_passes import DraftPasses, against_draft_passes
+from kimi_k2.serving.vllm.runner import Runner
+from kimi_k2.serving.vllm.verifying_runner import VerifyingRunner
 
 logger = logging.getLogger("vllm.kimi_k2")
-
-# Beside those of `decode_steps`, what the scheduler may say of such a step.
-EXPECTED = {"scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule"}
-COMMON = {one.name for one in fields(CommonAttentionMetadata)}
 
 
 class VerifySteps(DecodeSteps):
     """Those of one runner of vLLM's.
 
     Args:
-        runner: vLLM's first model runner with drafts, its cache in place.
+        runner: it, with drafts.
         model: ours in it.
         sizes: of batches, in requests, to which others are padded, ascending.
     """
 
-    def __init__(self, runner: Any, model: Any, sizes: Sequence[int]) -> None:
-        super().__init__(runner, model, sizes)
-        self.width = 1 + runner.num_spec_tokens
-        self.others = [name for name in self.others if name not in EXPECTED]
-        most, device = self.sizes[-1], runner.seq_lens.device
-        pages = runner.input_batch.block_table[0].block_table.gpu.shape[1]
-        whole = {"dtype": torch.int32, "device": device}
-        self.lengths = torch.full((most,), -1, **whole)
-        self.pages, self.row_pages = torch.zeros(most, pages, **whole), torch.zeros(most * self.width, pages, **whole)
-        self.row_lens, self.drafted = (
-            torch.zeros(most * self.width, **whole),
-            torch.zeros(most * (self.width - 1), **whole),
-        )
-        self.places, self.starts = torch.arange(self.width, device=device), self._every(self.width, most + 1, 0)
-        self._starts_on_host, self._prefilling = self.starts.cpu(), torch.zeros(most, dtype=torch.bool)
-        self._metadata: dict[int, Any] = {}
-        reason = against_draft_passes(runner)
-        self.passes = DraftPasses(self) if reason is None else None
+    runner: VerifyingRunner
+
+    def __init__(self, runner: Runner, model: Any, sizes: Sequence[int]) -> None:
+        most = sizes[-1]
+        super().__init__(VerifyingRunner(runner.worker, most), model, sizes)
+        pages, rows = self.runner.pages, most * self.runner.width
+        self.lengths, self.row_lens = pages.new_full((most,), -1), pages.new_zeros(rows)
+        self.row_pages = pages.new_zeros(rows, pages.shape[1])
+        self.places = torch.arange(self.runner.width, device=pages.device)
+        self.next, self.accepted = pages.new_zeros(most), pages.new_full((most,), self.runner.width)
+        self._drafts: dict[int, Recorded] = {}
+        self._behind: tuple[Any, int, Sequence[Tensor]] = (None, 0, ())
+        reason = self.runner.against_drafts()
+        self._stock: Any = self.runner.drafts_by(self.propose) if reason is None else None
         if reason is not None:
             logger.info("kimi-k2: passes of the drafter are prepared by vLLM: %s", reason)
 
-    def _every(self, stride: int, count: int, first: int) -> Tensor:
-        """int32 `first`, `first` + `stride` and so on."""
-        return torch.arange(count, dtype=torch.int32, device=self.runner.seq_lens.device) * stride + first
-
     def _more(self, size: int, recorded: Recorded, record: Recorder) -> list[Recorded]:
-        if self.passes is None:
+        if self._stock is None:
             return []
         recorded.replay()  # so that what the passes take is finite
+        aux = recorded.made[2:]
         try:
-            return [self.passes.capture(size, recorded.made[2:], record)]
+            self.draft(size, aux)  # builds kernels
+            self._drafts[size] = record(lambda: (self.draft(size, aux),))
         except CANNOT as error:
             logger.warning("kimi-k2: passes of the drafter are prepared by vLLM: no graph of them: %s", error)
-            self.passes.close()
-            self.passes = None
+            for graph in self._drafts.values():
+                graph.reset()
+            self._stock = self.runner.drafts_by(None)
             return []
+        return [self._drafts[size]]
 
-    def rows(self, scheduled: Any) -> list[int] | None:
-        """See `DecodeSteps`."""
-        runner, batch, cached = self.runner, self.runner.input_batch, scheduled.scheduled_cached_reqs
-        count, index, drafts = batch.num_reqs, batch.req_id_to_index, self.width - 1
-        if not self.carries_on(scheduled) or getattr(scheduled, "num_spec_tokens_to_schedule", 0) not in (0, drafts):
-            return None
-        ahead = bool(runner.use_async_scheduling)
-        if ahead:
-            # What the step before has sampled and drafted is still on the GPU, by the order of its requests.
-            sampled, accepted, drafted = (
-                batch.prev_sampled_token_ids, runner.valid_sampled_token_count_gpu, runner._draft_token_ids
-            )  # fmt: skip
-            if sampled is None or accepted is None or batch.prev_req_id_to_index != index:
-                return None
-            if not isinstance(drafted, Tensor) or drafted.shape != (count, drafts) or len(accepted) != count:
-                return None
-        rows = []
-        for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            row, state = index.get(request), runner.requests.get(request)
-            if row is None or len(scheduled.scheduled_spec_decode_tokens.get(request, ())) != drafts:
-                return None
-            if computed < batch.num_prompt_tokens[row] or (ahead and state.prev_num_draft_len != drafts):
-                return None
-            rows.append(row)
-        return rows
+    def _begin(self, computed: Tensor | None, size: int) -> None:
+        assert computed is not None
+        self.lengths[: len(computed)].copy_(computed)
+        self.lengths[len(computed) : size].fill_(-1)
 
-    def run(self, scheduled: Any, rows: Sequence[int]) -> None:
-        """See `DecodeSteps`."""
-        runner, batch, count = self.runner, self.runner.input_batch, len(rows)
-        size, new = self.size(count), count * self.width
-        computed, ids = runner.num_computed_tokens[:count], runner.input_ids.gpu[:new].view(count, self.width)
-        with runner.synchronize_input_prep():
-            # What this defers corrects lengths on the host, which the next step's schedule overwrites before any use.
-            runner._update_states(scheduled)
-            if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
-                batch.block_table.commit_block_table(count)
-            known = batch.num_computed_tokens_cpu_tensor[:count]
-            torch.add(known, self.width, out=runner.optimistic_seq_lens_cpu[:count])
-            runner.optimistic_seq_lens_cpu[count:].fill_(0)
-            runner.discard_request_mask.np[:count] = False  # and on the GPU by the step
-            if runner.use_async_scheduling:
-                computed += runner.valid_sampled_token_count_gpu
-                ids[:, 0].copy_(batch.prev_sampled_token_ids[:count, 0])
-                ids[:, 1:].copy_(runner._draft_token_ids)
-            else:
-                at = batch.num_computed_tokens_cpu[:count]
-                for row in range(count):
-                    tokens = batch.token_ids_cpu[row, at[row] : at[row] + self.width]
-                    runner.input_ids.np[row * self.width : (row + 1) * self.width] = tokens
-                runner.input_ids.copy_to_gpu(new)
-                computed.copy_(known, non_blocking=True)
-            self.lengths[:count].copy_(computed)
-            if size > count:
-                self.lengths[count:size].fill_(-1)
-        hidden, logits, *aux = (self._replays.get(size) or self._work(size))()
-        common = self.common(count, int(runner.optimistic_seq_lens_cpu[:count].max()))
-        self.leave(
-            scheduled, logits[:new], hidden[:new], aux_hidden_states=[one[:new] for one in aux] or None,
-            spec_decode_metadata=self.metadata(count), spec_decode_common_attn_metadata=common,
-        )  # fmt: skip
-        if self.passes is not None:
-            self.passes.follow(scheduled, size, aux)
+    def _follow(self, scheduled: Any, size: int, aux: Sequence[Tensor]) -> None:
+        self._behind = scheduled, size, aux
 
-    def metadata(self, count: int) -> Any:
-        """What vLLM's rejection sampler is told of `count` requests."""
-        if count not in self._metadata:
-            width, drafts = self.width, self.width - 1
-            every = torch.arange(count * width, dtype=torch.int32, device=self.lengths.device).view(count, width)
-            self._metadata[count] = SpecDecodeMetadata(
-                draft_token_ids=self.drafted[: count * drafts], num_draft_tokens=[drafts] * count,
-                cu_num_draft_tokens=self._every(drafts, count, drafts),
-                cu_num_sampled_tokens=self._every(width, count, width),
-                target_logits_indices=every[:, :-1].flatten(), bonus_logits_indices=every[:, -1].contiguous(),
-                logits_indices=every.flatten(),
-            )  # fmt: skip
-        return self._metadata[count]
+    def propose(self, scheduled: Any, sampled: Any, *args: Any) -> Any:
+        """In place of vLLM's runner's own: drafted tokens int64 [requests, drafts]."""
+        behind, size, aux = self._behind
+        self._behind = (None, 0, ())
+        if scheduled is not behind:
+            return self._stock(scheduled, sampled, *args)
+        following, accepted = self.runner.following(sampled)
+        count = len(following)
+        self.next[:count].copy_(following)
+        self.accepted[:count].copy_(accepted)
+        self.accepted[count:size].fill_(self.runner.width)
+        graph = self._drafts.get(size)
+        if graph is None:
+            return self.draft(size, aux)[:count]
+        graph.replay()
+        return graph.made[0][:count].clone()  # while the host reads it, another step may have begun
 
-    def common(self, count: int, longest: int) -> Any:
-        """What a drafter of vLLM's is told of `count` requests, the longest of which has so many tokens at most."""
-        runner, new = self.runner, count * self.width
-        slots = runner.input_batch.block_table[0].slot_mapping.gpu[:new]
-        said = {
-            "query_start_loc": self.starts[: count + 1], "query_start_loc_cpu": self._starts_on_host[: count + 1],
-            "seq_lens": runner.seq_lens[:count], "num_reqs": count, "num_actual_tokens": new,
-            "max_query_len": self.width, "max_seq_len": longest, "block_table_tensor": self.pages[:count],
-            "slot_mapping": slots, "positions": runner.positions[:new],
-            "seq_lens_cpu_upper_bound": runner.optimistic_seq_lens_cpu[:count],
-            "is_prefilling": self._prefilling[:count],
-        }  # fmt: skip
-        return CommonAttentionMetadata(**{name: one for name, one in said.items() if name in COMMON})
+    def draft(self, size: int, aux: Sequence[Tensor]) -> Tensor:
+        """Of vLLM's drafter behind a step of so many requests, launch by launch."""
+        return self.runner.draft(size, aux, self.next[:size], self.accepted[:size])
 
     def _work(self, size: int) -> Forward:
         """A step of so many requests over the runner's buffers.
@@ -171,25 +101,24 @@ class VerifySteps(DecodeSteps):
         Returns:
             Hidden states [size * width, H], logits [size * width, vocab_size], and the states that a head wants.
         """
-        runner, table, width = self.runner, self.runner.input_batch.block_table[0], self.width
+        held, width = self.runner.buffers(size), self.runner.width
         rows = size * width
-        ids, positions, seq_lens = runner.input_ids.gpu[:rows], runner.positions[:rows], runner.seq_lens[:size]
-        lengths, pages, slots = self.lengths[:size], self.pages[:size], table.slot_mapping.gpu[:rows]
-        row_lens, row_pages, drafted = self.row_lens[:rows], self.row_pages[:rows], self.drafted[: size * (width - 1)]
-        batch = Batch(rows, rows, row_lens, slots, row_pages)
+        lengths, pages, drafted = self.lengths[:size], self.runner.pages[:size], self.runner.drafted[: rows - size]
+        row_lens, row_pages = self.row_lens[:rows], self.row_pages[:rows]
+        batch = Batch(rows, rows, row_lens, held.slots, row_pages)
 
         def work() -> tuple[Tensor, ...]:
             there = lengths.unsqueeze(1) >= 0
             at = torch.where(there, lengths.unsqueeze(1) + self.places, -1)
-            torch.mul(table.block_table.gpu[:size], there, out=pages)  # page 0 is nobody's
+            torch.mul(held.pages, there, out=pages)  # page 0 is nobody's
             row_pages.copy_(pages.repeat_interleave(width, dim=0, output_size=rows))
-            slots.copy_(chunk_slots(at, pages, table.block_size).flatten())
-            positions.copy_(at.clamp(min=0).flatten())
+            held.slots.copy_(chunk_slots(at, pages, held.page).flatten())
+            held.positions.copy_(at.clamp(min=0).flatten())
             row_lens.copy_((at + 1).flatten())
-            seq_lens.copy_(at[:, -1] + 1)
-            ids.view(size, width).mul_(there)
-            drafted.view(size, width - 1).copy_(ids.view(size, width)[:, 1:])
-            runner.discard_request_mask.gpu[:size].zero_()
-            return self.through(batch, ids, positions)
+            held.seq_lens.copy_(at[:, -1] + 1)
+            held.ids.view(size, width).mul_(there)
+            drafted.view(size, width - 1).copy_(held.ids.view(size, width)[:, 1:])
+            held.discarded.zero_()
+            return self.through(batch, held.ids, held.positions)
 
         return work

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kimi_k2.serving.vllm.adapter import current_platform
+from kimi_k2.serving.vllm.adapter import platform
 
-if current_platform.is_cpu():
+if platform() == "cpu":
     from kimi_k2.serving.vllm.adapter import CPUWorker as Worker
 else:
     from kimi_k2.serving.vllm.adapter import Worker  # type: ignore[no-redef]
@@ -27,16 +27,16 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
         done = super().compile_or_warm_up_model()
         try:
             from kimi_k2.serving.vllm.decode_steps import DecodeSteps, decode_steps
+            from kimi_k2.serving.vllm.runner import Runner
 
-            ours = self._ours()
-            kind = DecodeSteps
-            if getattr(self.model_runner, "num_spec_tokens", 0):
+            ours, runner, kind = self._ours(), Runner(self), DecodeSteps
+            if runner.width > 1:
                 from kimi_k2.serving.vllm.verify_steps import VerifySteps
 
                 kind = VerifySteps
             if ours is not None:
                 with torch.inference_mode():
-                    self._steps = decode_steps(self.model_runner, ours, self.use_v2_model_runner, kind)
+                    self._steps = decode_steps(runner, ours, kind)
         except (ImportError, AttributeError, TypeError) as error:
             logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return done
@@ -44,29 +44,31 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
     def _ours(self) -> Any:
         """Our model in vLLM's; None without."""
         from kimi_k2.serving.vllm.model import _KimiK2
+        from kimi_k2.serving.vllm.step import model_in
 
-        modules = self.model_runner.get_model().modules()
-        return next((module for module in modules if isinstance(module, _KimiK2)), None)
+        return model_in(self, _KimiK2)
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's, which at level 2 keeps no weights: no step runs before they have come again."""
         super().sleep(level)
-        if level == 2 and not current_platform.is_cpu() and (ours := self._ours()) is not None:
+        if level == 2 and platform() != "cpu" and (ours := self._ours()) is not None:
             ours.paged.loader.forget()
 
     @torch.inference_mode()
     def wake_up(self, tags: list[str] | None = None) -> None:
         """vLLM's; what comes back without its values holds zeros, as at start: masked values may be no NaN."""
         super().wake_up(tags)
-        ours = None if current_platform.is_cpu() else self._ours()
+        ours = None if platform() == "cpu" else self._ours()
         if ours is None:
             return
         if tags is None or "kv_cache" in tags:
             for layer in ours.held:
                 layer.cache.view(torch.uint8).zero_()
         if (tags is None or "weights" in tags) and ours.paged.loader.emptied and ours.loras is not None:
+            from kimi_k2.serving.vllm.step import forget_adapters
+
             ours.loras.forget()
-            self.model_runner.lora_manager.remove_all_adapters()  # read anew when a request asks for one
+            forget_adapters(self)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
