@@ -2,7 +2,7 @@
 
 KIMI_K2_SOAK_SECONDS sets how long (30); a sixth of it, at most 300, runs before anything is compared. KIMI_K2_SLOW=1
 adds two data-parallel ranks with experts shared out, and a cache so small that requests lose their pages. With -s a
-line a minute says what was met and held, and at the end what the log has of tracebacks. On a GPU the server runs there.
+line a minute says what was met and held. On a GPU the server runs there.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ LONGEST = 2048  # --max-model-len of the server
 # start late; bytes of PyTorch's allocator.
 MORE = {"resident": 64 * 2**20, "files": 6, "threads": 8, "allocated": 64 * 2**20}
 REFUSED = (400, 404, 422)
-PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] )?")  # of a line of vLLM's log
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -86,8 +83,7 @@ class Soak:
 
     def client(self, seed: int, until: float) -> None:
         draw = random.Random(seed)
-        kinds: list[Callable[[random.Random], None]] = [*[self.tokens] * 3, *[self.given_up] * 2]
-        kinds += [self.stream, self.huge, self.too_long, self.bad_json, self.bad_fields]
+        kinds = [*[self.answer] * 4, *[self.given_up] * 2, self.huge, *[self.refused] * 3]
         while time.monotonic() < until and not self.problems:
             kind = draw.choice(kinds)
             try:
@@ -103,18 +99,14 @@ class Soak:
     def ask(self, *asked: Any, **options: Any) -> Any:
         return post(f"{self.url}/completions", self.completion(*asked, **options))
 
-    def tokens(self, draw: random.Random) -> None:
-        prompt, wanted = draw.choice(self.known)
-        count = draw.randint(1, len(wanted))
-        with self.ask(prompt, count) as answer:
-            self.compare(prompt, wanted[:count], json.load(answer)["choices"][0]["token_ids"])
-
-    def stream(self, draw: random.Random) -> None:
-        prompt, wanted = draw.choice(self.known)
-        with self.ask(prompt, len(wanted), stream=True) as stream:
-            events = [line.decode().strip().removeprefix("data: ") for line in stream]
+    def answer(self, draw: random.Random) -> None:
+        """Whole, or as a stream."""
+        (prompt, wanted), stream = draw.choice(self.known), draw.random() < 0.25
+        count = len(wanted) if stream else draw.randint(1, len(wanted))
+        with self.ask(prompt, count, stream=stream) as answer:
+            events = [line.decode().strip().removeprefix("data: ") for line in answer]
         choices = [json.loads(event)["choices"][0] for event in events if event not in ("", "[DONE]")]
-        self.compare(prompt, wanted, [token for choice in choices for token in choice["token_ids"] or []])
+        self.compare(prompt, wanted[:count], [token for choice in choices for token in choice["token_ids"] or []])
 
     def compare(self, prompt: list[int], wanted: list[int], found: list[int]) -> None:
         problem = f"wrong tokens after {prompt}: {found} for {wanted}"
@@ -136,18 +128,14 @@ class Soak:
         with self.ask(prompt, 5) as answer:
             assert len(json.load(answer)["choices"][0]["token_ids"]) == 5
 
-    def too_long(self, draw: random.Random) -> None:
-        self.refused(self.completion([1] * (LONGEST + draw.randint(0, 5000)), 5))
-
-    def bad_json(self, draw: random.Random) -> None:
+    def refused(self, draw: random.Random) -> None:
+        """What is too long, cut off, or has a field of no such value."""
         whole = self.completion([1, 2, 3], 5)
-        self.refused(whole[: draw.randint(1, len(whole) - 1)])
-
-    def bad_fields(self, draw: random.Random) -> None:
         wrong: dict[str, Any] = draw.choice([{"max_tokens": -1}, {"temperature": "hot"}, {"model": "none"}, {"n": 0}])
-        self.refused(self.completion([1, 2, 3], 5, **wrong))
-
-    def refused(self, body: bytes) -> None:
+        body = draw.choice([
+            self.completion([1] * (LONGEST + draw.randint(0, 5000)), 5), whole[: draw.randint(1, len(whole) - 1)],
+            self.completion([1, 2, 3], 5, **wrong),
+        ])  # fmt: skip
         try:
             with post(f"{self.url}/completions", body) as answer:
                 self.problems.append(f"took {body[:80]!r}: {answer.status}")
@@ -162,19 +150,6 @@ class Soak:
 
     def idle(self) -> bool:
         return self.metric("vllm:num_requests_running") == self.metric("vllm:num_requests_waiting") == 0
-
-
-def tracebacks(log: str) -> Counter[str]:
-    """How often each error ends a traceback of a log; numbers in it are left out."""
-    found, inside = Counter[str](), False
-    for line in log.splitlines():
-        said = PREFIX.sub("", line)
-        if said.startswith("Traceback (most recent call last)"):
-            inside = True
-        elif inside and said and not said.startswith((" ", "+", "|")):
-            found[re.sub(r"\d+", "N", said)[:200]] += 1
-            inside = False
-    return found
 
 
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
@@ -226,12 +201,10 @@ def test_random_requests(
         after, preempted = soak.held(release="release"), soak.metric("vllm:num_preemptions_total")
         print(f"{sum(soak.met.values())} requests in {SECONDS:.0f} s: {dict(soak.met)}; {preempted:.0f} preempted")
         print(f"before: {before}; after: {after}; largest mean gap {soak.largest:.4f}")
-        log = (tmp_path / "log").read_text()
-        print(f"tracebacks: {dict(tracebacks(log))}")
-        assert log.count(f"kimi-k2: {OURS}") == replicas
+        assert (tmp_path / "log").read_text().count(f"kimi-k2: {OURS}") == replicas
         assert preempted > 0 or "--num-gpu-blocks-override" not in options
         for name in after:
             assert after[name] - before[name] < MORE.get(name, float("inf")) * replicas, name
-        soak.tokens(draw)
+        soak.answer(draw)
         assert soak.problems == []
-        assert len(soak.met) == 7 or SECONDS < 20
+        assert len(soak.met) == 4 or SECONDS < 20
