@@ -23,6 +23,14 @@ def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
     return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
 
 
+def test_presence_and_frequency_count_the_reply_alone() -> None:
+    logits = torch.tensor([[1.0, 0.75, 0.0]])
+    frequent = Sampler(SamplingParams(frequency_penalty=0.15), [[0, 0, 0]])
+    assert [int(frequent(logits)) for _ in range(5)] == [0, 0, 1, 0, 1]  # 1, 0.85, 0.70; 0.75; 0.70; 0.60
+    present = Sampler(SamplingParams(presence_penalty=0.3), [[0]])
+    assert [int(present(logits)) for _ in range(4)] == [0, 1, 0, 0]  # 1; 0.7 < 0.75; 0.7 > 0.45
+
+
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(5))
     sampler = Sampler(SamplingParams(temperature=0.5, top_k=3, presence_penalty=1.0, logprobs=2), [[1], [2]])

@@ -240,6 +240,26 @@ class Certain(Table):
         return super().propose(last, wanted, lambda logits, place: (logits.argmax(dim=-1), None))
 
 
+@pytest.mark.parametrize("setting", GREEDY[1:])
+def test_what_was_drafted_before_counts(setting: dict[str, Any]) -> None:
+    """Of a target that repeats a token until it is penalized enough."""
+    table, prompts = Table(1), [[token] for token in range(8)]
+    table.target += 3 * torch.eye(64)
+    params = SamplingParams(24, eos_token_ids=frozenset(range(0, 64, 3)), **setting)
+
+    def run(drafter: Oracle, most: int) -> list[list[int]]:
+        sampler, length = Sampler(params, prompts), DraftLength(most)
+        drafter.start(None, prompts)  # type: ignore[arg-type]
+
+        def begin() -> tuple[Tensor, Tensor | None]:
+            return sampler(table.target[torch.arange(8)]), None
+
+        return replies_of(speculative_steps(prompts, sampler, begin, table.verify, drafter, length, DraftStats()))
+
+    wanted = run(Oracle([[]] * 8), 0)
+    assert run(Oracle([[*own, *[1] * 24] for own in wanted]), 4) == wanted
+
+
 def processed(logits: np.ndarray[Any, Any], said: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
     """Probabilities in float64 after penalties, temperature, top-k and top-p, written by hand."""
     logits = logits.astype(np.float64).copy()
@@ -342,46 +362,6 @@ def test_lookup_takes_the_longest_and_latest() -> None:
     assert lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 2) == [9, 2]  # three agree
     assert lookup([1, 2, 7, 2, 8, 2], 3) == [8, 2]
     assert lookup([1, 2, 3], 3) == [] == lookup([1], 2)
-
-
-class Wrong(Table):
-    """Drafts the unlikeliest token where the next one follows; notes what is verified and read."""
-
-    def __init__(self) -> None:
-        super().__init__(3, vocabulary=256)
-        self.target += 20 * torch.eye(256).roll(1, dims=1)
-        self.widths, self.reads, self.furthest = list[int](), list[int](), torch.tensor([0, 0])
-
-    def verify(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        self.widths.append(tokens.shape[1])
-        self.furthest = torch.maximum(self.furthest, positions.amax(dim=1))
-        return self.target[tokens], tokens[..., None].float()
-
-    def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
-        assert last.aux is not None
-        self.reads.append(max(map(len, last.tokens)))
-        for own, aux in zip(last.tokens, last.aux, strict=True):
-            assert aux[1 : len(own), 0].tolist() == own[:-1]  # states at each token
-        return super().propose(last, wanted, lambda logits, place: (logits.argmin(dim=-1), None))
-
-
-def test_drafts_that_are_never_accepted_are_left_out() -> None:
-    """Steps are then of one token a sequence, and the drafter reads 32 of them at once; it is tried twice again."""
-    drafter, prompts = Wrong(), [[5], [6, 7]]
-    sampler = Sampler(SamplingParams(max_new_tokens=110, eos_token_ids=frozenset([169])), prompts)
-    length = DraftLength(3, lambda rows: rows**0.4)
-
-    def begin() -> tuple[Tensor, Tensor | None]:
-        return torch.tensor([0, 150]), torch.zeros(2, 1, 1)
-
-    steps = list(speculative_steps(prompts, sampler, begin, drafter.verify, drafter, length, DraftStats()))
-    first, second = zip(*(step.tokens for step in steps), strict=True)
-    assert first == (*range(110),) and second == (*range(150, 170), *[None] * 90)
-    assert drafter.furthest.tolist() == [109, 20]  # the last tokens are not run
-    begun = drafter.widths.index(1)
-    assert 0 < begun < 8
-    assert sum(width > 1 for width in drafter.widths[begun:]) == 2
-    assert max(drafter.reads) == 32 and len(drafter.reads) <= begun + 8
 
 
 def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_path: Path) -> None:
