@@ -21,7 +21,7 @@ from kimi_k2.engine.defaults import GenerationDefaults
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.tokenization.chat import ChatStyle
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 runner = CliRunner()

@@ -1,4 +1,4 @@
-"""What the parser tests share: building blocks of messages, and checks that hold for any text and any cuts."""
+"""What the tests share: building blocks of messages, checks that hold for any text and any cuts, rendered prompts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from kimi_k2.tokenization.chat import built_in_template
 from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect, openai_delta
 from kimi_k2.tokenization.lexer import SPELLINGS
 from kimi_k2.tokenization.message import MessageStream, parse_message
 from kimi_k2.tokenization.reasoning import ReasoningStream
 from kimi_k2.tokenization.special_tokens import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END
+from kimi_k2.tokenization.style import ChatStyle
+from kimi_k2.tokenization.template import Segment
 
 
 def call(name: str = "functions.f:0", arguments: str = '{"a": 1}') -> str:
@@ -99,3 +102,12 @@ def check_nothing_is_lost(text: str, message: AssistantMessage) -> None:
     parts = [message.reasoning_content, message.content, *(c.id + c.arguments for c in message.tool_calls)]
     assert characters("".join(parts)) == characters(text)
     assert without_markers(message.content) == message.content
+
+
+def render_segments(messages: Any, *, style: str = "instruct", **options: Any) -> list[Segment]:
+    """A conversation in a style's built-in template."""
+    return built_in_template(ChatStyle(style)).render_segments(messages, style=style, **options)
+
+
+def apply_chat_template(messages: Any, **options: Any) -> str:
+    return "".join(segment.text for segment in render_segments(messages, **options))

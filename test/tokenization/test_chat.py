@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from parser_cases import apply_chat_template, render_segments
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.chat import DEFAULT_SYSTEM, ChatStyle, apply_chat_template, render_segments
+from kimi_k2.tokenization.chat import DEFAULT_SYSTEM
 from kimi_k2.tokenization.message import parse_message
+from kimi_k2.tokenization.style import ChatStyle
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_x", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Beijing"}'}}

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_cases import as_tuples, call, section, tool
+from parser_cases import apply_chat_template, as_tuples, call, section, tool
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization import renderer, template
-from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template
 from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.special_tokens import special_tokens
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 

@@ -15,12 +15,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_cases import as_tuples, call, check_cuts, check_nothing_is_lost, cut, in_two, section, streamed, tool
+from parser_cases import (
+    apply_chat_template,
+    as_tuples,
+    call,
+    check_cuts,
+    check_nothing_is_lost,
+    cut,
+    in_two,
+    render_segments,
+    section,
+    streamed,
+    tool,
+)
 from peer_cases import HEAD, OWN, REPORTED, SGLANG, VLLM, Case
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import synthetic_ranks
-from kimi_k2.tokenization.chat import ChatStyle, apply_chat_template, render_segments
 from kimi_k2.tokenization.deltas import (
     AssistantMessage,
     Content,
@@ -45,6 +56,7 @@ from kimi_k2.tokenization.special_tokens import (
     THINK_END,
     special_tokens,
 )
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 CUTS = int(os.environ.get("KIMI_K2_DRAWS", "100"))

@@ -10,8 +10,9 @@ import pytest
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
-from kimi_k2.tokenization.chat import ChatStyle, template_source
+from kimi_k2.tokenization.chat import template_source
 from kimi_k2.tokenization.special_tokens import special_tokens
+from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 

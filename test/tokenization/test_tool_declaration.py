@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser_cases import apply_chat_template
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.tokenization.chat import apply_chat_template
 from kimi_k2.tokenization.tool_declaration import checked_tools, typescript_declaration
 
 

@@ -6,42 +6,16 @@ It is one Jinja source for all styles, rendered like a checkpoint's own, and wri
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kimi_k2.files import replace_file
-from kimi_k2.tokenization.messages import Message
 from kimi_k2.tokenization.special_tokens import NAMED
 from kimi_k2.tokenization.style import ChatStyle
-from kimi_k2.tokenization.template import TEMPLATE_NAME, ChatTemplate, Segment
-
-__all__ = [
-    "DEFAULT_SYSTEM",
-    "ChatStyle",
-    "Segment",
-    "apply_chat_template",
-    "built_in_template",
-    "render_segments",
-    "template_source",
-    "write_chat_template",
-]
+from kimi_k2.tokenization.template import TEMPLATE_NAME, ChatTemplate
 
 DEFAULT_SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
 _SOURCE = Path(__file__).with_name("family.jinja")
-
-
-def apply_chat_template(messages: Sequence[Message], **options: Any) -> str:
-    """The rendered conversation as one string; arguments and errors as for `ChatTemplate.render_segments`."""
-    return "".join(segment.text for segment in render_segments(messages, **options))
-
-
-def render_segments(
-    messages: Sequence[Message], *, style: ChatStyle | str = ChatStyle.INSTRUCT, **options: Any
-) -> list[Segment]:
-    """Render a conversation in a style's built-in template; see `ChatTemplate.render_segments`."""
-    return built_in_template(ChatStyle(style)).render_segments(messages, style=style, **options)
 
 
 @cache
