@@ -166,20 +166,16 @@ def drawn(seed: int) -> list[int]:
     return [int(min(top, draw.lognormvariate(math.log(top) - 2, 1.2))) for _ in range(batch)]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_drawn_lengths(seed: int) -> None:
-    lengths = drawn(seed)
-    plan = planned(lengths, 131072, COSTS[KINDS[seed % 4]])
+NAMES = "one", "one long", "even", "even short", "waves", "half a wave", "two a block"
+TIMED = [(CASES[name], kind) for name in NAMES for kind in ((True, False), (False, True))]
+TIMED += [(drawn(seed), KINDS[seed % 4]) for seed in range(12)]
+
+
+@pytest.mark.parametrize(("lengths", "kind"), TIMED, ids=lambda one: str(len(one)))
+def test_none_is_slower_than_an_even_split(lengths: list[int], kind: tuple[bool, bool]) -> None:
+    plan = planned(lengths, 131072, COSTS[kind])
     check(plan, lengths, 131072)
-    if sum(lengths):
-        assert time_of(plan.blocks(), COSTS[KINDS[seed % 4]]) <= 1.03 * even_split(lengths, COSTS[KINDS[seed % 4]])
-
-
-@pytest.mark.parametrize("kind", [(True, False), (False, True)])
-@pytest.mark.parametrize("name", ["one", "one long", "even", "even short", "waves", "half a wave", "two a block"])
-def test_no_case_is_slower_than_an_even_split(name: str, kind: tuple[bool, bool]) -> None:
-    lengths, costs = CASES[name], COSTS[kind]
-    assert time_of(planned(lengths, 131072, costs).blocks(), costs) <= 1.03 * even_split(lengths, costs)
+    assert not sum(lengths) or time_of(plan.blocks(), COSTS[kind]) <= 1.03 * even_split(lengths, COSTS[kind])
 
 
 def test_lengths_that_fit_are_not_cut_otherwise() -> None:
