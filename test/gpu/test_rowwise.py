@@ -91,8 +91,9 @@ def test_routing_of_many(machine: Machine, tokens: int, experts: int) -> None:
 ])  # fmt: skip
 def test_rows_of_a_rank(machine: Machine, dtype: torch.dtype, ids: int, rows: int, size: int) -> None:
     """Bits of the held rows, zeros for the others."""
-    weight = machine.normal(rows, size)
+    weight = machine.normal(rows + 1, size)[:rows]  # a row behind the last would be taken for one
     given = torch.randint(-2, 3 * rows, (ids,), dtype=dtype, device=machine.device)
+    given[:4] = torch.tensor([rows - 1, rows, 2 * rows - 1, 2 * rows])
     here = (given >= rows) & (given < 2 * rows)
     wanted = torch.where(here[:, None], weight[(given.long() - rows).clamp(0, rows - 1)], torch.zeros_like(weight[:1]))
     assert torch.equal(held_rows(given, weight, rows), wanted)
