@@ -42,6 +42,7 @@ from kimi_k2.plan.report import plan
 from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
 from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes
+from kimi_k2.serving.vllm.adapter import ATTRIBUTES, NAMES
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
 from kimi_k2.sharding.experts import ConversionError, Matrix
 from kimi_k2.vision_config import Grid
@@ -192,6 +193,7 @@ OBJECTS: dict[str, Callable[..., Any]] = {
     "runs": lambda: {"count": len(runs())},
     "memory": lambda: sorted(row["difference"] for row in published_memory()),
     "counted": lambda: stored()["presets"],
+    "reached": lambda: {"names": len(NAMES), "attributes": sum(map(len, ATTRIBUTES.values()))},
 }
 
 
