@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -203,8 +203,10 @@ def stale_readers(text: str, caches: Mapping[str, tuple[int, int]]) -> list[str]
                     waiting.append(one.name)
         return found
 
-    def source(name: str, through: Collection[str] = TRANSPARENT) -> Instruction:
-        while instructions[name].op in through:
+    views = TRANSPARENT | {"slice"}
+
+    def source(name: str) -> Instruction:
+        while instructions[name].op in views:
             name = instructions[name].operands[0]
         return instructions[name]
 
@@ -213,12 +215,12 @@ def stale_readers(text: str, caches: Mapping[str, tuple[int, int]]) -> list[str]
     for cache, (number, output) in caches.items():
         chain = [source(outputs[output])]
         while chain[-1].op in UPDATES:
-            chain.append(source(chain[-1].operands[UPDATES[chain[-1].op][0]], TRANSPARENT | {"slice"}))
+            chain.append(source(chain[-1].operands[UPDATES[chain[-1].op][0]]))
         if chain[-1].op != "parameter" or chain[-1].operands[0] != str(number):
             said.append(f"{cache}: what is given back is no update of it")
         versions = {link.name for link in chain}
         for one in instructions.values():
-            if one.op in TRANSPARENT or one.op in ("parameter", "tuple") or one in chain:
+            if one.op in views or one.op in ("parameter", "tuple") or one in chain:
                 continue
             read = [place for place, name in enumerate(one.operands) if source(name).name in versions]
             if not read:

@@ -71,7 +71,8 @@ def graph_of(
 ) -> Any:  # fmt: skip
     """One graph of a preset, whose caches are read and written in order."""
     graph = launch(of_preset, preset, member, layers, [stage], draft, drafts, way="lowered")[0]
-    assert stale(graph) == []
+    said = stale(graph)
+    assert not said, said
     return graph
 
 
