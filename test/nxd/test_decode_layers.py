@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +93,4 @@ def test_the_first_hours_commands_of_the_docs(tmp_path: Path) -> None:
     subprocess.run(edit.replace("/tmp/", f"{tmp_path}/"), shell=True, check=True, cwd=Path(__file__).parents[2])
     for line in here:
         words = shlex.split(line.replace("/tmp/", f"{tmp_path}/"))[1:]
-        # Without a Neuron SDK the doctor's status says what is missing.
-        with pytest.raises(AssertionError) if words == ["doctor"] else nullcontext():
-            print(f"\n$ {line}\n{command(*words, timeout=1500)[-1500:]}")
+        print(f"\n$ {line}\n{command(*words, timeout=1500)[-1500:]}")
