@@ -35,3 +35,13 @@ def test_logits(checkpoint, one_rank, length):
     expected = model(tokens[:, :-1]).logits[:, length - 1 :]
     torch.testing.assert_close(torch.stack(rows, dim=1), expected, rtol=0, atol=TOLERANCE)
     assert torch.equal(expected.argmax(-1), tokens[:, length:])
+
+
+def test_a_missing_weight_is_named(checkpoint, one_rank):
+    model, path = checkpoint
+    kept = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    name = "model.layers.1.self_attn.o_proj.weight"
+    del kept[name]
+    save_file(kept, f"{path}/model.safetensors")
+    with pytest.raises(ValueError, match=f"{name}: missing"):
+        application(TINY, path).to_cpu()
