@@ -165,6 +165,7 @@ NATIVE = "torch_native:\n  num_batched_tokens_buckets: [2048]"
         ("kv_segment_size_buckets: [2048]", "kv_segment_size_buckets: [768]", "kv_segment_size_buckets.*512, 1024"),
         ("[1024]", "[4096]", r"decode_context_length_buckets.*multiples of 128 below seq_len \(4096\)"),
         ("torch_native:", "environment: {A: b}\ntorch_native:", "environment.*none beside torch_native"),
+        ("torch_native:", "neuron_config: {decode: layers}\ntorch_native:", "neuron_config.*none beside torch_native"),
         ("  num_seqs", "  on_device_sampling_config: {all_greedy: true}\n  num_seqs", "on_device_sampling_config"),
         ("  num_seqs", "  on_device_sampling_config: null\n  num_seqs", "enable_structured_outputs.*applies no mask"),
     ],

@@ -202,8 +202,12 @@ def test_options_are_obeyed_or_refused(
         alone(checkpoints["fp8"], **options)
 
 
-def test_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
+def test_embeddings_and_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
     runner = alone(checkpoints["fp8"], compile_with=line.eager)
+    token = torch.zeros(1, dtype=torch.long)
+    for name in ("inputs_embeds", "is_token_ids"):
+        with pytest.raises(KimiK2Error, match=name):
+            runner.model(token, token, {}, token, **{name: token})
     pages = {name: [half.to(torch.float8_e4m3fn) for half in halves] for name, halves in runner.pages.items()}
     with pytest.raises(KimiK2Error, match="kv_cache_dtype"):
         runner.model.bind_kv_cache(pages)
