@@ -70,7 +70,7 @@ def count_verified(engine: Any) -> Counter[str]:
         setattr(held, method, counted)
 
     steps: Any = getattr(worker, "_steps", None)
-    if getattr(steps, "width", 1) > 1:
+    if steps is not None and steps.runner.width > 1:
         count(steps, "run", "verified")
         count(steps, "draft", "drafted")
     return counts
