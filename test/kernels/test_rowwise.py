@@ -14,6 +14,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Fake, on a GPU; parts are cut by `narrow`, as slicing asks for a build with CUDA."""
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
@@ -21,6 +22,7 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As attention calls them: cuts of wider tensors, angles with and without a dimension for heads."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rowwise, "has_triton", lambda: True)
+    registry.load_providers()
     registry.pin("")
     with FakeTensorMode():
         both, angles, ids = made(2, 5, 576), made(2, 5, 32), made(2, 5, dtype=torch.int64)
