@@ -14,7 +14,7 @@ demo: $(VENV)/.installed-parity  ## write, run and prove a small synthetic Kimi-
 	$(VENV)/bin/kimi-k2 parity compare build/golden build/demo
 
 test: $(VENV)/.installed-test  ## every test this machine can run
-	@echo "test: 4,200 tests, 8 minutes on two cores, up to 3 GB of memory; a bar shows the share that is done"
+	@echo "test: 4,000 tests, 8 minutes on two cores, up to 3 GB of memory; a bar shows the share that is done"
 	$(PYTEST)
 
 # One SDK's tests against real NxD, for an environment where NxD is importable (docs/trainium.md).
