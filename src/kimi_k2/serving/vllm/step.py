@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kimi_k2.serving.vllm.adapter import (
@@ -133,13 +132,14 @@ def step_of(common: Any, most: int, extended: bool) -> Step:
     decodes, _, rows, _ = split_decodes_and_prefills(
         common, decode_threshold=most, treat_short_extends_as_decodes=extended
     )
-    # On a GPU reading lengths back waits for the device, so the host's copy is preferred: exact for prompts.
-    known = getattr(common, "seq_lens_cpu_upper_bound", None) if decodes < common.num_reqs else torch.empty(0)
-    known = common.seq_lens if known is None else known
+    prompts: list[int] = []
+    if decodes < common.num_reqs:
+        # On a GPU reading them back waits for the device, so the host's copy is preferred: exact for prompts.
+        known = getattr(common, "seq_lens_cpu_upper_bound", None)
+        prompts = (common.seq_lens if known is None else known)[decodes : common.num_reqs].tolist()
     return Step(
         common.num_reqs, decodes, rows, common.query_start_loc, common.query_start_loc_cpu, common.seq_lens,
-        getattr(common, "dcp_local_seq_lens", None), common.block_table_tensor, common.slot_mapping,
-        known[decodes : common.num_reqs].tolist(),
+        getattr(common, "dcp_local_seq_lens", None), common.block_table_tensor, common.slot_mapping, prompts,
     )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ class VerifySteps(DecodeSteps):
         self.lengths[len(computed) : size].fill_(-1)
 
     def _follow(self, scheduled: Any, size: int, aux: Sequence[Tensor]) -> None:
-        self._behind = scheduled, size, aux
+        if self._stock is not None:
+            self._behind = scheduled, size, aux
 
     def propose(self, scheduled: Any, sampled: Any, *args: Any) -> Any:
         """In place of vLLM's runner's own: drafted tokens int64 [requests, drafts]."""
