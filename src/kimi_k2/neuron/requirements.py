@@ -70,5 +70,5 @@ def state(requirement: Requirement) -> State:
 
 
 def states() -> list[State]:
-    """All."""
+    """Each requirement with what is installed of it."""
     return [state(one) for one in REQUIREMENTS]

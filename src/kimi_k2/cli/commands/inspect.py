@@ -63,6 +63,7 @@ def _print_sharding(config: KimiK2Config, preset: str, as_json: bool) -> None:
     from rich.table import Table
 
     from kimi_k2.plan.deployment import Deployment
+    from kimi_k2.sharding.layout import GLOBAL_LAYER
     from kimi_k2.sharding.plan import make_plan
     from kimi_k2.terminal import new_console
 
@@ -78,7 +79,7 @@ def _print_sharding(config: KimiK2Config, preset: str, as_json: bool) -> None:
     table = Table("tensor", "dtype", "shape", "cut", "on a rank")
     kinds = {config.is_moe_layer(layer): layer for layer in reversed(range(config.num_hidden_layers))}
     for tensor, row in zip(plan.tensors, rows, strict=True):
-        if tensor.layer in (-1, *kinds.values()):
+        if tensor.layer in (GLOBAL_LAYER, *kinds.values()):
             table.add_row(*(str(cell) for cell in row))
     new_console(table=True).print(table)
 

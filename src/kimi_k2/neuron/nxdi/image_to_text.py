@@ -221,7 +221,13 @@ class KimiK25VisionWrapper(ModelWrapper):
         return EncoderModelInstance(model_cls=self.model_cls, config=self.config)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Run the graph of these shapes."""
+        """Run the graph of these shapes.
+
+        Raises:
+            RuntimeError: the model is not loaded.
+        """
+        if self.model is None:
+            raise RuntimeError("the tower is not loaded")
         out: Tensor = self._forward(*inputs)
         return out
 
