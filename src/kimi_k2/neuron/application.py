@@ -226,7 +226,7 @@ class NeuronApplication:
     @torch.inference_mode()
     def _decode(self, tokens: Tensor, positions: Tensor, sampling: Tensor | None) -> Output:
         count, spare = len(tokens), self.batch_size - len(tokens)
-        tokens, positions = (torch.cat((part, part[:1].expand(spare))) for part in (tokens, positions))
+        tokens, positions = (torch.cat((values, values[:1].expand(spare))) for values in (tokens, positions))
         # NxDI's decode mask covers the cache only; the current token is not in it yet.
         mask = (torch.arange(int(positions.max())) < positions[:, None]).to(torch.int32)
         return self._pass(count, tokens[:, None], mask, positions[:, None], sampling)
@@ -249,8 +249,8 @@ class NeuronApplication:
             )
         tokens = None
         if self.stats is not None:
-            made = out.fused_outputs  # in CPU mode the accepted tokens alone
-            tokens = (made if isinstance(made, Tensor) else made[0])[:count].to("cpu", torch.int64)
+            accepted = out.fused_outputs  # in CPU mode the accepted tokens alone
+            tokens = (accepted if isinstance(accepted, Tensor) else accepted[0])[:count].to("cpu", torch.int64)
         elif self.on_device_sampling is not None:
             tokens = torch.as_tensor(out.tokens).reshape(len(ids), -1)[:count, -1].to("cpu", torch.int64)
         # Without on-device sampling NxDI puts the logits into `tokens` as well.
@@ -360,12 +360,12 @@ class NeuronApplication:
             if not any(left):
                 return
             began = time.perf_counter()
-            made = _of_graph(self._decode(last, at, sampling))
-            for row, tokens in enumerate(made):
+            verified = _of_graph(self._decode(last, at, sampling))
+            for row, tokens in enumerate(verified):
                 new[row] = tokens[tokens >= 0].tolist() if left[row] else []
                 # An ended sequence stays where it is: its row goes on being computed, and is ignored.
                 if own := new[row]:
-                    stats.add(made.shape[1] - 1, len(own) - 1, len(up_to_end(own, params)[: left[row]]))
+                    stats.add(verified.shape[1] - 1, len(own) - 1, len(up_to_end(own, params)[: left[row]]))
                     last[row] = own[-1]
                     at[row] += len(own)
 

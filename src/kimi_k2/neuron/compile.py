@@ -116,9 +116,11 @@ def check_sdk(line: sdk.Line = "neuron") -> sdk.Release:
     if release is None:
         raise CompileError(f"expected the packages of Neuron SDK {known} (constraints/), none is installed")
     # A driver may be a container's host's, where it cannot be seen.
-    wrong = [one for one in sdk.states(release) if not one.fits and not (one.system and one.found is None)]
+    wrong = [state for state in sdk.states(release) if not state.fits and not (state.system and state.found is None)]
     if wrong:
-        what = "; ".join(f"{one.package} is {one.found or 'not installed'}, expected {one.expected}" for one in wrong)
+        what = "; ".join(
+            f"{state.package} is {state.found or 'not installed'}, expected {state.expected}" for state in wrong
+        )
         raise CompileError(f"not the packages of Neuron SDK {release.name} (constraints/{release.file}): {what}")
     return release
 

@@ -30,7 +30,7 @@ def _imported(name: str) -> bool:
     """Whether the source of NxD or NxDI imports `name` at the top of a module."""
     pattern = re.compile(rf"^(?:import|from) {name}\b", re.MULTILINE)
     specs = [importlib.util.find_spec(package) for package in NEEDED[1:]]
-    roots = [Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    roots = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     return any(pattern.search(path.read_text(errors="ignore")) for root in roots for path in root.rglob("*.py"))
 
 

@@ -71,4 +71,4 @@ def state(requirement: Requirement) -> State:
 
 def states() -> list[State]:
     """Each requirement with what is installed of it."""
-    return [state(one) for one in REQUIREMENTS]
+    return [state(requirement) for requirement in REQUIREMENTS]

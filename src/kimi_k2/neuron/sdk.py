@@ -63,14 +63,14 @@ def releases(line: Line = "neuron") -> list[Release]:
         text = path.read_text(encoding="utf-8")
         pins = (Requirement(line) for line in text.splitlines() if line and not line.startswith("#"))
         listed.append(Release(path.stem.removeprefix(f"{line}-"), path.name, tuple(pins), dict(_SYSTEM.findall(text))))
-    return sorted(listed, key=lambda one: one.name != TESTED)
+    return sorted(listed, key=lambda release: release.name != TESTED)
 
 
 def release_here(line: Line = "neuron") -> Release | None:
     """The release that most of the installed Python packages are of, NxDI's or vllm-neuron's first; None if none."""
 
     def matching(release: Release) -> tuple[bool, int]:
-        fitting = [one.package for one in states(release) if not one.system and one.fits]
+        fitting = [state.package for state in states(release) if not state.system and state.fits]
         return (NXDI if line == "neuron" else VLLM_NEURON) in fitting, len(fitting)
 
     best = max(releases(line), key=matching)

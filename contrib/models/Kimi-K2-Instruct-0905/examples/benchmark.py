@@ -24,7 +24,7 @@ def measure(app, prompt_length: int, lengths: list[int], runs: int = 5) -> dict:
         runs: prompts for the time to the first token.
     """
     neuron = app.neuron_config
-    prompt = [100 + place % 1000 for place in range(min(prompt_length, neuron.max_context_length))]
+    prompt = [100 + index % 1000 for index in range(min(prompt_length, neuron.max_context_length))]
     greedy(app, prompt, 2)  # not timed: the first pass of each graph
     first = [1e3 * greedy(app, prompt, 1)[1][0] for _ in range(runs)]
     sweep = {}
@@ -33,7 +33,7 @@ def measure(app, prompt_length: int, lengths: list[int], runs: int = 5) -> dict:
         if len(prompt) + length > neuron.seq_len or length < 2:
             continue
         _, seconds = greedy(app, prompt, length)
-        steps = [1e3 * one for one in seconds[1:]]
+        steps = [1e3 * second for second in seconds[1:]]
         sweep[length] = statistics.median(steps)
     if not sweep:
         raise SystemExit(f"no length of {lengths} fits behind {len(prompt)} tokens in seq_len {neuron.seq_len}")

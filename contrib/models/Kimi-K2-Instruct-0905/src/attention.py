@@ -155,7 +155,7 @@ class KimiK2Attention(nn.Module):
         """
         w_uk, w_uv = self.up_projections()
         if past is None:  # fewer multiplications than in the latent space
-            keys, values = (torch.einsum("bsr,hnr->bhsn", latent, one) for one in (w_uk, w_uv))
+            keys, values = (torch.einsum("bsr,hnr->bhsn", latent, weight) for weight in (w_uk, w_uv))
             scores = dot_float32(nope, keys, ([3], [3]), ([0, 1], [0, 1])) + over_positions(rope, key, 2)
             weights = masked(scores * self.softmax_scale, masks[0]).softmax(dim=-1).to(latent.dtype)
             return dot_float32(weights, values, ([3], [2]), ([0, 1], [0, 1])).to(latent.dtype)

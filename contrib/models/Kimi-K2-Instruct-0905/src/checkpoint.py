@@ -166,11 +166,11 @@ class CheckpointMapping:
                 state[name] = tensor
                 continue
             cuts = self.expert_cuts[".".join(name.split(".")[-2:])]
-            for part in range(tp):
-                piece = cut(tensor, *cuts, part, tp)
+            for tp_rank in range(tp):
+                piece = cut(tensor, *cuts, tp_rank, tp)
                 if name not in state:
                     state[name] = torch.empty((tp * ep * local, *piece.shape), dtype=piece.dtype)
-                state[name][((expert // local) * tp + part) * local + expert % local] = piece
+                state[name][((expert // local) * tp + tp_rank) * local + expert % local] = piece
         return state
 
     def modules(self) -> Iterator[Module]:
@@ -239,8 +239,8 @@ class CheckpointMapping:
 
         def make(read: list[Stored]) -> dict[str, Tensor]:
             gate, up, down = (self.held(*named) for named in zip(names, read, strict=True))
-            made = {f"gate_up_proj.{suffix}": _side_by_side([part, up[suffix]]) for suffix, part in gate.items()}
-            return made | {f"down_proj.{suffix}": _side_by_side([part]) for suffix, part in down.items()}
+            gate_up = {f"gate_up_proj.{suffix}": _side_by_side([tensor, up[suffix]]) for suffix, tensor in gate.items()}
+            return gate_up | {f"down_proj.{suffix}": _side_by_side([tensor]) for suffix, tensor in down.items()}
 
         return Module(own, names, make, expert)
 
@@ -268,20 +268,20 @@ class CheckpointMapping:
         return {suffix: self.reader.get(self.stored[name]) for suffix, name in found.items()}
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def _side_by_side(projections: list[Tensor]) -> Tensor:
     """[N, K] tensors as [K, N + N]."""
-    bits = {1: torch.uint8}.get(parts[0].dtype.itemsize)
+    bits = {1: torch.uint8}.get(projections[0].dtype.itemsize)
     if bits is None:
-        return torch.cat(parts).T.contiguous()
-    return torch.cat([part.view(bits) for part in parts]).T.contiguous().view(parts[0].dtype)
+        return torch.cat(projections).T.contiguous()
+    return torch.cat([weight.view(bits) for weight in projections]).T.contiguous().view(projections[0].dtype)
 
 
-def cut(tensor: Tensor, dimension: int, sections: int, part: int, parts: int) -> Tensor:
-    """Part `part` of `parts` of a tensor along a dimension, of each of its `sections`; a single row is for all."""
-    if tensor.shape[dimension] == 1 or parts == 1:
+def cut(tensor: Tensor, dimension: int, sections: int, tp_rank: int, tp: int) -> Tensor:
+    """What a rank of `tp` has of a tensor along a dimension, of each of its `sections`; a single row is for all."""
+    if tensor.shape[dimension] == 1 or tp == 1:
         return tensor
-    width = tensor.shape[dimension] // (sections * parts)
-    pieces = [tensor.narrow(dimension, (one * parts + part) * width, width) for one in range(sections)]
+    width = tensor.shape[dimension] // (sections * tp)
+    pieces = [tensor.narrow(dimension, (section * tp + tp_rank) * width, width) for section in range(sections)]
     if sections == 1:
         return pieces[0]
     bits = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype

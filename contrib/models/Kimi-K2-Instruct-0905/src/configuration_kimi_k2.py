@@ -205,13 +205,13 @@ class KimiK2NeuronConfig(MoENeuronConfig):
             "needs is_continuous_batching: NxDI's ModelWrapper cannot take a part of a batch otherwise",
         )  # fmt: skip
 
-    def check_lengths(self, names: Sequence[str], parts: int, of: str = "ranks") -> None:
-        """Refuse lengths, and buckets (NxDI makes them from 128 on), that do not divide into `parts`."""
-        made = [128] if self.enable_bucketing else []
+    def check_lengths(self, names: Sequence[str], divisor: int, of: str = "ranks") -> None:
+        """Refuse lengths, and buckets (NxDI makes them from 128 on), that do not divide by `divisor`."""
+        default = [128] if self.enable_bucketing else []
         for name in names:
-            stated = getattr(self, name) or made
+            stated = getattr(self, name) or default
             for length in stated if isinstance(stated, list) else [stated]:
-                require(length % parts == 0, name, f"{length} tokens do not divide into {parts} ({of})")
+                require(length % divisor == 0, name, f"{length} tokens do not divide into {divisor} ({of})")
 
     def check_quantization(self) -> None:
         """Refuse forms of experts that there are not."""
@@ -227,10 +227,10 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         require(axis in (None, [1, 2]), "quantization_block_axis", f"expected [1, 2], got {axis}")
 
 
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is type(other) and hasattr(one, "__dict__") and not isinstance(one, type):
-        return vars(one).keys() == vars(other).keys() and all(_same(v, vars(other)[n]) for n, v in vars(one).items())
-    return bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if type(left) is type(right) and hasattr(left, "__dict__") and not isinstance(left, type):
+        return vars(left).keys() == vars(right).keys() and all(_same(v, vars(right)[n]) for n, v in vars(left).items())
+    return bool(left == right)
 
 
 class KimiK2InferenceConfig(InferenceConfig):
@@ -395,7 +395,7 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         require(name in ONLY, name, "not known, so it may change what the model computes")
         allowed = ONLY[name] or (text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["qk_rope_head_dim"])
-        require(any(_same(value, one) for one in allowed), name, f"expected {allowed[0]!r}, got {value!r}")
+        require(any(_same(value, choice) for choice in allowed), name, f"expected {allowed[0]!r}, got {value!r}")
     yarn = dict(text.get("rope_scaling") or {})
     if yarn:
         kind = yarn.pop("rope_type", None) or yarn.pop("type", None)

@@ -40,10 +40,10 @@ def dot_float32(left: Tensor, right: Tensor, contracting: Dims, batch: Dims = ([
         dims = (contracting, batch)
         return torch_xla._XLAC._xla_dot_general(left, right, dims, preferred_element_type=torch.float32)
     names = [list("abcdefgh"[: left.dim()]), list("ijklmnop"[: right.dim()])]
-    for one, other in [*zip(*batch, strict=True), *zip(*contracting, strict=True)]:
-        names[1][other] = names[0][one]
-    paired = [names[0][one] for one in batch[0]]
-    summed = [names[0][one] for one in contracting[0]]
+    for left_dim, right_dim in [*zip(*batch, strict=True), *zip(*contracting, strict=True)]:
+        names[1][right_dim] = names[0][left_dim]
+    paired = [names[0][dim] for dim in batch[0]]
+    summed = [names[0][dim] for dim in contracting[0]]
     free = [name for name in names[0] + names[1] if name not in paired + summed]
     equation = f"{''.join(names[0])},{''.join(names[1])}->{''.join(paired + free)}"
     return torch.einsum(equation, left.to(torch.float32), right.to(torch.float32))

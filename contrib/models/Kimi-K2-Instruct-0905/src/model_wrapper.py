@@ -70,8 +70,10 @@ class KimiK2ModelWrapper(ModelWrapper):
 
     def rows(self, tensors: Sequence[Any], order: torch.Tensor) -> list[Any]:
         """What has a row a sequence, in another order; all else as it is."""
-        batched = [isinstance(one, torch.Tensor) and one.dim() > 0 and len(one) == len(order) for one in tensors]
-        return [one[order] if is_batch else one for one, is_batch in zip(tensors, batched, strict=True)]
+        batched = [
+            isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and len(tensor) == len(order) for tensor in tensors
+        ]
+        return [tensor[order] if is_batch else tensor for tensor, is_batch in zip(tensors, batched, strict=True)]
 
     def reordered(self, outputs: Any, back: torch.Tensor) -> list[Any]:
         """Tokens and logits in the order of the call; a device returns nothing else."""

@@ -190,8 +190,8 @@ class KimiK2Experts(nn.Module):
             scaled = weight.to(torch.float32) * scale.repeat_interleave(self.side, dim=1)
             return torch.bmm(x, scaled.to(x.dtype))
         rows, columns = weight.to(x.dtype).unflatten(1, (-1, self.side)), x.unflatten(2, (-1, self.side))
-        parts = dot_float32(columns, rows, ([3], [2]), ([0, 2], [0, 1]))  # [E', K / side, T, N]
-        return (parts * scale.unsqueeze(2)).sum(dim=1).to(x.dtype)
+        products = dot_float32(columns, rows, ([3], [2]), ([0, 2], [0, 1]))  # [E', K / side, T, N]
+        return (products * scale.unsqueeze(2)).sum(dim=1).to(x.dtype)
 
     def forward_selective(self, tokens: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """Load the chosen experts alone: T * top_k slots of static shape, those of other ranks weighing nothing."""
@@ -222,12 +222,12 @@ class KimiK2Experts(nn.Module):
         needed = ((mask.sum(dim=0) + (size - 1)) / size).floor()
         end = torch.cumsum(needed, dim=0)
         first = (end - needed) * size
-        places = (first + before).gather(1, slots).to(torch.long)  # row of each choice
+        row_of = (first + before).gather(1, slots).to(torch.long)  # row of each choice
         # Another rank's choices all write row `blocks * size`, which is cut off.
-        places = torch.where(here, places, torch.full_like(places, blocks * size))
+        row_of = torch.where(here, row_of, torch.full_like(row_of, blocks * size))
         source = torch.full((blocks * size + 1,), count, dtype=torch.long, device=slots.device)
         of_choice = torch.arange(count, device=slots.device).unsqueeze(1).expand(-1, choices)
-        source = source.scatter(0, places.flatten(), of_choice.flatten())[:-1].view(blocks, size)
+        source = source.scatter(0, row_of.flatten(), of_choice.flatten())[:-1].view(blocks, size)
         of_block = (torch.arange(blocks, device=slots.device).unsqueeze(1) >= end).sum(dim=1).clamp(max=experts - 1)
         padded = F.pad(tokens, (0, 0, 0, 1))  # an empty row reads zeros
         out = torch.zeros(count, tokens.shape[1], dtype=torch.float32, device=tokens.device)
@@ -235,12 +235,12 @@ class KimiK2Experts(nn.Module):
         step = -(-blocks // -(-blocks // most))  # groups of one size hold the least
         for start in range(0, blocks, step):
             group = slice(start, start + step)
-            part = self.mlp(padded[source[group]], of_block[group]).flatten(0, 1)
-            at = places - start * size
-            inside = here & (at >= 0) & (at < len(part))
+            result = self.mlp(padded[source[group]], of_block[group]).flatten(0, 1)
+            at = row_of - start * size
+            inside = here & (at >= 0) & (at < len(result))
             at = torch.where(inside, at, torch.zeros_like(at))
             for choice in range(choices):
-                weighted = part[at[:, choice]].to(torch.float32) * weights[:, choice, None]
+                weighted = result[at[:, choice]].to(torch.float32) * weights[:, choice, None]
                 # Chosen, not multiplied by 0: another token's row may hold what is not finite.
                 out = torch.where(inside[:, choice, None], out + weighted, out)
         return out

@@ -50,18 +50,18 @@ def model_on_meta(wrapper: Any) -> nn.Module:
 
 def weights_of(model: nn.Module) -> Weights:
     """The parameters that a checkpoint fills; caches are none."""
-    return {name: one for name, one in model.named_parameters() if not name.startswith("kv_mgr.")}
+    return {name: parameter for name, parameter in model.named_parameters() if not name.startswith("kv_mgr.")}
 
 
 def empty_rank(weights: Weights, file: Path | None = None) -> Rank:
     """A rank's tensors, in memory or mapped to a safetensors file that is made here."""
     if file is None:
-        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in weights.items()}
+        return {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
     header: dict[str, Any] = {}
     end = 0
-    for name, one in sorted(weights.items(), key=lambda item: -item[1].dtype.itemsize):  # so all are aligned
-        start, end = end, end + one.numel() * one.dtype.itemsize
-        header[name] = {"dtype": DTYPES[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+    for name, weight in sorted(weights.items(), key=lambda item: -item[1].dtype.itemsize):  # so all are aligned
+        start, end = end, end + weight.numel() * weight.dtype.itemsize
+        header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
@@ -69,8 +69,8 @@ def empty_rank(weights: Weights, file: Path | None = None) -> Rank:
         out.write(len(text).to_bytes(8, "little") + text)
         out.truncate(first + end)
     mapped = torch.from_file(str(file), shared=True, size=first + end, dtype=torch.uint8)
-    places = {name: [first + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
-    return {name: mapped[a:b].view(weights[name].dtype).view(weights[name].shape) for name, (a, b) in places.items()}
+    offsets = {name: [first + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
+    return {name: mapped[a:b].view(weights[name].dtype).view(weights[name].shape) for name, (a, b) in offsets.items()}
 
 
 def fill(ranks: dict[int, Rank], parameters: Iterable[Parameter], weights: Weights, neuron: Any) -> None:
@@ -95,15 +95,15 @@ def fill(ranks: dict[int, Rank], parameters: Iterable[Parameter], weights: Weigh
                 if expert // local != rank // tp:
                     continue
                 dimension, sections = target.expert_cut
-                piece, place = cut(tensor, dimension, sections, rank % tp, tp), own[name][expert % local]
+                piece, held = cut(tensor, dimension, sections, rank % tp, tp), own[name][expert % local]
             elif getattr(target, "tensor_model_parallel", False):
-                parts = target.num_partitions
-                piece = cut(tensor, target.partition_dim, target.partition_stride, rank % parts, parts)
-                place = own[name]
+                count = target.num_partitions
+                piece = cut(tensor, target.partition_dim, target.partition_stride, rank % count, count)
+                held = own[name]
             else:
-                piece, place = tensor, own[name]
-            if piece.shape != place.shape:
-                raise CheckpointError(f"{name}: expected {list(place.shape)} of a rank, got {list(piece.shape)}")
-            place.copy_(piece)
+                piece, held = tensor, own[name]
+            if piece.shape != held.shape:
+                raise CheckpointError(f"{name}: expected {list(held.shape)} of a rank, got {list(piece.shape)}")
+            held.copy_(piece)
     if missing:
         raise CheckpointError(f"not in the checkpoint: {', '.join(sorted(missing)[:5])}")

@@ -94,7 +94,7 @@ class KimiK2Attention(base.KimiK2Attention):
         w_uk, w_uv = self.up_projections()
         absorbed = torch.cat((torch.einsum("bhsn,hnr->bhsr", nope, w_uk), rope), dim=-1)
         absorbed, rope = group_heads(absorbed).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        keys, latents = (one.squeeze(1) for one in past)
+        keys, latents = (cache.squeeze(1) for cache in past)
         active = (key, latent)
         if own is not None:
             active, among_own = own_tokens(active, own)

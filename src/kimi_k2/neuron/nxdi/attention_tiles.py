@@ -45,7 +45,7 @@ class AttentionTiles(nn.Module):
             kinds = {"weight": dtype, "scale": torch.float32} if fp8 else {"weight": dtype}
             held = {
                 suffix: Held(
-                    tuple(size // (ranks if place == dim else 1) for place, size in enumerate(shape)), kind, (dim, 1)
+                    tuple(size // (ranks if axis == dim else 1) for axis, size in enumerate(shape)), kind, (dim, 1)
                 )
                 for (suffix, kind), (shape, dim) in zip(kinds.items(), cuts, strict=False)
             }
@@ -62,7 +62,7 @@ class AttentionTiles(nn.Module):
         q_b = self._held("q_b").flatten(0, 1)
         both = in_order_of_tiles(normed) @ q_b
         plain, rotary = both.split([self.heads * PARTITIONS, q_b.shape[1] - self.heads * PARTITIONS], dim=2)
-        nope, rope = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (plain, rotary))
+        nope, rope = (states.unflatten(2, (self.heads, -1)).transpose(1, 2) for states in (plain, rotary))
         return nope, rope
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
@@ -76,12 +76,12 @@ class AttentionTiles(nn.Module):
         """
         o_proj = self._held("o").flatten(0, 1)
         by_row = values.unflatten(2, (self.heads, -1)).mT.flatten(2)
-        group, part = parallel_state.get_tensor_model_parallel_group(), (by_row @ o_proj).to(self.reduce_dtype)
+        group, partial_sum = parallel_state.get_tensor_model_parallel_group(), (by_row @ o_proj).to(self.reduce_dtype)
         out: Tensor
         if sequence_parallel:
-            out = reduce_scatter_to_sequence_parallel_region(part, 1, process_group=group, dtype=values.dtype)
+            out = reduce_scatter_to_sequence_parallel_region(partial_sum, 1, process_group=group, dtype=values.dtype)
         else:
-            out = reduce_from_tensor_model_parallel_region(part, process_group=group)
+            out = reduce_from_tensor_model_parallel_region(partial_sum, process_group=group)
         return out.to(values.dtype)
 
     def arguments(self) -> dict[str, Tensor]:

@@ -72,8 +72,8 @@ def copy_states(wrappers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Non
     """Give every submodel the states that one of them returned; on a device they share them."""
     for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
         model_states = states(model)
-        for one, new in zip(model_states, outputs[-len(model_states) :], strict=True):
-            one.data = new
+        for state, new in zip(model_states, outputs[-len(model_states) :], strict=True):
+            state.data = new
 
 
 def follow_prefixes(wrappers: Sequence[Any]) -> None:

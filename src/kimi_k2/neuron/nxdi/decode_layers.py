@@ -80,24 +80,24 @@ class DecodeLayersKernel:
         kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
         arguments = {name: kept(tensor) for name, tensor in inputs.items()}
         arguments["layers"] = tuple(
-            module.layer_of({name: kept(part) for name, part in layer.items()}) for layer in layers
+            module.layer_of({name: kept(tensor) for name, tensor in layer.items()}) for layer in layers
         )
         kernel = module.decode_layers[self.cores]
         if self.emulated and self.ranks > 1:
-            made = run_as_rank(kernel, torch.distributed.get_rank(), _gather, (), {**arguments, **numbers})
+            outputs = run_as_rank(kernel, torch.distributed.get_rank(), _gather, (), {**arguments, **numbers})
         else:
-            made = kernel(**arguments, **numbers)
-        return [torch_tensor(part).to(device) for part in made]
+            outputs = kernel(**arguments, **numbers)
+        return [torch_tensor(result).to(device) for result in outputs]
 
     def _lowered(self, tensors: list[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
         import torch_xla
 
         shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
         described = json.dumps({"cores": self.cores, **arguments})
-        made: list[Tensor] = torch_xla._XLAC._xla_custom_call(
+        outputs: list[Tensor] = torch_xla._XLAC._xla_custom_call(
             tensors, CALL_PREFIX + self.name, shapes, dtypes, False, described, 0, {}
         )
-        return made
+        return outputs
 
 
 def torch_tensor(array: Any) -> Tensor:
@@ -118,14 +118,14 @@ def emulated_fp8(tensor: Tensor) -> Any:
 
 def kernel_rotation(cosines: Tensor, sines: Tensor) -> Tensor:
     """What kernels take, float32 [2, rope, B], from [B, 1, rope / 2] each: both once a value, sines signed."""
-    cos, sin = (part.squeeze(1).repeat_interleave(2, dim=1) for part in (cosines, sines))
+    cos, sin = (angles.squeeze(1).repeat_interleave(2, dim=1) for angles in (cosines, sines))
     signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
     return torch.stack((cos, sin * signs)).transpose(1, 2).contiguous()
 
 
 def named_layers(layers: Sequence[Tensors]) -> Tensors:
     """All layers' tensors by one name each, as a custom call names them."""
-    return {f"layers.{number}.{name}": part for number, layer in enumerate(layers) for name, part in layer.items()}
+    return {f"layers.{number}.{name}": tensor for number, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
 def _gather(group: Sequence[int], mine: Any) -> list[Any]:
@@ -270,11 +270,11 @@ def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) 
         behind["next_experts"] = routed.early_qkv_a.weight
         behind["next_shared"] = shared.early_qkv_a.weight.squeeze(0)
     return {
-        **{name: part.to(dtype) for name, part in floats.items()},
+        **{name: tensor.to(dtype) for name, tensor in floats.items()},
         **behind,
         **attention.tiles.arguments(),
         **dict(zip(NAMES, routed.tiles(), strict=True)),
-        **{f"shared_{name}": part for name, part in shared.alone().items()},
+        **{f"shared_{name}": tensor for name, tensor in shared.alone().items()},
         "early_residual": layer.early_router.residual_weight,
         "early_heads": layer.early_router.heads_weight,
         "bias": layer.mlp.router.e_score_correction_bias.unsqueeze(0),

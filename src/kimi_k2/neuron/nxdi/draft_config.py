@@ -93,8 +93,8 @@ def draft_state_dict(directory: str | Path, config: KimiK2DraftConfig) -> dict[s
     draft, dtype = config.draft, config.neuron_config.torch_dtype
     weights, tokens = read_head(Path(directory), draft, config.hf)
     if draft.form == "mla":
-        parts = [weights.pop(f"midlayer.self_attn.{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-        weights["midlayer.self_attn.qkv_a_proj.weight"] = torch.cat(parts)
+        projections = [weights.pop(f"midlayer.self_attn.{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        weights["midlayer.self_attn.qkv_a_proj.weight"] = torch.cat(projections)
     state = {name.replace("midlayer.", "layers.0.", 1): tensor.to(dtype) for name, tensor in weights.items()}
     tokens = torch.arange(draft.draft_vocab_size) if tokens is None else tokens
     ranks = torch.arange(config.neuron_config.tp_degree, dtype=torch.int32)

@@ -172,8 +172,10 @@ class KimiK2DraftModel(NeuronKimiK2Model):
             if self.input_norm is not None:
                 prev_hidden = self.input_norm(prev_hidden)
             if self.fc_norm is not None:
-                parts = prev_hidden.chunk(AUX_LAYERS, dim=-1)
-                prev_hidden = torch.cat([norm(one) for norm, one in zip(self.fc_norm, parts, strict=True)], dim=-1)
+                auxiliary = prev_hidden.chunk(AUX_LAYERS, dim=-1)
+                prev_hidden = torch.cat(
+                    [norm(hidden) for norm, hidden in zip(self.fc_norm, auxiliary, strict=True)], dim=-1
+                )
             prev_hidden = self.fc(prev_hidden)
         return torch.cat((hidden_states, prev_hidden), dim=2)
 

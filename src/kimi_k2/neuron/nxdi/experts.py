@@ -88,9 +88,9 @@ class Tiles(nn.Module):
 
     def alone(self) -> dict[str, Tensor]:
         """`tiles` of a stack of one expert, by name, without that dimension and without the scales of float weights."""
-        parts = {name: part.squeeze(0) for name, part in zip(NAMES, self.tiles(), strict=True)}
+        tiles = {name: tile.squeeze(0) for name, tile in zip(NAMES, self.tiles(), strict=True)}
         floats = self.gate_up_proj.scale is None
-        return {name: part for name, part in parts.items() if not (floats and name.endswith("_scales"))}
+        return {name: tile for name, tile in tiles.items() if not (floats and name.endswith("_scales"))}
 
     def mlp(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """Tokens [E' or 1, T, H] through all local experts, or those of `experts` [E']: [E', T, H]."""

@@ -43,9 +43,9 @@ def combine(sums: Tensor, logsumexp: Tensor) -> Tensor:
     return heads
 
 
-def _gathered(part: Tensor, dimension: int) -> Tensor:
+def _gathered(tensor: Tensor, dimension: int) -> Tensor:
     group = parallel_state.get_kv_shared_group()
-    whole: Tensor = gather_from_tensor_model_parallel_region_with_dim(part, dimension, group)
+    whole: Tensor = gather_from_tensor_model_parallel_region_with_dim(tensor, dimension, group)
     return whole
 
 
@@ -76,8 +76,8 @@ def slots_to_write(position_ids: Tensor, owned: Tensor, seq_ids: Tensor, ranks: 
         int64 [B, S].
     """
     written = torch.logical_and(owned.to(torch.bool), (seq_ids >= 0).reshape(-1, 1))
-    place = torch.div(position_ids, ranks, rounding_mode="floor").to(torch.long)
-    return torch.where(written, place, torch.full_like(place, slots - 1))
+    slot = torch.div(position_ids, ranks, rounding_mode="floor").to(torch.long)
+    return torch.where(written, slot, torch.full_like(slot, slots - 1))
 
 
 def own_block_slots(slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
@@ -108,6 +108,6 @@ def own_tokens(entries: tuple[Tensor, Tensor], own: Tensor) -> tuple[tuple[Tenso
     Returns:
         (the entries, bool [1, 1, S, S / ranks]).
     """
-    keys, latents = (one.index_select(1, own) for one in entries)
+    keys, latents = (cache.index_select(1, own) for cache in entries)
     tokens = torch.arange(entries[0].shape[1], device=own.device)
     return (keys, latents), (own <= tokens[:, None])[None, None]

@@ -29,7 +29,7 @@ class LatentKVCacheManager(base.LatentKVCacheManager):
         super()._init_kv_shape(config)
         if self.flash_decoding_enabled:
             length = get_cache_size(neuron.max_length, self.num_cores_per_group)
-            self.k_shape, self.v_shape = ((*one[:2], length, one[3]) for one in (self.k_shape, self.v_shape))
+            self.k_shape, self.v_shape = ((*shape[:2], length, shape[3]) for shape in (self.k_shape, self.v_shape))
 
     def get_cache(self, seq_len: int, **kwargs: Any) -> Any:
         """NxDI's; a kernel that runs all layers is given the whole."""

@@ -113,9 +113,9 @@ def lower(app: Any, stage: str, number: int = -1) -> LoweredGraph:
         aliases = {name: outputs_of[id(p)] for name, p in module.named_parameters() if id(p) in outputs_of}
         placed = _place(module)
         inputs = []
-        for place, example in enumerate(examples[number]):
+        for index, example in enumerate(examples[number]):
             if example.numel():
-                example = placed[f"input.{place}"] = _placeholder(example)
+                example = placed[f"input.{index}"] = _placeholder(example)
             inputs.append(example)
         with torch.no_grad():
             outputs = module(*inputs)
@@ -166,8 +166,8 @@ def _graph(
     numbers = {context.tensor_parameter_id(tensor): name for name, tensor in placed.items()}
     named = {number: name for number, name in numbers.items() if number >= 0}
     # Placeholders have no buffer to read; what the trace itself put on the device has one.
-    made = {n: t.cpu() for n, t in context.device_parameter_id_tensor_mapping().items() if n not in named}
+    constants = {n: t.cpu() for n, t in context.device_parameter_id_tensor_mapping().items() if n not in named}
     types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in placed.items()}
     inputs = {name: kind for name, kind in types.items() if name.startswith("input.")}
     states = {name: types[name] for name in aliases}
-    return LoweredGraph(stage, bucket, hlo, named, made, aliases, proto, inputs, states)
+    return LoweredGraph(stage, bucket, hlo, named, constants, aliases, proto, inputs, states)

@@ -72,7 +72,7 @@ def typed() -> Iterator[None]:
 def check_beside(config: Any, option: str, others: Beside) -> None:
     """Refuse other options' values that are not followed together with an option."""
     for name, (taken, reason) in others.items():
-        value, expected = getattr(config, name), " or ".join(repr(one) for one in taken)
+        value, expected = getattr(config, name), " or ".join(repr(choice) for choice in taken)
         require(value in taken, name, f"expected {expected} with {option}, got {value!r}: {reason}")
 
 

@@ -98,14 +98,14 @@ class VisionInputs:
         rows = torch.full((size,), -1, dtype=torch.int64)
         images = torch.zeros(size, dtype=torch.int32)  # what fills up attends to itself and is nobody's key
         shares = torch.zeros(size // bucket.frames, bucket.frames)
-        first = place = 0
+        first = row = 0
         for number, grid in enumerate(grids, start=1):
             count = padded_patches(grid, bucket)
             own = token_order(grid, config.merge_kernel_size, bucket.frames)
-            rows[place : place + count] = torch.where(own >= 0, own + first, -1)
-            images[place : place + count] = torch.where(own >= 0, number, 0)
-            shares[place // bucket.frames : (place + count) // bucket.frames, : grid.frames] = 1 / grid.frames
-            first, place = first + grid.patches, place + count
+            rows[row : row + count] = torch.where(own >= 0, own + first, -1)
+            images[row : row + count] = torch.where(own >= 0, number, 0)
+            shares[row // bucket.frames : (row + count) // bucket.frames, : grid.frames] = 1 / grid.frames
+            first, row = first + grid.patches, row + count
         there, index = (rows >= 0)[:, None], rows.clamp(min=0)
 
         def placed(values: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class VisionBlock(nn.Module):
         q, k, v = (
             linear(normed)[0].unflatten(-1, (self.heads, -1)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (apply_rotary_interleaved(part.float(), cos, sin).to(x.dtype) for part in (q, k))
+        q, k = (apply_rotary_interleaved(heads.float(), cos, sin).to(x.dtype) for heads in (q, k))
         scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)).float() * self.softmax_scale + bias
         attended = torch.matmul(scores.softmax(-1).to(x.dtype), v.transpose(0, 1)).transpose(0, 1)
         x = x + self.wo(attended.flatten(1)[None])
@@ -237,8 +237,8 @@ def convert_vision_state_dict(stored: dict[str, Tensor], dtype: torch.dtype) -> 
         short = name.removeprefix("vision_tower.").removeprefix("encoder.").removeprefix("mm_projector.")
         short = short.removeprefix("patch_embed.").replace("mlp.", "")
         if ".wqkv." in short:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                state[short.replace("wqkv", part)] = own.clone()
+            for projection, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
+                state[short.replace("wqkv", projection)] = own.clone()
         elif name.startswith("mm_projector.proj."):
             state[short.replace("proj.0", "in_proj").replace("proj.2", "out_proj")] = tensor
         else:

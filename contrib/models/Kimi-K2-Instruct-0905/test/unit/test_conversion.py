@@ -45,8 +45,8 @@ def test_int4_is_what_compressed_tensors_packs():
     values = torch.randint(-8, 8, (6, 64), generator=generator)
     scale = torch.rand(6, 2, generator=generator).to(torch.bfloat16)
     packed = torch.zeros(6, 8, dtype=torch.int64)
-    for place in range(8):
-        packed |= (values.view(6, 8, 8)[..., place] + 8) << (4 * place)
+    for nibble in range(8):
+        packed |= (values.view(6, 8, 8)[..., nibble] + 8) << (4 * nibble)
     words = packed.to(torch.int32) if packed.max() < 2**31 else (packed - (packed >= 2**31) * 2**32).to(torch.int32)
     stored = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([6, 64])}
     expected = values.float() * scale.float().repeat_interleave(32, dim=1)
@@ -80,6 +80,8 @@ def test_cut_takes_each_section_by_itself(sections):
     from src.checkpoint import cut
 
     tensor = torch.arange(2 * 12).view(2, 12)
-    parts = [cut(tensor, 1, sections, part, 3) for part in range(3)]
-    joined = [torch.cat([part.chunk(sections, dim=1)[one] for part in parts], dim=1) for one in range(sections)]
+    pieces = [cut(tensor, 1, sections, tp_rank, 3) for tp_rank in range(3)]
+    joined = [
+        torch.cat([piece.chunk(sections, dim=1)[section] for piece in pieces], dim=1) for section in range(sections)
+    ]
     assert torch.equal(torch.cat(joined, dim=1), tensor)
