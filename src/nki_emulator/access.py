@@ -316,16 +316,16 @@ def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
     )  # fmt: skip
 
 
-def share_bytes(one: NkiTensor, one_offset: int, other: NkiTensor, other_offset: int) -> bool:
+def share_bytes(first: NkiTensor, first_offset: int, second: NkiTensor, second_offset: int) -> bool:
     """Whether two views in HBM share a byte; exact, by marking the first and looking through the second."""
-    a, b = box(one, one_offset, "", False), box(other, other_offset, "", False)
+    a, b = box(first, first_offset, "", False), box(second, second_offset, "", False)
     if not a.overlaps(b):
         return False
-    if one.is_indirect() or other.is_indirect():
+    if first.is_indirect() or second.is_indirect():
         return True
     low, high = min(a.first, b.first), max(a.last, b.last)
     marks = np.zeros(high - low, bool)
-    for tensor, offset, final in ((one, one_offset, False), (other, other_offset, True)):
+    for tensor, offset, final in ((first, first_offset, False), (second, second_offset, True)):
         item = tensor.itemsize
         start = tensor.base + offset * item - low
         window = as_strided(marks[start:], (*tensor.shape, item), [*(s * item for s in tensor.strides), 1])

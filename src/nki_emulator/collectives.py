@@ -129,11 +129,11 @@ def _reduction(call: Call, op: Any) -> Operator:
     return op
 
 
-def _reduce(reduction: Operator, parts: list[Array]) -> Array:
-    total = parts[0]
+def _reduce(reduction: Operator, arrays: list[Array]) -> Array:
+    total = arrays[0]
     assert reduction.alu is not None
-    for part in parts[1:]:
-        total = reduction.alu(total, part)
+    for array in arrays[1:]:
+        total = reduction.alu(total, array)
     return np.asarray(total)
 
 
@@ -208,7 +208,7 @@ def _exchange(
         abort_if(launch.ranks.turns.failure)
         raise DeadlockError(call.operation, "replica_group", "all ranks of the group come to the same", group)
     for number, dst in enumerate(dsts):
-        parts = [part[number] for part in brought]
+        arrays = [part[number] for part in brought]
         exact = call.operation.endswith(("all_gather", "all_to_all"))
-        values = combine(parts if exact else [widen(part, dst.dtype) for part in parts], group.index(launch.rank))
+        values = combine(arrays if exact else [widen(part, dst.dtype) for part in arrays], group.index(launch.rank))
         call.write("dsts", dst, values.reshape(dst.shape))

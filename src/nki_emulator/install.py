@@ -49,19 +49,19 @@ def install(*, force: bool = False) -> bool:
     typing.tensor = language.NkiTensor  # type: ignore[attr-defined]
     dtype = ModuleType("nki.dtype")
     dtype.__dict__.update({name: name for name in (*NUMPY, *PACKED)})
-    parts: dict[str, Any] = {
+    modules: dict[str, Any] = {
         "isa": isa,
         "language": language,
         "collectives": collectives,
         "typing": typing,
         "dtype": dtype,
     }
-    for name, value in {**parts, "jit": jit, "simulate": simulate, "is_emulator": True}.items():
+    for name, value in {**modules, "jit": jit, "simulate": simulate, "is_emulator": True}.items():
         setattr(root, name, value)
     for name in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "nki"]:
         del sys.modules[name]
     sys.modules["nki"] = root
-    sys.modules.update({f"nki.{name}": part for name, part in parts.items()})
+    sys.modules.update({f"nki.{name}": part for name, part in modules.items()})
     sys.modules["nki.isa.constants"] = constants
     return True
 

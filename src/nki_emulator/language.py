@@ -138,13 +138,13 @@ def full(shape: Sequence[int], value: float, dtype: Any, buffer: Region = sbuf, 
     """A new tensor of one value."""
     from nki_emulator.isa.copies import memset
 
-    made = ndarray(shape, dtype, buffer, name)
+    tensor = ndarray(shape, dtype, buffer, name)
     if buffer.on_chip:
-        memset(made, value)
-        return made
-    made.storage.data.view(NUMPY[made.dtype])[...] = value
-    made.storage.written = None
-    return made
+        memset(tensor, value)
+        return tensor
+    tensor.storage.data.view(NUMPY[tensor.dtype])[...] = value
+    tensor.storage.written = None
+    return tensor
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
@@ -177,9 +177,9 @@ def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None =
     """An identity matrix in SBUF."""
     from nki_emulator.access import Call
 
-    made = ndarray((n, n), dtype, sbuf, "identity") if dst is None else dst
-    Call("shared_identity_matrix", "dma", prefix="nki.language.").write("dst", made, np.eye(n, dtype=np.float32))
-    return made
+    tensor = ndarray((n, n), dtype, sbuf, "identity") if dst is None else dst
+    Call("shared_identity_matrix", "dma", prefix="nki.language.").write("dst", tensor, np.eye(n, dtype=np.float32))
+    return tensor
 
 
 def program_id(axis: int = 0) -> int:

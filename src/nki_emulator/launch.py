@@ -220,7 +220,7 @@ class Kernel:
         for launch, _ in begun:
             for thread in launch.threads:
                 thread.join()
-        return [self._end(*one) for one in begun]
+        return [self._end(*call) for call in begun]
 
     def _begin(
         self, ranks: Ranks, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -233,8 +233,8 @@ class Kernel:
             if before("0.7") and (isinstance(value, list) or hasattr(value, "_fields")):
                 raise NkiError("nki.jit", "argument", "tuples, no lists and named tuples", type(value).__name__)
             if isinstance(value, list | tuple):
-                parts = [once(part) for part in value]
-                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+                values = [once(part) for part in value]
+                return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
             if id(value) not in seen:
                 seen[id(value)] = argument(value, region)
             return seen[id(value)]
@@ -247,7 +247,7 @@ class Kernel:
     def _end(self, launch: Launch, tensors: tuple[Any, ...]) -> Any:
         """The results of a launch that has ended."""
         out = launch.end()
-        launch.arguments = [part.storage.number if isinstance(part, NkiTensor) else None for part in tensors]
-        parts = out if isinstance(out, list | tuple) else [out]
-        launch.results = [part.storage.number for part in parts if isinstance(part, NkiTensor)]
+        launch.arguments = [tensor.storage.number if isinstance(tensor, NkiTensor) else None for tensor in tensors]
+        results = out if isinstance(out, list | tuple) else [out]
+        launch.results = [part.storage.number for part in results if isinstance(part, NkiTensor)]
         return result(out)

@@ -89,32 +89,32 @@ class _Simulation:
     def _link(self) -> None:
         history: dict[int, list[tuple[Access, int]]] = {}
         issued: int | None = None
-        for number, one in enumerate(self.trace):
-            if not one.accesses:
+        for number, event in enumerate(self.trace):
+            if not event.accesses:
                 continue
             before = {
                 other
-                for box in one.accesses
+                for box in event.accesses
                 for seen, other in history.get(box.storage, [])
                 if (box.written or seen.written) and other != number and box.overlaps(seen)
             }
             for other in before:
                 self.after[other].append(number)
             self.waits[number] = len(before)
-            if one.engine == "dma" and issued is not None:
+            if event.engine == "dma" and issued is not None:
                 self.after_start.setdefault(issued, []).append(number)
                 self.waits[number] += 1
-            if one.engine == "collective":
+            if event.engine == "collective":
                 issued = number
-            for box in one.accesses:
+            for box in event.accesses:
                 _remember(history.setdefault(box.storage, []), box, number)
-            if one.engine != "dma":
-                self.queues.setdefault(one.engine, []).append(number)
+            if event.engine != "dma":
+                self.queues.setdefault(event.engine, []).append(number)
 
     def run(self) -> list[float]:
         """Run all instructions."""
-        for number, one in enumerate(self.trace):
-            if one.engine == "dma" and one.accesses and self.waits[number] == 0:
+        for number, event in enumerate(self.trace):
+            if event.engine == "dma" and event.accesses and self.waits[number] == 0:
                 self._offer(number)
         for engine in self.queues:
             self._start(engine)

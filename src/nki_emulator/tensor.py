@@ -183,10 +183,10 @@ class NkiTensor:
             elif isinstance(k, NkiTensor):
                 raise self._fail("__getitem__", "a dynamic index goes through select, vector_select or ap", k)
             else:
-                place = int(k) + (size if k < 0 else 0)
-                if not 0 <= place < size:
+                position = int(k) + (size if k < 0 else 0)
+                if not 0 <= position < size:
                     raise self._fail("__getitem__", f"an index within dimension {dim} of {size}", k)
-                offset += place * stride
+                offset += position * stride
                 if dim == 0 and self.buffer.on_chip:
                     shape.append(1)
                     strides.append(stride)

@@ -26,13 +26,13 @@ def write_adapter(
     config = model.config
 
     def add(name: str, rows: int, columns: int) -> None:
-        for part, shape, size in (("A", (rank, columns), columns**-0.5), ("B", (rows, rank), 0.02)):
-            tensors[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn(shape, generator=draw) * size
+        for matrix, shape, size in (("A", (rank, columns), columns**-0.5), ("B", (rows, rank), 0.02)):
+            tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = torch.randn(shape, generator=draw) * size
 
     for number in range(config.num_hidden_layers):
         moe, layer = config.is_moe_layer(number), f"model.layers.{number}"
         mlp = "mlp.shared_experts" if moe else "mlp"
-        for name in only or ((*ATTENTION, *(f"{mlp}.{one}" for one in MLP)) if attention else ()):
+        for name in only or ((*ATTENTION, *(f"{mlp}.{projection}" for projection in MLP)) if attention else ()):
             module = model.get_submodule(f"{layer}.{name}")
             assert isinstance(module, Linear)
             rows, columns = module.weight.shape
@@ -71,6 +71,10 @@ def merge(model: KimiK2ForCausalLM, adapter: Path) -> None:
             assert isinstance(experts, Experts)
             whole = experts.gate_up_proj[int(number)]
             half = len(whole) // 2
-            parts = {"gate_proj": whole[:half], "up_proj": whole[half:], "down_proj": experts.down_proj[int(number)]}
-            weight = parts[projection]
+            projections = {
+                "gate_proj": whole[:half],
+                "up_proj": whole[half:],
+                "down_proj": experts.down_proj[int(number)],
+            }
+            weight = projections[projection]
         weight.data.copy_(weight.double() + more.to(weight.device))

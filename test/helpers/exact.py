@@ -66,7 +66,7 @@ def mixture(
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for chosen in indices[indices >= 0].unique().tolist():
         token, slot = torch.where(indices == chosen)
-        first, second = (weights(one) for one in matrices(chosen))
+        first, second = (weights(matrix) for matrix in matrices(chosen))
         gate, up = (tokens(x[token]) @ first.T).chunk(2, -1)
         result = middle(F.silu(gate) * up) @ second.T * scores[token, slot, None].double()
         out.index_add_(0, token, outputs(result))

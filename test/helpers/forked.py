@@ -46,7 +46,7 @@ def python() -> list[str]:
 
 def serve(descriptor: int) -> None:
     """Fork a program for each connection, until killed."""
-    sys.path = [str(Path(one).absolute()) for one in sys.path]
+    sys.path = [str(Path(entry).absolute()) for entry in sys.path]
     for name in IMPORTED:
         __import__(name)
     gc.freeze()
@@ -65,9 +65,9 @@ def serve(descriptor: int) -> None:
                     os.close(file)
                 ended = os.pidfd_open(pid)
                 client.sendall(b"%d\n" % pid)
-                for one in (ended, client.fileno()):
-                    programs[one] = pid, client
-                    events.register(one, selectors.EVENT_READ)
+                for watched in (ended, client.fileno()):
+                    programs[watched] = pid, client
+                    events.register(watched, selectors.EVENT_READ)
                 continue
             pid, client = programs[key.fd]
             if key.fd == client.fileno():  # the client is gone, or about to be
@@ -75,10 +75,10 @@ def serve(descriptor: int) -> None:
                 os.kill(pid, signal.SIGKILL)  # not yet waited for, so still its number
                 continue
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            for one in (key.fd, client.fileno()):
-                programs.pop(one)
-                if one in events.get_map():
-                    events.unregister(one)
+            for watched in (key.fd, client.fileno()):
+                programs.pop(watched)
+                if watched in events.get_map():
+                    events.unregister(watched)
             with contextlib.suppress(OSError):
                 client.sendall(b"%d\n" % status)
             client.close()

@@ -38,11 +38,11 @@ def drawn(format_: StoredFormat, experts: int, inter: int, hidden: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     stacks: tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]] = ([], [])
     for _ in range(experts):
-        parts = [_held(format_, inter, hidden, generator) for _ in range(2)]
-        stacks[0].append({suffix: torch.cat([part[suffix] for part in parts]) for suffix in parts[0]})
+        projections = [_held(format_, inter, hidden, generator) for _ in range(2)]
+        stacks[0].append({suffix: torch.cat([part[suffix] for part in projections]) for suffix in projections[0]})
         stacks[1].append(_held(format_, hidden, inter, generator))
     gate_up, down = (
-        Weight({suffix: torch.stack([one[suffix] for one in stack]) for suffix in stack[0]}, format_)
+        Weight({suffix: torch.stack([tensors[suffix] for tensors in stack]) for suffix in stack[0]}, format_)
         for stack in stacks
     )
     return ExpertWeights(gate_up, down)
@@ -50,14 +50,14 @@ def drawn(format_: StoredFormat, experts: int, inter: int, hidden: int, seed: in
 
 def dense_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor]:
     """float64 [E, 2I, H] and [E, H, I], from float32 that the formats dequantize to."""
-    made = []
+    weights = []
     for weight in (experts.gate_up, experts.down):
         assert weight.quantization is not None
         each = [
             weight.quantization.dequantize(weight.expert(e).tensors, torch.float32) for e in range(experts.num_experts)
         ]
-        made.append(torch.stack(each).double())
-    return made[0], made[1]
+        weights.append(torch.stack(each).double())
+    return weights[0], weights[1]
 
 
 def arguments(experts: ExpertWeights) -> tuple[tuple[Any, ...], dict[str, Any]]:

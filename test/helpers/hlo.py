@@ -140,38 +140,42 @@ def count(text: str, parameters: Mapping[int, str] | None = None) -> GraphCounts
     Raises:
         HloParseError: the text cannot be read.
     """
-    instructions = {one.name: one for one in entry_instructions(text)}
+    instructions = {instruction.name: instruction for instruction in entry_instructions(text)}
     consumers: dict[str, list[Instruction]] = defaultdict(list)
-    for one in instructions.values():
-        for operand in one.operands:
-            consumers[operand].append(one)
+    for instruction in instructions.values():
+        for operand in instruction.operands:
+            consumers[operand].append(instruction)
     combined = reducers(text)
     counts = GraphCounts()
-    for one in instructions.values():
-        if one.op == "parameter":
-            number = int(one.operands[0])
+    for instruction in instructions.values():
+        if instruction.op == "parameter":
+            number = int(instruction.operands[0])
             name = (parameters or {}).get(number, f"p{number}")
-            counts.held[name] = sum(shape.nbytes for shape in one.shapes)
-            whole, rows = _read(one, consumers, DTYPE_BYTES[one.shapes[0].dtype], instructions)
+            counts.held[name] = sum(shape.nbytes for shape in instruction.shapes)
+            whole, rows = _read(instruction, consumers, DTYPE_BYTES[instruction.shapes[0].dtype], instructions)
             counts.read[name] = rows + (counts.held[name] if whole else 0)
-        elif one.op == "dot":
-            counts.flops += _dot_flops(one, instructions)
-        elif one.op == "scatter" or (one.op == "gather" and not _of_parameter(one, instructions)):
-            counts.moved[one.op] = counts.moved.get(one.op, 0) + _moved(one, instructions, combined)
-        elif one.op == "custom-call" and (cost := kernel_cost(one, instructions)):
+        elif instruction.op == "dot":
+            counts.flops += _dot_flops(instruction, instructions)
+        elif instruction.op == "scatter" or (
+            instruction.op == "gather" and not _of_parameter(instruction, instructions)
+        ):
+            counts.moved[instruction.op] = counts.moved.get(instruction.op, 0) + _moved(
+                instruction, instructions, combined
+            )
+        elif instruction.op == "custom-call" and (cost := kernel_cost(instruction, instructions)):
             moved = cost.written + sum(
                 size
-                for operand, size in zip(one.operands, cost.read, strict=True)
+                for operand, size in zip(instruction.operands, cost.read, strict=True)
                 if not is_parameter(operand, instructions)
             )
             counts.moved["kernels"] = counts.moved.get("kernels", 0) + moved
             for kind, ranks, nbytes in cost.collectives:
                 key = Collective(kind, ranks, nbytes)
                 counts.collectives[key] = counts.collectives.get(key, 0) + 1
-        elif one.op in COLLECTIVES:
+        elif instruction.op in COLLECTIVES:
             # A tuple may carry a scalar token behind the payload.
-            payload = max((shape.nbytes for shape in one.shapes), default=0)
-            key = Collective(one.op, _group_size(one.attributes), payload)
+            payload = max((shape.nbytes for shape in instruction.shapes), default=0)
+            key = Collective(instruction.op, _group_size(instruction.attributes), payload)
             counts.collectives[key] = counts.collectives.get(key, 0) + 1
     return counts
 
@@ -186,21 +190,21 @@ def stale_readers(text: str, caches: Mapping[str, tuple[int, int]]) -> list[str]
         text: HLO text.
         caches: numbers of the parameter and of the output, by name.
     """
-    instructions = {one.name: one for one in entry_instructions(text)}
+    instructions = {instruction.name: instruction for instruction in entry_instructions(text)}
     outputs = list(instructions.values())[-1].operands
     users: dict[str, list[Instruction]] = defaultdict(list)
-    for one in instructions.values():
-        for operand in one.operands:
-            users[operand].append(one)
+    for instruction in instructions.values():
+        for operand in instruction.operands:
+            users[operand].append(instruction)
 
     def behind(name: str, without: str) -> set[str]:
         """Instructions that need one, but by the one that is left out."""
         found, waiting = set[str](), [name]
         while waiting:
-            for one in users[waiting.pop()]:
-                if one.name not in found and one.name != without:
-                    found.add(one.name)
-                    waiting.append(one.name)
+            for user in users[waiting.pop()]:
+                if user.name not in found and user.name != without:
+                    found.add(user.name)
+                    waiting.append(user.name)
         return found
 
     views = TRANSPARENT | {"slice"}
@@ -219,41 +223,48 @@ def stale_readers(text: str, caches: Mapping[str, tuple[int, int]]) -> list[str]
         if chain[-1].op != "parameter" or chain[-1].operands[0] != str(number):
             said.append(f"{cache}: what is given back is no update of it")
         versions = {link.name for link in chain}
-        for one in instructions.values():
-            if one.op in views or one.op in ("parameter", "tuple") or one in chain:
+        for instruction in instructions.values():
+            if instruction.op in views or instruction.op in ("parameter", "tuple") or instruction in chain:
                 continue
-            read = [place for place, name in enumerate(one.operands) if source(name).name in versions]
+            read = [index for index, name in enumerate(instruction.operands) if source(name).name in versions]
             if not read:
                 continue
-            if one.op in ("dynamic-update-slice", "scatter") and read[0] == 0:
-                said.append(f"{cache}: {one.name} is lost")
-            at = chain.index(source(one.operands[read[0]]))
+            if instruction.op in ("dynamic-update-slice", "scatter") and read[0] == 0:
+                said.append(f"{cache}: {instruction.name} is lost")
+            at = chain.index(source(instruction.operands[read[0]]))
             for update in chain[:at]:
-                made = source(update.operands[UPDATES[update.op][1]])
+                written = source(update.operands[UPDATES[update.op][1]])
                 # A kernel that reads the cache makes the entries itself.
-                if made.name not in behind(one.name, "") | {one.name} and not others & behind(made.name, update.name):
-                    said.append(f"{cache}: {one.name} reads what was there before {update.name}")
+                if written.name not in behind(instruction.name, "") | {instruction.name} and not others & behind(
+                    written.name, update.name
+                ):
+                    said.append(f"{cache}: {instruction.name} reads what was there before {update.name}")
     return said
 
 
-def kernel_cost(one: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:
+def kernel_cost(instruction: Instruction, instructions: Mapping[str, Instruction]) -> CallCost | None:
     """What a custom call moves, if it is a kernel of ours."""
-    shapes = (instructions[operand].shapes[0] for operand in one.operands)
-    return call_cost(one.attributes, tuple((shape.dtype, shape.dims) for shape in shapes))
+    shapes = (instructions[operand].shapes[0] for operand in instruction.operands)
+    return call_cost(instruction.attributes, tuple((shape.dtype, shape.dims) for shape in shapes))
 
 
 def _read(
-    one: Instruction, consumers: Mapping[str, list[Instruction]], item: int, instructions: Mapping[str, Instruction]
+    instruction: Instruction,
+    consumers: Mapping[str, list[Instruction]],
+    item: int,
+    instructions: Mapping[str, Instruction],
 ) -> tuple[bool, int]:
     """Whether some use needs all of a parameter, and the bytes that gathers, slices and kernels read of it."""
     whole, rows = False, 0
-    for consumer in consumers[one.name]:
-        if consumer.op in ("gather", "dynamic-slice", "slice") and consumer.operands[0] == one.name:
+    for consumer in consumers[instruction.name]:
+        if consumer.op in ("gather", "dynamic-slice", "slice") and consumer.operands[0] == instruction.name:
             rows += prod(consumer.shapes[0].dims) * item
-        elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == one.name:
+        elif consumer.op in ("dynamic-update-slice", "scatter") and consumer.operands[0] == instruction.name:
             continue  # written in place through the alias
         elif consumer.op == "custom-call" and (cost := kernel_cost(consumer, instructions)):
-            rows += sum(size for name, size in zip(consumer.operands, cost.read, strict=True) if name == one.name)
+            rows += sum(
+                size for name, size in zip(consumer.operands, cost.read, strict=True) if name == instruction.name
+            )
         elif consumer.op in TRANSPARENT:
             inner, more = _read(consumer, consumers, item, instructions)
             whole, rows = whole or inner, rows + more
@@ -262,9 +273,9 @@ def _read(
     return whole, rows
 
 
-def _of_parameter(one: Instruction, instructions: Mapping[str, Instruction]) -> bool:
+def _of_parameter(instruction: Instruction, instructions: Mapping[str, Instruction]) -> bool:
     """Whether the array that is gathered from is a parameter; then the rows are among what is read of it."""
-    return is_parameter(one.operands[0], instructions)
+    return is_parameter(instruction.operands[0], instructions)
 
 
 def is_parameter(name: str, instructions: Mapping[str, Instruction]) -> bool:
@@ -275,20 +286,20 @@ def is_parameter(name: str, instructions: Mapping[str, Instruction]) -> bool:
     return source is not None and source.op == "parameter"
 
 
-def _moved(one: Instruction, instructions: Mapping[str, Instruction], combined: Mapping[str, str]) -> int:
+def _moved(instruction: Instruction, instructions: Mapping[str, Instruction], combined: Mapping[str, str]) -> int:
     """Bytes of a gather's rows, or of a scatter's: updates read, rows written, and read first if they are added to."""
-    if one.op == "gather":
-        return one.shapes[0].nbytes
-    updates = instructions[one.operands[2]].shapes[0].nbytes
-    match = _TO_APPLY.search(one.attributes)
+    if instruction.op == "gather":
+        return instruction.shapes[0].nbytes
+    updates = instructions[instruction.operands[2]].shapes[0].nbytes
+    match = _TO_APPLY.search(instruction.attributes)
     return updates * (3 if match and combined.get(match[1]) == "add" else 2)
 
 
-def _dot_flops(one: Instruction, instructions: Mapping[str, Instruction]) -> int:
-    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.attributes)
-    lhs = instructions[one.operands[0]].shapes[0].dims
+def _dot_flops(instruction: Instruction, instructions: Mapping[str, Instruction]) -> int:
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+    lhs = instructions[instruction.operands[0]].shapes[0].dims
     contracted = [int(dim) for dim in match[1].split(",") if dim] if match else []
-    return 2 * prod(one.shapes[0].dims) * prod(lhs[dim] for dim in contracted)
+    return 2 * prod(instruction.shapes[0].dims) * prod(lhs[dim] for dim in contracted)
 
 
 def _group_size(attributes: str) -> int:
@@ -329,23 +340,23 @@ def peak_live_bytes(text: str, largest: int = 5) -> Peak:
     instructions = list(entry_instructions(text))
     last = _last_uses(instructions)
     users: dict[str, set[str]] = defaultdict(set)
-    for one in instructions:
-        for operand in one.operands:
-            users[operand].add(one.op)
+    for instruction in instructions:
+        for operand in instruction.operands:
+            users[operand].add(instruction.op)
     ends: dict[int, list[str]] = defaultdict(list)
     alive: dict[str, int] = {}
     live = peak = 0
     at_peak: dict[str, int] = {}
-    for place, one in enumerate(instructions):
-        if one.op not in FREE and users[one.name] != {"tuple"}:
-            alive[one.name] = sum(shape.nbytes for shape in one.shapes)
-            live += alive[one.name]
-            ends[last[one.name]].append(one.name)
+    for index, instruction in enumerate(instructions):
+        if instruction.op not in FREE and users[instruction.name] != {"tuple"}:
+            alive[instruction.name] = sum(shape.nbytes for shape in instruction.shapes)
+            live += alive[instruction.name]
+            ends[last[instruction.name]].append(instruction.name)
             if live > peak:
                 peak, at_peak = live, dict(alive)
-        for name in ends.pop(place, []):
+        for name in ends.pop(index, []):
             live -= alive.pop(name)
-    named = {one.name: one for one in instructions}
+    named = {instruction.name: instruction for instruction in instructions}
     ranked = sorted(((size, named[name]) for name, size in at_peak.items()), key=lambda item: -item[0])
     return Peak(peak, ranked[:largest])
 
@@ -353,11 +364,11 @@ def peak_live_bytes(text: str, largest: int = 5) -> Peak:
 def _last_uses(instructions: list[Instruction]) -> dict[str, int]:
     """Place of the last instruction that needs each result."""
     last: dict[str, int] = {}
-    for place in reversed(range(len(instructions))):
-        one = instructions[place]
-        until = last.get(one.name, place) if one.op in VIEWS else place
-        last.setdefault(one.name, place)
-        for operand in one.operands:
+    for index in reversed(range(len(instructions))):
+        instruction = instructions[index]
+        until = last.get(instruction.name, index) if instruction.op in VIEWS else index
+        last.setdefault(instruction.name, index)
+        for operand in instruction.operands:
             last[operand] = max(last.get(operand, 0), until)
     return last
 
@@ -371,7 +382,7 @@ def summary(counts: GraphCounts) -> dict[str, Any]:
         "routed_expert_bytes_read": counts.bytes_read(r"\.mlp\.experts\."),
         "flops": counts.flops,
         "collectives": [
-            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
-            for one, times in sorted(counts.collectives.items(), key=lambda item: str(item))
+            {"kind": collective.kind, "ranks": collective.ranks, "bytes": collective.nbytes, "times": times}
+            for collective, times in sorted(counts.collectives.items(), key=lambda item: str(item))
         ],
     }

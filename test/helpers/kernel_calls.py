@@ -82,8 +82,7 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
     install()
     arguments: dict[str, Any] = json.loads(config)
     cores = arguments.pop("cores")
-    made: Kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)
-    kernel = made[cores]
+    kernel: Kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
     region = Region.shared_hbm if cores > 1 else Region.private_hbm
     arrays = [np.zeros(dims, NUMPY[_DTYPES[dtype]]) for dtype, dims in operands]
     if name == "selective_experts":
@@ -101,7 +100,7 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
                 arguments[field] = ((0,),)  # the others' summands are left out
     kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
     assert kernel.last is not None
-    place = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
+    positions = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
     read, indexed, written = [0] * len(tensors), [0] * len(tensors), 0
     for trace in kernel.last.traces:
         for instruction in trace:
@@ -112,15 +111,15 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
                 size = hbm_bytes_of(box)
                 if box.written:
                     written += size
-                elif box.storage in place:
-                    read[place[box.storage]] += size
-                    indexed[place[box.storage]] += size * by_index
+                elif box.storage in positions:
+                    read[positions[box.storage]] += size
+                    indexed[positions[box.storage]] += size * by_index
     return CallCost(tuple(read), tuple(indexed), written, tuple(_collectives(kernel.last.traces, ranks)))
 
 
 def _collectives(traces: list[list[Any]], ranks: dict[str, int]) -> Iterator[tuple[str, int, int]]:
     """Of all cores' instructions, which come to the same collectives; see `CallCost`."""
-    of_cores = ([one for one in trace if one.engine == "collective"] for trace in traces)
+    of_cores = ([instruction for instruction in trace if instruction.engine == "collective"] for trace in traces)
     for same in zip(*of_cores, strict=True):
         results = [[box for box in one.accesses if box.written] for one in same]
         counted = results if results[0][0].region.on_chip else results[:1]
@@ -150,7 +149,9 @@ def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:
     """Correction biases by which all routers choose experts of which a rank holds its average share."""
     local = arrays["layers.0.gate_up"].shape[0]
     local_mask = [slot * local % num_experts < local for slot in range(CHOICES)]
-    numbers = [local_mask[:slot].count(one) + (0 if one else local) for slot, one in enumerate(local_mask)]
+    numbers = [
+        local_mask[:slot].count(is_local) + (0 if is_local else local) for slot, is_local in enumerate(local_mask)
+    ]
     for name, array in arrays.items():
         if name.endswith(".bias"):
             array[0, numbers] = np.arange(2 * CHOICES, CHOICES, -1)

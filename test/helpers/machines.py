@@ -97,11 +97,11 @@ class Machine:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            made = call()
+            results = call()
 
         def replayed() -> Any:
             graph.replay()
-            return made
+            return results
 
         return replayed
 

@@ -21,8 +21,8 @@ def assert_graph_follows(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-        made = call()
+        results = call()
     for _ in range(replays):
         refresh()
         graph.replay()
-        assert all(torch.equal(one, again) for one, again in zip(made, call(), strict=True))
+        assert all(torch.equal(result, again) for result, again in zip(results, call(), strict=True))

@@ -22,7 +22,8 @@ def expected(
     model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     model.kv_cache_dtype = cache or model.kv_cache_dtype
     return [
-        generate(model, [one["prompt"]], SamplingParams(one["new_tokens"], ignore_eos=True)).token_ids[0] for one in job
+        generate(model, [request["prompt"]], SamplingParams(request["new_tokens"], ignore_eos=True)).token_ids[0]
+        for request in job
     ]
 
 

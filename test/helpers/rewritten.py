@@ -15,7 +15,7 @@ FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "gene
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
     """All tensors by their stored names."""
-    return {name: one for shard in directory.glob("*.safetensors") for name, one in load_file(shard).items()}
+    return {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
 
 
 def rewritten(

@@ -93,7 +93,7 @@ def dtypes(job: Job) -> Answer:
     graphs = [lowering.lower(app, stage) for stage in lowering.STAGES]
     return {
         "loaded": {name: str(tensor.dtype) for name, tensor in tensors if tensor.is_floating_point()},
-        "graphs": [{"stage": one.stage, "types": parameter_types(one), "hlo": one.hlo} for one in graphs],
+        "graphs": [{"stage": graph.stage, "types": parameter_types(graph), "hlo": graph.hlo} for graph in graphs],
     }
 
 

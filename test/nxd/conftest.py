@@ -43,13 +43,13 @@ def _environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """The directory of a tiny checkpoint: `stored(seed=3, **fields)`, see cases.write."""
-    root, made = tmp_path_factory.mktemp("stored"), dict[str, Path]()
+    root, written = tmp_path_factory.mktemp("stored"), dict[str, Path]()
 
     def of(**source: Any) -> Path:
         name = repr(sorted(source.items()))
-        if name not in made:
-            made[name] = write(root / str(len(made)), **source)
-        return made[name]
+        if name not in written:
+            written[name] = write(root / str(len(written)), **source)
+        return written[name]
 
     return of
 

@@ -256,14 +256,16 @@ def edited(owner: Any, method: str, old: str, new: str) -> Patch:
     if "super()" in source:
         source = source.replace("super()", "super(_owner, self)")
     exec(compile(source.replace(old, new), f"<{method}>", "exec"), {**function.__globals__, "_owner": owner}, space)
-    made = space[method]
-    return owner, method, staticmethod(made) if isinstance(owner.__dict__.get(method), staticmethod) else made
+    method_ = space[method]
+    return owner, method, staticmethod(method_) if isinstance(owner.__dict__.get(method), staticmethod) else method_
 
 
 def patch(name: str, old: str, new: str) -> Patch:
     """The only function or method of a module that contains `old`, with `new` in its place."""
     module = importlib.import_module(name) if "." in name else environment.contrib(name)
-    classes = (one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__)
+    classes = (
+        value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
+    )
     found = []
     for owner in (module, *classes):
         for method, one in vars(owner).items():

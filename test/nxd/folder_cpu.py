@@ -15,7 +15,7 @@ from kimi_k2.neuron import standins
 
 def alone(folder: str) -> None:
     """`src` of the folder can be imported, `kimi_k2` no longer; what stands for the SDK's binary modules stays."""
-    for name in [one for one in sys.modules if one.partition(".")[0] == "kimi_k2"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "kimi_k2"]:
         if not name.startswith(standins.__name__):
             del sys.modules[name]
     sys.modules["kimi_k2"] = None  # type: ignore[assignment]
@@ -68,7 +68,7 @@ def _with_all_logits(wrapper: Any, *args: Any) -> Any:
     count, size = len(args[3]), wrapper.neuron_config.batch_size
     if count == size:
         return type(wrapper).forward(wrapper, *args)
-    given = [one for one in wrapper._process_args(*args) if isinstance(one, torch.Tensor)]
+    given = [arg for arg in wrapper._process_args(*args) if isinstance(arg, torch.Tensor)]
     given = wrapper.pad_inputs(*wrapper.convert_int64_to_int32(*given))
     if count < size:
         tokens, logits, *caches = wrapper._forward_with_pad(*given)
@@ -77,8 +77,8 @@ def _with_all_logits(wrapper: Any, *args: Any) -> Any:
     for row in range(0, count, size):
         tokens, logits, *caches = _with_all_logits(wrapper, *(one[row : row + size] for one in given))
         found.append([tokens, logits])
-        for one, new in zip(wrapper.model.kv_mgr.past_key_values, caches, strict=True):
-            one.data = new
+        for cache, new in zip(wrapper.model.kv_mgr.past_key_values, caches, strict=True):
+            cache.data = new
     return [*(torch.cat(parts) for parts in zip(*found, strict=True)), *caches]
 
 

@@ -43,14 +43,14 @@ class Oracle:
         tokens, _, positions, *_ = self._given
         if positions.shape[1] > 1:  # the prompt, or what was verified: nothing is drafted
             return own
-        made, at = own.clone(), positions[:, 0].tolist()
+        drafted, at = own.clone(), positions[:, 0].tolist()
         for row, text in enumerate(self.batch.get("oracle", [])):
             token = text[at[row] + 2] if at[row] + 2 < len(text) else 0
-            made[row] = token ^ 1 if self.random.random() < self.batch["wrong"] else token  # in the vocabulary too
+            drafted[row] = token ^ 1 if self.random.random() < self.batch["wrong"] else token  # in the vocabulary too
         for row, token in enumerate(tokens[:, 0].tolist() if "table" in self.batch else ()):
-            made[row] = self.batch["table"].get(str(token), 0)
-        self.notes.append((at, own.flatten().tolist(), made.flatten().tolist()))
-        return made
+            drafted[row] = self.batch["table"].get(str(token), 0)
+        self.notes.append((at, own.flatten().tolist(), drafted.flatten().tolist()))
+        return drafted
 
 
 def load(job: Asked) -> NeuronApplication:
@@ -129,9 +129,9 @@ def sampled(job: Asked, prompt: list[int], params: list[list[float]]) -> list[tu
     """A job of applications.py: for each parameters the token that is drawn, and its logits, of a prompt and a step."""
     app, found = applications.build(job), []
     ids, where = torch.tensor([prompt]), torch.arange(len(prompt))[None]
-    for one in params:
+    for param in params:
         app.reset()
-        given = {"attention_mask": torch.ones_like(ids), "sampling_params": torch.tensor([one])}
+        given = {"attention_mask": torch.ones_like(ids), "sampling_params": torch.tensor([param])}
         step = app(input_ids=ids, position_ids=where, **given)
         found.append((int(step.tokens.flatten()[0]), step.logits.flatten()))
         token = [[found[-1][0]]]
@@ -143,7 +143,7 @@ def sampled(job: Asked, prompt: list[int], params: list[list[float]]) -> list[tu
 def generations(job: Asked, batches: Sequence[Asked]) -> list[dict[str, Any]]:
     """A job: of each batch the replies, drafts, what was accepted, and the adapter's tokens where it is asked for."""
     app = load(job)
-    models = {} if environment.executed() else {id(one.model): one.model for one in app.app.models}
+    models = {} if environment.executed() else {id(model.model): model.model for model in app.app.models}
     oracles = [Oracle(model.draft_model) for model in models.values() if "draft" in job]
     answers = []
     for batch in batches:

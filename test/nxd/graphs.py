@@ -107,17 +107,28 @@ def planned(preset: str, graph: Any, layers: int = 2, member: str = MEMBER) -> d
 def of_experts(graph: Any) -> list[dict[str, Any]]:
     """What the routed experts' weights become, up to and with the products that they go into, in order."""
     instructions = list(entry_instructions(graph.hlo))
-    users = Counter(operand for one in instructions for operand in one.operands)
+    users = Counter(operand for instruction in instructions for operand in instruction.operands)
     weights = {str(n) for n, name in graph.parameters.items() if ".mlp.experts." in name and name.endswith("weight")}
-    seen = {one.name for one in instructions if one.op == "parameter" and one.operands[0] in weights}
+    seen = {
+        instruction.name
+        for instruction in instructions
+        if instruction.op == "parameter" and instruction.operands[0] in weights
+    }
     found = []
-    for one in instructions:
-        if one.op != "parameter" and seen.intersection(one.operands):
-            if one.op != "dot":
-                seen.add(one.name)
-            if len(one.shapes) == 1:  # else a kernel's results
-                (shape,) = one.shapes
-                found.append({"op": one.op, "type": shape.dtype, "shape": list(shape.dims), "users": users[one.name]})
+    for instruction in instructions:
+        if instruction.op != "parameter" and seen.intersection(instruction.operands):
+            if instruction.op != "dot":
+                seen.add(instruction.name)
+            if len(instruction.shapes) == 1:  # else a kernel's results
+                (shape,) = instruction.shapes
+                found.append(
+                    {
+                        "op": instruction.op,
+                        "type": shape.dtype,
+                        "shape": list(shape.dims),
+                        "users": users[instruction.name],
+                    }
+                )
     return found
 
 
@@ -128,9 +139,13 @@ def fetches(graph: Any) -> dict[str, int]:
     way while a collective is. `chosen`: of parameters, through a run-time index (the experts that the router chose).
     `computed`: of what the step computes.
     """
-    instructions = {one.name: one for one in entry_instructions(graph.hlo)}
-    calls = [one for one in instructions.values() if one.op == "custom-call" and kernel_name(one.attributes)]
-    call = next(one for one in calls if kernel_cost(one, instructions) is not None)
+    instructions = {instruction.name: instruction for instruction in entry_instructions(graph.hlo)}
+    calls = [
+        instruction
+        for instruction in instructions.values()
+        if instruction.op == "custom-call" and kernel_name(instruction.attributes)
+    ]
+    call = next(call for call in calls if kernel_cost(call, instructions) is not None)
     cost = kernel_cost(call, instructions)
     assert cost is not None
     found = Counter[str]()

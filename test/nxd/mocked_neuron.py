@@ -44,7 +44,7 @@ def without_compiler(builder: Any) -> Any:
             """Names of the graphs; each has inputs for every bucket and arguments for the compiler."""
             # Sharding behind it makes process groups as for a device.
             os.environ.pop("NXD_CPU_MODE", None)
-            graphs = {key: one.compiler_args for key, one in self.model_collection.items() if one.example_inputs}
+            graphs = {key: model.compiler_args for key, model in self.model_collection.items() if model.example_inputs}
             assert all("--model-type=transformer" in arguments for arguments in graphs.values())
             workdir = Path(self.compiler_workdir)
             workdir.mkdir(parents=True, exist_ok=True)

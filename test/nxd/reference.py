@@ -72,7 +72,7 @@ def reference(
     config = json.loads((checkpoint / "config.json").read_text())
     config.pop("quantization_config", None)
     with tempfile.TemporaryDirectory() as directory:
-        save_file({name: one.contiguous() for name, one in found.items()}, Path(directory) / "model.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, Path(directory) / "model.safetensors")
         found.clear()
         (Path(directory) / "config.json").write_text(json.dumps(config))
         return load_transformers_model(directory, dtype)

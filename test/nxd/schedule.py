@@ -119,7 +119,7 @@ class Script(NamedTuple):
         """The application's logits [rows, vocab]; `more` goes to every call."""
         lines = Lines(app, more)
         found = [getattr(lines, name)(*arguments) for name, *arguments in self.steps]
-        return torch.cat([one for one in found if one is not None])
+        return torch.cat([logits for logits in found if logits is not None])
 
     @torch.inference_mode()
     def expected(self, model: Any) -> torch.Tensor:
@@ -159,10 +159,10 @@ def drawn(count: int, length: int, seed: int = 3) -> list[Tokens]:
 def begun(rows: list[Tokens], at: list[int], arrival: list[int] | None = None) -> Script:
     """Prompts of the lengths `at`: a whole batch, or in the order of `arrival` each into its own cache line."""
     texts = [row[:end] for row, end in zip(rows, at, strict=True)]
-    made = Script([["prompts", texts]], [*texts]) if arrival is None else Script([], [])
+    script = Script([["prompts", texts]], [*texts]) if arrival is None else Script([], [])
     for line in arrival or ():
-        made.prefill(line, texts[line])
-    return made
+        script.prefill(line, texts[line])
+    return script
 
 
 def sequences(
@@ -171,28 +171,28 @@ def sequences(
     """Prompts of ragged length, and one-token steps of all lines."""
     at = list(lengths or LENGTHS[batch])
     rows = drawn(batch, max(at) + steps, seed)
-    made = begun(rows, at, arrival)
+    script = begun(rows, at, arrival)
     for _ in range(steps):
-        made.decode(rows, at, list(range(batch)))
-    return made
+        script.decode(rows, at, list(range(batch)))
+    return script
 
 
 def with_drafts(batch: int) -> Script:
     """Steps of all lines and four tokens, of which a part is kept."""
     rows, at = drawn(batch, 48), [11, 7, 5, 13][:batch]
-    made = begun(rows, at)
+    script = begun(rows, at)
     for keep in (4, 3, 1, 2, 4, 1):
-        made.decode(rows, at, list(range(batch)), 4 - keep, keep)
-    return made
+        script.decode(rows, at, list(range(batch)), 4 - keep, keep)
+    return script
 
 
 def some_lines(at: list[int]) -> Script:
     """Four prompts of the lengths `at`, one by one; then steps of some lines and of all, in several orders."""
     rows, at = drawn(4, max(at) + 40), list(at)
-    made = begun(rows, at, [2, 0, 3, 1])
+    script = begun(rows, at, [2, 0, 3, 1])
     for lines in ([1], [1, 2], [3, 1], EVERY, [0], [2, 0, 3], [3, 0, 2, 1], [2, 0], EVERY):
-        made.decode(rows, at, lines)
-    return made
+        script.decode(rows, at, lines)
+    return script
 
 
 def shared_prefixes(common: int = 16, seed: int = 3) -> Script:
@@ -201,18 +201,18 @@ def shared_prefixes(common: int = 16, seed: int = 3) -> Script:
     Sequence 0 is prefilled whole, 1 and 2 behind its blocks, 3 in a call of one token and again in two,
     of which the last is longer than a prefill graph takes; then steps of all, and of some.
     """
-    rows, made = drawn(4, 48, seed), Script([], [])
+    rows, script = drawn(4, 48, seed), Script([], [])
     rows = [rows[0][:common] + row[common:] for row in rows]
     at = [common + 5, common + 3, common + 9, common + 21]
-    made.prefill(0, rows[0][: at[0]])
+    script.prefill(0, rows[0][: at[0]])
     for line in (1, 2):
-        made.steps.append(["share", line, 0, common])
-        made.prefill(line, rows[line][: at[line]], common)
+        script.steps.append(["share", line, 0, common])
+        script.prefill(line, rows[line][: at[line]], common)
     for begin, end in ((0, 1), (0, 8), (8, at[3])):
-        made.prefill(3, rows[3][:end], begin)
+        script.prefill(3, rows[3][:end], begin)
     for lines in (EVERY, [2, 0], [3], [1, 3, 0, 2], [3, 1]):
-        made.decode(rows, at, lines)
-    return made
+        script.decode(rows, at, lines)
+    return script
 
 
 class Captured(NamedTuple):

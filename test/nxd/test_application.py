@@ -33,7 +33,7 @@ def run(checkpoint: Path, calls: list[dict[str, Any]], ranks: int = 1, **more: A
     deployment = {"length": 48, "batch_size": 3}
     asked = {"checkpoint": checkpoint, "preset": "trn2-tp32-ep2", "deployment": deployment, **more}
     found = launch(generations, asked, calls, ranks=ranks)
-    return [reply for one in found for reply in (one["replies"], one.get("adapted")) if reply is not None]
+    return [reply for answer in found for reply in (answer["replies"], answer.get("adapted")) if reply is not None]
 
 
 @torch.inference_mode()

@@ -92,6 +92,6 @@ def test_no_farther_from_float32_than_transformers(stored: Stored, name: str) ->
         distances(logits, script.expected(held)) for script, logits in zip(scripts, answer["logits"], strict=True)
     ])  # fmt: skip
     theirs = torch.cat([distances(script.expected(rounded), script.expected(exact)) for script in scripts])
-    figures = [f"{float(one.median()):.4f} ({float(one.max()):.3f})" for one in (ours, theirs)]
+    figures = [f"{float(errors.median()):.4f} ({float(errors.max()):.3f})" for errors in (ours, theirs)]
     print(f"\n{name}: relative L2, median (largest): ours {figures[0]}, transformers in BF16 {figures[1]}")
     assert float(ours.median()) <= float(theirs.median())

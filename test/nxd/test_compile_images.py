@@ -33,7 +33,7 @@ def test_hlo_of_every_graph(tmp_path: Path, name: str) -> None:
     artifacts = json.loads((out / "compile.json").read_text())["artifacts"]
     names = ["context_encoding_model_512", "token_generation_model_512", f"{TOWER}_256x1", f"{TOWER}_1024x4"]
     assert list(artifacts) == [f"{name}.hlo.txt" for name in names]
-    assert [one.get("frames") for one in artifacts.values()] == [None, None, 1, 4]
+    assert [artifact.get("frames") for artifact in artifacts.values()] == [None, None, 1, 4]
 
 
 def test_nxdi_compiles_both_models(tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_nxdi_compiles_both_models(tmp_path: Path) -> None:
     manifest = json.loads((out / "compile.json").read_text())
     assert manifest["complete"]
     assert {"neuron_config.json", "text_model/model.pt", "vision_model/model.pt"} <= set(manifest["artifacts"])
-    for part in ("text_model", "vision_model"):
-        assert (out / part / "weights" / "tp0_sharded_checkpoint.safetensors").is_file()
+    for name in ("text_model", "vision_model"):
+        assert (out / name / "weights" / "tp0_sharded_checkpoint.safetensors").is_file()
     assert "nothing to do" in machine("cli", *compile_it)

@@ -120,12 +120,12 @@ def of_class(seed: int) -> Drawn:
         return case, schedule.shared_prefixes(seed=seed)
     rows, every = schedule.drawn(batch, 48, seed), list(range(batch))
     at = [draw.randint(5, 20) for _ in rows]
-    made = schedule.begun(rows, at, draw.sample(every, batch) if continuous else None)
+    script = schedule.begun(rows, at, draw.sample(every, batch) if continuous else None)
     some, other = (draw.sample(every, n) if continuous else every for n in (draw.randint(1, batch), batch))
     for lines in [every, some] if batch > 8 else [every, some, other]:
         keep = draw.randint(1, width)
-        made.decode(rows, at, lines, width - keep, keep)
-    return case, made
+        script.decode(rows, at, lines, width - keep, keep)
+    return case, script
 
 
 def kernels(case: Case, script: Script) -> dict[str, int]:
@@ -160,11 +160,11 @@ def rounded(case: Case, directory: Path) -> Any:
 ])  # fmt: skip
 def test_drawn(tmp_path: Path, draw: Any, way: str, count: int, ranks: int) -> None:
     drawn: dict[str, Drawn] = {str(seed): draw(seed) for seed in range(count)}
-    made = {seed: one for seed, one in drawn.items() if ranks_of(one[0].layout) == ranks}
-    if not made:
+    cases = {seed: one for seed, one in drawn.items() if ranks_of(one[0].layout) == ranks}
+    if not cases:
         pytest.skip("none drawn")
     jobs = {}
-    for seed, (case, script) in made.items():
+    for seed, (case, script) in cases.items():
         # A format that a layout cannot have is refused where the options are made, which no draw is.
         source = write(tmp_path / seed, seed=int(seed), **case.source)
         assert not case.experts or format_of(case, config_of(**case.source))
@@ -172,7 +172,7 @@ def test_drawn(tmp_path: Path, draw: Any, way: str, count: int, ranks: int) -> N
     limits: dict[str, Any] = {"ranks": ranks, "way": way, "timeout": 300 + 100 * len(jobs)}
     task = (folder_cpu.answers, str(copied(tmp_path))) if draw is of_folder else (applications.answers,)
     answers, became, wrong = launch(*task, jobs, **limits), Counter[str](), list[str]()
-    for seed, (case, script) in made.items():
+    for seed, (case, script) in cases.items():
         found, said = answers[seed], f"{seed}: {json.dumps(case._asdict(), default=str)}"
         if "refused" in found:
             became[f"refused: {found['refused']}"] += 1

@@ -85,7 +85,7 @@ def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rou
     hidden, *logits = found
     expected, exact_experts = routed(exact, torch.tensor([ids]))
     rounded_hidden, rounded_experts = routed(rounded, torch.tensor([ids]))
-    our_experts = torch.stack([chosen_by(one, gate) for one, gate in zip(logits, gates(exact), strict=True)])
+    our_experts = torch.stack([chosen_by(logit, gate) for logit, gate in zip(logits, gates(exact), strict=True)])
     figures, print_at = [], f"\npositions {start}..{len(ids) - 1}"
     for name, one, experts in (("ours", hidden, our_experts), ("transformers", rounded_hidden, rounded_experts)):
         error, same = distances(one, expected)[start:], (experts == exact_experts).all(dim=-1).all(dim=0)[start:]

@@ -77,17 +77,17 @@ def drawn(count: int, vocabulary: int) -> list[list[int]]:
 def batches_of(model: KimiK2ForCausalLM, batch: int, wrong: float | None) -> tuple[list[dict[str, Any]], list[Any]]:
     """Batches of drawn sizes and the plain model's replies; the oracle knows them and what follows."""
     prompts, rng = drawn(PROMPTS, model.config.vocab_size), random.Random(2)
-    made, expected = [], []
+    batches, expected = [], []
     while prompts:
         some = [prompts.pop() for _ in range(min(rng.randint(1, batch), len(prompts)))]
         replies = generate(model, some, SamplingParams(20 + DRAFTS, ignore_eos=True)).token_ids
         params = {"max_new_tokens": rng.choice([1, 2, 9, 20])}
-        one: dict[str, Any] = {"prompts": some, "params": params}
+        asked: dict[str, Any] = {"prompts": some, "params": params}
         if wrong is not None:
-            one |= {"oracle": [a + b for a, b in zip(some, replies, strict=True)], "wrong": wrong}
-        made.append(one)
+            asked |= {"oracle": [a + b for a, b in zip(some, replies, strict=True)], "wrong": wrong}
+        batches.append(asked)
         expected.append([reply[: params["max_new_tokens"]] for reply in replies])
-    return made, expected
+    return batches, expected
 
 
 def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed: list[int]) -> list[int]:
@@ -98,8 +98,8 @@ def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed
     for token in fed:
         cache = PagedCache(model.config, 1, LENGTH)
         own = DraftCache(cache, head.cache_dim, head.dtype)
-        places = torch.arange(len(tokens))[None]
-        normed, after = head(torch.tensor([tokens]), hidden, places, own, len(tokens))
+        positions = torch.arange(len(tokens))[None]
+        normed, after = head(torch.tensor([tokens]), hidden, positions, own, len(tokens))
         found.append(int(head.to_target(head.logits(normed[0, -1]).argmax())))
         hidden, tokens = torch.cat((hidden, after[:, -1:]), dim=1), [*tokens, token]
     return found
@@ -120,15 +120,15 @@ def test_tokens_are_the_plain_models(
 ) -> None:
     """One and two ranks, which are the presets' groups of experts or share each; with four lines each has its own."""
     target = targets(decode)
-    made, expected = batches_of(target.model, batch, QUALITIES[quality])
+    batches, expected = batches_of(target.model, batch, QUALITIES[quality])
     head = head_of(target.model, form, tmp_path)
     job = job_of(target, head, tmp_path, ranks, decode, batch)
-    answers = launch(generations, job, made, ranks=ranks, timeout=500 + 30 * PROMPTS)
+    answers = launch(generations, job, batches, ranks=ranks, timeout=500 + 30 * PROMPTS)
     plain = Eagle3Head.from_pretrained(head, target.model)
-    for one, answer, wanted in zip(made, answers, expected, strict=True):
+    for asked, answer, wanted in zip(batches, answers, expected, strict=True):
         assert answer["replies"] == wanted
         assert quality != "perfect" or answer["accepted"] == answer["drafted"]
-        check_head(target.model, plain, one["prompts"], wanted, answer["notes"])
+        check_head(target.model, plain, asked["prompts"], wanted, answer["notes"])
 
 
 def job_of(target: Target, head: Path, directory: Path, ranks: int, decode: str, batch: int = 1) -> dict[str, Any]:
@@ -143,9 +143,9 @@ def job_of(target: Target, head: Path, directory: Path, ranks: int, decode: str,
 def test_executed_graphs(targets: Callable[[str], Target], tmp_path: Path, form: Form, ranks: int, decode: str) -> None:
     """What the compiler would get but for kernels, which XLA does not execute, with NxDI's host code and ours."""
     target = targets(decode)
-    made, expected = batches_of(target.model, 1, None)
+    batches, expected = batches_of(target.model, 1, None)
     job = job_of(target, head_of(target.model, form, tmp_path), tmp_path, ranks, decode)
-    asked = [{**one, "adapter": len(one["prompts"]) == 1} for one in made]
+    asked = [{**one, "adapter": len(one["prompts"]) == 1} for one in batches]
     for answer, wanted in zip(launch(generations, job, asked, ranks=ranks, way="executed"), expected, strict=True):
         assert answer["replies"] == wanted
         # NxDI's adapter stops where a step might give too many tokens, or behind one that did.
@@ -208,7 +208,11 @@ def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels
     assert sum(own) == pytest.approx(held, rel=1e-3)
     assert graphs.kernels(graph) == kernels
     # Attention and MLP of a draft pass; the pass behind verification writes the cache alone.
-    sums = {one["bytes"]: one["times"] for one in counts["collectives"] if one["kind"] == "all-reduce"}
+    sums = {
+        collective["bytes"]: collective["times"]
+        for collective in counts["collectives"]
+        if collective["kind"] == "all-reduce"
+    }
     assert sums[7168 * 2] == 2 * DRAFTS
     assert states["hidden_state_rolling_buffer.hidden_states"] == [2, 2 * (DRAFTS + 1), 3 * 7168]
 
@@ -218,24 +222,24 @@ def configured(head: Path, target: Target, **options: Any) -> Any:
     config = environment.contrib("config")
     drafts = {**draft_options(DRAFTS), "on_device_sampling_config": {}}
     neuron = config.KimiK2NeuronConfig(**{**neuron_config(1, 1, 1, seq_len=LENGTH), **drafts, **options})
-    made = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(target.directory))
-    return environment.contrib("draft_head").with_draft(made, head)
+    inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(target.directory))
+    return environment.contrib("draft_head").with_draft(inference, head)
 
 
 def test_a_saved_configuration_is_the_same(targets: Callable[[str], Target], tmp_path: Path) -> None:
     """As a compiled model's directory holds it, from which NxDI loads."""
     target = targets("xla")
-    made = configured(head_of(target.model, "llama", tmp_path), target)
-    read = type(made).from_json_string(made.to_json_string())
+    saved = configured(head_of(target.model, "llama", tmp_path), target)
+    read = type(saved).from_json_string(saved.to_json_string())
     fused = read.fused_spec_config
     assert (fused.worker_cls, fused.draft_model_cls) == (
         environment.contrib("modeling_kimi_k2").NeuronKimiK2Model,
         environment.contrib("draft_head").NeuronKimiK2DraftForCausalLM,
     )
     assert read.aux_layers == fused.draft_config.aux_layers == [0, 2, 4]
-    assert fused.draft_config.draft == made.fused_spec_config.draft_config.draft
+    assert fused.draft_config.draft == saved.fused_spec_config.draft_config.draft
     assert (fused.draft_config.hf.hidden_size, fused.draft_config.hf.num_hidden_layers) == (256, 1)
-    assert read.to_json_string() == made.to_json_string()
+    assert read.to_json_string() == saved.to_json_string()
 
 
 @pytest.mark.parametrize(("changes", "options", "field"), [
@@ -256,10 +260,10 @@ def test_a_head_that_does_not_fit_is_refused(
 
 def test_a_target_needs_its_draft(targets: Callable[[str], Target], tmp_path: Path) -> None:
     target = targets("xla")
-    made = configured(head_of(target.model, "llama", tmp_path), target)
-    made.fused_spec_config = None
+    inference = configured(head_of(target.model, "llama", tmp_path), target)
+    inference.fused_spec_config = None
     with pytest.raises(ConfigError, match="fused_spec_config"):
-        environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(target.directory), made)
+        environment.contrib("modeling_kimi_k2").NeuronKimiK2ForCausalLM(str(target.directory), inference)
 
 
 def likeliest(model: KimiK2ForCausalLM, text: list[int], most: int) -> dict[int, float]:
@@ -274,10 +278,10 @@ def check_head(
     """Of each step the head's own drafts, whatever was accepted before."""
     texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
     for step in range(0, len(notes), DRAFTS):
-        places, own, fed = zip(*notes[step : step + DRAFTS], strict=True)
+        positions, own, fed = zip(*notes[step : step + DRAFTS], strict=True)
         for row, text in enumerate(texts):
-            begun = text[: places[0][row] + 2]
-            if len(begun) < places[0][row] + 2:  # an ended line, which is computed and ignored
+            begun = text[: positions[0][row] + 2]
+            if len(begun) < positions[0][row] + 2:  # an ended line, which is computed and ignored
                 continue
             found = [tokens[row] for tokens in own]
             assert found == head_drafts(model, head, begun, [tokens[row] for tokens in fed])

@@ -81,8 +81,8 @@ def stepped(model: Any, caches: list[Entries], forced: list[int]) -> torch.Tenso
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    for number, one in enumerate(caches):
-        cache.update(one.keys, one.values, number)
+    for number, entries in enumerate(caches):
+        cache.update(entries.keys, entries.values, number)
     logits = []
     for step, token in enumerate(forced):
         at = torch.tensor([caches[0].latent.shape[1] + step])
@@ -117,11 +117,11 @@ def test_bf16_decode(stored: Stored, length: int, layers: int, ranks: int) -> No
     tokens = torch.randint(0, 512, (1, start), generator=torch.Generator().manual_seed(2))
     theirs_cached = cached(rounded, tokens)
     states: dict[str, list[torch.Tensor]] = {}
-    for layer, one in enumerate(theirs_cached):
-        first, second = one.rope.chunk(2, dim=-1)
+    for layer, entries in enumerate(theirs_cached):
+        first, second = entries.rope.chunk(2, dim=-1)
         interleaved = torch.stack((first, second), dim=-1).flatten(-2)
         states[f"kv_mgr.past_key_values.{2 * layer}"] = parts(interleaved, length, ranks)
-        states[f"kv_mgr.past_key_values.{2 * layer + 1}"] = parts(one.latent, length, ranks)
+        states[f"kv_mgr.past_key_values.{2 * layer + 1}"] = parts(entries.latent, length, ranks)
     options = {
         "seq_len": length, "max_context_length": 128, "context_encoding_buckets": [128], "enable_bucketing": True,
         "token_generation_buckets": [length], "torch_dtype": "bfloat16", "flash_decoding_enabled": ranks > 1,

@@ -41,7 +41,9 @@ def write_all(root: Path, source: Path) -> dict[str, Path]:
     """Adapters by name."""
     model = plain_model(source)
     for seed, name in enumerate(("first", "second")):
-        write_adapter(model, root / name, RANK, seed, experts=False, only=tuple(f"self_attn.{one}" for one in TARGETS))
+        write_adapter(
+            model, root / name, RANK, seed, experts=False, only=tuple(f"self_attn.{target}" for target in TARGETS)
+        )
     write_adapter(model, root / "other", RANK, 2, experts=False, only=("self_attn.kv_b_proj",))
     about = (
         write_adapter(model, root / "patterned", RANK, 3, experts=False, only=("self_attn.o_proj",))

@@ -48,7 +48,7 @@ def test_members_of_a_stored_form_have_one_plan() -> None:
     layout = Deployment.load(LAYERS)
     for stored, members in STORED.items():
         plans = [make_plan(config, layout.layout(config)).tensors for config in map(KimiK2Config.from_preset, members)]
-        assert all(one == plans[0] for one in plans), stored
+        assert all(plan == plans[0] for plan in plans), stored
 
 
 @pytest.mark.parametrize(("preset", "stored", "stage"), [
@@ -77,7 +77,7 @@ def test_graphs_cost_what_the_planner_says(preset: str, stored: str, stage: str)
         return
     # Of the kernel the DMA and the collectives inside are counted.
     assert found["bytes_moved"] < (500_000 if preset == SPLIT else 400_000)
-    sums = {(one["kind"], one["bytes"]): one["times"] for one in found["collectives"]}
+    sums = {(collective["kind"], collective["bytes"]): collective["times"] for collective in found["collectives"]}
     if preset == SPLIT:  # an all-to-all brings a rank its head's parts, made of queries of 16 heads in FP8
         assert sums["all-to-all", 16 * 2 * 513 * 4] == 2
         assert fetches(graph)["ahead"] > 2 * 16 * (1536 * 192 + 512 * 128)
@@ -98,12 +98,14 @@ def test_expert_parallel_decode_reads_8_experts_of_192() -> None:
     assert 8 * expert_bytes(32) <= counted(graph)["routed_expert_bytes_read"] <= 8 * expert_bytes(32) * 1.01  # scales
     # Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written.
     arrays = of_experts(graph)
-    assert {one["op"] for one in arrays if one["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}
-    dots = [one for one in arrays if one["op"] == "dot"]
-    assert [one["shape"] for one in dots] == [[8, 112, 1, 128], [8, 1, 1, 7168]]  # 8 slots, blocks of 64
-    assert all(one["type"] == "f32" for one in dots)
+    assert {array["op"] for array in arrays if array["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}
+    dots = [array for array in arrays if array["op"] == "dot"]
+    assert [dot["shape"] for dot in dots] == [[8, 112, 1, 128], [8, 1, 1, 7168]]  # 8 slots, blocks of 64
+    assert all(dot["type"] == "f32" for dot in dots)
     # What a convert gives goes to one product alone.
-    assert all(one["users"] == 1 for one in arrays if one["op"] in ("convert", "reshape") and one["type"] == "bf16")
+    assert all(
+        array["users"] == 1 for array in arrays if array["op"] in ("convert", "reshape") and array["type"] == "bf16"
+    )
 
 
 def test_tensor_parallel_decode_reads_8_experts() -> None:
@@ -111,7 +113,11 @@ def test_tensor_parallel_decode_reads_8_experts() -> None:
     counts = counted(graph)
     assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05
     # Attention output and MLP output of both layers: one all-reduce each.
-    sums = [one["times"] for one in counts["collectives"] if (one["kind"], one["ranks"]) == ("all-reduce", 64)]
+    sums = [
+        collective["times"]
+        for collective in counts["collectives"]
+        if (collective["kind"], collective["ranks"]) == ("all-reduce", 64)
+    ]
     assert sum(sums) == 4
     # Caches out of order are seen: one's update given back for another, entries that no query met, an update left out.
     *_, root = entry_instructions(graph.hlo)
@@ -134,7 +140,9 @@ def test_the_documents_count_a_layers_operations(column: int, preset: str) -> No
     added, read = Counter[str](), 0
     for layers, sign in ((3, 1), (2, -1)):
         graph = graph_of(preset, DECODE, layers)
-        added.update({op: sign * n for op, n in Counter(one.op for one in entry_instructions(graph.hlo)).items()})
+        added.update(
+            {op: sign * n for op, n in Counter(instruction.op for instruction in entry_instructions(graph.hlo)).items()}
+        )
         read += sign * counted(graph)["counts"].bytes_read()
     assert told["instructions"] == str(added.total())
     named = ("dot", "gather", "scatter", "sort")
@@ -158,7 +166,7 @@ def test_the_folders_graphs(tp: int, ep: int, quantized: bool) -> None:
         assert sums == {"all-reduce": 4, "all-gather": 4}
         assert "f64[" not in graph.hlo
         # Trained values are parameters; none was folded, none but the router's bias and FP8's scales is float32.
-        assert [one.shape for one in graph.constants.values() if one.numel() > 128] == []
+        assert [constant.shape for constant in graph.constants.values() if constant.numel() > 128] == []
         experts, bias = "layers.1.mlp.experts", "layers.1.mlp.router.e_score_correction_bias"
         scales = {f"{experts}.gate_up_proj.scale", f"{experts}.down_proj.scale"} if quantized else set()
         wide = {name for name, (kind, _) in types.items() if kind == "f32" and not name.startswith("input.")}

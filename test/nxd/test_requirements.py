@@ -18,14 +18,14 @@ pytestmark = pytest.mark.no_nxd_needed
 
 
 def test_what_is_importable_imports_and_what_is_not_does_not() -> None:
-    for one in states():
-        if one.requirement.module.startswith(("neuronx", "torch_xla", "vllm")):
+    for state in states():
+        if state.requirement.module.startswith(("neuronx", "torch_xla", "vllm")):
             continue  # importing these takes seconds and, for NxD, the stand-ins
-        if one.importable:
-            importlib.import_module(one.requirement.module)
+        if state.importable:
+            importlib.import_module(state.requirement.module)
         else:
             with pytest.raises(ModuleNotFoundError):
-                importlib.import_module(one.requirement.module)
+                importlib.import_module(state.requirement.module)
 
 
 def test_without_jax_what_executes_graphs_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

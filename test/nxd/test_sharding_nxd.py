@@ -81,7 +81,7 @@ def differences(found: list[dict[str, torch.Tensor]], expected: list[dict[str, t
 def reserved(weights: list[dict[str, torch.Tensor]]) -> list[str]:
     """FP8 tensors with a code that Trainium reads as NaN: exponent bits all ones, 0x78 to 0x7F without the sign."""
     eights = {name: one for rank in weights for name, one in rank.items() if one.dtype == torch.float8_e4m3fn}
-    return [name for name, one in eights.items() if bool(((one.view(torch.uint8) & 0x78) == 0x78).any())]
+    return [name for name, tensor in eights.items() if bool(((tensor.view(torch.uint8) & 0x78) == 0x78).any())]
 
 
 def compared(jobs: dict[str, Any]) -> dict[str, list[str]]:
@@ -89,8 +89,8 @@ def compared(jobs: dict[str, Any]) -> dict[str, list[str]]:
     from neuronx_distributed.modules.moe import moe_process_group
 
     found = {}
-    for name, one in jobs.items():
-        app = application(one)
+    for name, asked in jobs.items():
+        app = application(asked)
         neuron, device = app.neuron_config, Device()
         theirs = app.get_builder().shard_checkpoint()
         app.traced_model = SimpleNamespace(nxd_model=device)
@@ -101,7 +101,7 @@ def compared(jobs: dict[str, Any]) -> dict[str, list[str]]:
                 Path(directory, "weights", f"tp{rank}_sharded_checkpoint.safetensors") for rank in range(len(theirs))
             ]
             # A head has no files: it is cut beside those of its target.
-            wrong = [] if "draft" in one else differences([load_file(file) for file in files], theirs)
+            wrong = [] if "draft" in asked else differences([load_file(file) for file in files], theirs)
             wrong = [f"file {each}" for each in wrong]
             app.load_weights(directory)
             wrong += [f"loaded {each}" for each in differences(device.weights, theirs)]
@@ -170,8 +170,8 @@ def towers(source: Path, options: dict[str, Any]) -> list[str]:
     more: dict[str, Any] = {"torch_dtype": torch.bfloat16, "save_sharded_checkpoint": True}
     text = config.KimiK2NeuronConfig(**{**options, **more})
     tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[16, 1]], tp_degree=2, **more)
-    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(source))
-    app = module.NeuronKimiK25ForImageToText(str(source), made)
+    inference = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(source))
+    app = module.NeuronKimiK25ForImageToText(str(source), inference)
     devices = Device(), Device()
     app.text_traced_model, app.vision_traced_model = (SimpleNamespace(nxd_model=device) for device in devices)
     theirs = [builder().shard_checkpoint() for builder in (app.get_text_builder, app.get_vision_builder)]
@@ -180,7 +180,11 @@ def towers(source: Path, options: dict[str, Any]) -> list[str]:
         app.shard_text_weights(paths[0])
         app.shard_vision_weights(paths[1])
         app.load_weights(*paths)
-        wrong = [one for device, cut in zip(devices, theirs, strict=True) for one in differences(device.weights, cut)]
+        wrong = [
+            difference
+            for device, cut in zip(devices, theirs, strict=True)
+            for difference in differences(device.weights, cut)
+        ]
     return wrong + [f"{len(cut)} ranks" for cut, ranks in zip(theirs, (4, 2), strict=True) if len(cut) != ranks]
 
 

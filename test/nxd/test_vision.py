@@ -46,8 +46,8 @@ def application(checkpoint: Path, options: dict[str, Any], **more: Any) -> Any:
     tower = module.KimiK25VisionNeuronConfig(
         vision_buckets=BUCKETS, tp_degree=options["tp_degree"], torch_dtype=torch.float32, **more
     )
-    made = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
-    return module.NeuronKimiK25ForImageToText(str(checkpoint), made)
+    inference = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
+    return module.NeuronKimiK25ForImageToText(str(checkpoint), inference)
 
 
 @torch.inference_mode()
@@ -82,18 +82,18 @@ def through_compile(
     import mocked_neuron
 
     mocked_neuron.install()
-    made = application(checkpoint, neuron_config, save_sharded_checkpoint=True, skip_warmup=True)
+    compiled_app = application(checkpoint, neuron_config, save_sharded_checkpoint=True, skip_warmup=True)
     with tempfile.TemporaryDirectory() as compiled:
         os.environ["BASE_COMPILE_WORK_DIR"] = f"{compiled}/built/"
-        made.compile(compiled)
-        app, errors = type(made)(compiled), {}
+        compiled_app.compile(compiled)
+        app, errors = type(compiled_app)(compiled), {}
         app.load(compiled)
         for name, (method, given, named) in calls.items():
             with pytest.raises(KimiK2Error) as caught:
                 getattr(app, method)(*given, **named)
             errors[name] = str(caught.value)
         files = [str(path.relative_to(compiled)) for path in Path(compiled).rglob("*") if path.is_file()]
-        return {"logits": [one.run(app) for one in scripts], "errors": errors, "files": files}
+        return {"logits": [script.run(app) for script in scripts], "errors": errors, "files": files}
 
 
 def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
@@ -115,8 +115,8 @@ def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
     }
     options = neuron_config(1, 1, 4, enable_bucketing=True, context_encoding_buckets=[24, 48])
     found = launch(through_compile, checkpoint, options, [script, text], calls)
-    for name, one, logits in zip(("media", "text alone"), (script, text), found["logits"], strict=True):
-        check(name, logits, one.expected(checkpoint))
+    for name, own, logits in zip(("media", "text alone"), (script, text), found["logits"], strict=True):
+        check(name, logits, own.expected(checkpoint))
     weights = "weights/tp0_sharded_checkpoint.safetensors"
     assert {f"{part}_model/{file}" for part in ("text", "vision") for file in ("model.pt", weights)} <= {
         *found["files"]
@@ -175,7 +175,7 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
     held = sum(size for name, size in counts["counts"].held.items() if not name.startswith("input."))
     assert held == pytest.approx(2 * (divided / ranks + replicated), rel=0.01)
     assert held == pytest.approx(tower_rank_bytes(config, ranks, neuron=True), rel=0.001)
-    sums = [(one["kind"], one["ranks"], one["times"]) for one in counts["collectives"]]
+    sums = [(collective["kind"], collective["ranks"], collective["times"]) for collective in counts["collectives"]]
     assert {(kind, over) for kind, over, _ in sums} == {("all-reduce", ranks)}
     assert sum(times for *_, times in sums) == 27 * 2 + 1
     target = replace(load_target("trn2-tp64-ep1-images", config), tower_ranks=ranks, tower_buckets=((patches, frames),))
@@ -193,7 +193,7 @@ def test_prefill_with_media_at_real_shapes() -> None:
     assert shapes["input.22"] == [batch * length, 7168]
     assert shapes["input.23"] == [batch, length]
     assert "input.22" not in text.inputs
-    one, other = counted(text), counted(media)
-    assert other["flops"] == pytest.approx(one["flops"], rel=1e-4)
-    times, again = (sum(one["times"] for one in found["collectives"]) for found in (one, other))
+    of_text, with_media = counted(text), counted(media)
+    assert with_media["flops"] == pytest.approx(of_text["flops"], rel=1e-4)
+    times, again = (sum(collective["times"] for collective in found["collectives"]) for found in (of_text, with_media))
     assert times == again

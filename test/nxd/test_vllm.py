@@ -48,11 +48,11 @@ def requests(seed: int, count: int = 8) -> list[dict[str, Any]]:
 def expected(model: Any, job: list[dict[str, Any]]) -> list[list[int]]:
     """transformers' greedy tokens, each request alone."""
     found = []
-    for one in job:
-        text = list(one["prompt"])
-        for _ in range(one["new_tokens"]):
+    for request in job:
+        text = list(request["prompt"])
+        for _ in range(request["new_tokens"]):
             text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
-        found.append(text[len(one["prompt"]) :])
+        found.append(text[len(request["prompt"]) :])
     return found
 
 
@@ -124,8 +124,8 @@ def test_eight_requests_at_random_times(checkpoints: dict[str, Path], tmp_path: 
     """vLLM's own block tables and hashes too; prompts longer than a prefill graph go through it in parts."""
     name, override, arguments, quantization = CASES[case]
     job = requests(seed=len(case))
-    for number, one in enumerate(job if case == "cached prefixes" else ()):
-        one["prompt"] = (job[number % 2]["prompt"][:16] + one["prompt"])[:44]
+    for number, request in enumerate(job if case == "cached prefixes" else ()):
+        request["prompt"] = (job[number % 2]["prompt"][:16] + request["prompt"])[:44]
     answer = serve(checkpoints[name], override, job, tmp_path, **arguments)
     assert answer["platform"] == "NeuronPlatform"
     assert answer["runner"] == "vllm_neuron.worker.neuronx_distributed_model_runner"

@@ -65,4 +65,4 @@ def check(kernel: Callable[..., Any], release: str, *, entry: bool = True) -> li
         for rule, node, what in findings(part, release)
         if RULES[rule].holds(release)
     }
-    return sorted(breaches, key=lambda one: (one.file, one.line, one.rule))
+    return sorted(breaches, key=lambda finding: (finding.file, finding.line, finding.rule))

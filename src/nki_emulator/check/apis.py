@@ -33,9 +33,9 @@ def _table() -> dict[str, dict[str, list[Any]]]:
 def entry(module: str, name: str, release: str) -> Any:
     """What a name is in a release: parameters, "value" or {"members", "enum"}; None where it has none."""
     declared = None
-    for first, one in _table()[module].get(name, []):
+    for first, parameters in _table()[module].get(name, []):
         if RELEASES.index(first) <= RELEASES.index(release):
-            declared = one
+            declared = parameters
     return "value" if declared is None and name in _ALSO[module] else declared
 
 
@@ -55,7 +55,7 @@ def wrong_parameters(module: str, name: str, call: ast.Call, release: str) -> st
     for keyword in call.keywords:
         if keyword.arg is not None and keyword.arg not in takes:
             return f"{name} has no parameter {keyword.arg}"
-    for place, argument in enumerate(call.args):
-        if isinstance(argument, ast.Name) and argument.id in takes and takes[place] != argument.id:
-            return f"{name}: {argument.id} stands where {takes[place]} is taken"
+    for position, argument in enumerate(call.args):
+        if isinstance(argument, ast.Name) and argument.id in takes and takes[position] != argument.id:
+            return f"{name}: {argument.id} stands where {takes[position]} is taken"
     return ""

@@ -100,7 +100,7 @@ def _nodes_of(file: str) -> dict[int | str, ast.AST]:
     nodes: dict[int | str, ast.AST] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            nodes[min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
+            nodes[min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])] = node
     return nodes | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 

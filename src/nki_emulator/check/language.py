@@ -51,17 +51,17 @@ def _class(part: Part, node: ast.ClassDef, release: str) -> Iterator[Found]:
             yield "class-base", node, f"class {node.name}({ast.unparse(base)})"
     if not node.bases:
         yield "class-base", node, f"class {node.name}"
-    for one in node.body:
-        if isinstance(one, ast.FunctionDef):
-            for decorator in one.decorator_list:
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef):
+            for decorator in statement.decorator_list:
                 name = ast.unparse(decorator)
                 if name == "property":
                     yield "property", decorator, f"@{name}"
                 elif name != "staticmethod":
                     yield "decorator", decorator, f"@{name}"
-            yield from _Function(part, one, release).run()
-        elif isinstance(one, ast.ClassDef):
-            yield "statement", one, f"class {one.name} inside a class"
+            yield from _Function(part, statement, release).run()
+        elif isinstance(statement, ast.ClassDef):
+            yield "statement", statement, f"class {statement.name} inside a class"
 
 
 class _Function:
@@ -90,9 +90,9 @@ class _Function:
         """All nodes of the body, without annotations, which the compiler leaves aside."""
         stack: list[ast.AST] = [*self.node.body, *self.node.args.defaults]
         while stack:
-            one = stack.pop()
-            yield one
-            for name, value in ast.iter_fields(one):
+            current = stack.pop()
+            yield current
+            for name, value in ast.iter_fields(current):
                 if name != "annotation" and not isinstance(value, str):
                     stack += _nodes(value)
 
@@ -185,10 +185,10 @@ class _Function:
     def _return(self, node: ast.Return) -> Iterator[Found]:
         if not self.is_kernel or node.value is None:
             return
-        for one in node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else [node.value]:
-            known = self.tensors.get(one.id) if isinstance(one, ast.Name) else None
+        for element in node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else [node.value]:
+            known = self.tensors.get(element.id) if isinstance(element, ast.Name) else None
             if known and known.get("buffer", "shared_hbm") != "shared_hbm":
-                yield "result-memory", node, f"{ast.unparse(one)} in {known['buffer']}"
+                yield "result-memory", node, f"{ast.unparse(element)} in {known['buffer']}"
 
     def _attribute(self, node: ast.Attribute) -> Iterator[Found]:
         module = module_of(node.value, self.part.names)
@@ -266,11 +266,13 @@ class _Function:
             yield "ap-on-view", node, ast.unparse(holder)
 
     def _dma(self, node: ast.Call, arguments: dict[str, ast.expr]) -> Iterator[Found]:
-        source, target = (self._tensor(arguments[one]) if one in arguments else {} for one in ("src", "dst"))
+        source, target = (
+            self._tensor(arguments[argument]) if argument in arguments else {} for argument in ("src", "dst")
+        )
         if source.get("buffer") == "psum":
             yield "dma-psum", node, ast.unparse(arguments["src"])
         by_hardware = "dge_mode" in arguments and _last(arguments["dge_mode"]) == "hwdge"
-        dtypes = {one["dtype"] for one in (source, target) if "dtype" in one}
+        dtypes = {tensor["dtype"] for tensor in (source, target) if "dtype" in tensor}
         if by_hardware and len(dtypes) == 2:
             yield "dma-dtype", node, " and ".join(sorted(dtypes))
 
@@ -278,7 +280,7 @@ class _Function:
 def _nodes(value: Any) -> list[ast.AST]:
     if isinstance(value, ast.AST):
         return [value]
-    return [one for one in value if isinstance(one, ast.AST)] if isinstance(value, list) else []
+    return [node for node in value if isinstance(node, ast.AST)] if isinstance(value, list) else []
 
 
 def _last(node: ast.expr) -> str:

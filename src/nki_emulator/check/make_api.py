@@ -28,15 +28,15 @@ def names_of(text: str) -> dict[str, Any]:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
                     declared.setdefault(target.id, "value")
-    return {name: one for name, one in declared.items() if not name.startswith("_")}
+    return {name: signature for name, signature in declared.items() if not name.startswith("_")}
 
 
 def _members(node: ast.ClassDef) -> set[str]:
     members: set[str] = set()
-    for one in node.body:
-        if isinstance(one, ast.FunctionDef):
-            members.add(one.name)
-        for target in getattr(one, "targets", [getattr(one, "target", None)]):
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef):
+            members.add(statement.name)
+        for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
             if isinstance(target, ast.Name):
                 members.add(target.id)
     return {name for name in members if not name.startswith("_")}

@@ -22,7 +22,9 @@ ABSENT = (
     "activate2", "dropout", "exponential", "nc_matmul_mx", "quantize_mx", "rand2", "rand_get_state", "rand_set_state",
     "rng", "set_rng_seed",
 )  # fmt: skip
-_OWN = {name: one for name, one in vars(constants).items() if getattr(one, "__module__", "") == constants.__name__}
+_OWN = {
+    name: value for name, value in vars(constants).items() if getattr(value, "__module__", "") == constants.__name__
+}
 _ENUMERATIONS = {name: one for name, one in _OWN.items() if isinstance(one, Enum | EnumType)}
 globals().update(INSTRUCTIONS | _ENUMERATIONS)
 

@@ -85,16 +85,16 @@ def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None
             index[operand] = rows
             keep &= (rows >= 0) & (rows < rows_within(tensor))
     for row in np.flatnonzero(keep):
-        one: dict[str, NkiTensor] = {}
+        operands: dict[str, NkiTensor] = {}
         for operand, tensor in (("src", src), ("dst", dst)):
             place = tensor.indirect_place
             if operand in index and place is not None:
                 offset = tensor.offset + int(index[operand][row]) * place.stride
                 shape = (1, *tensor.shape[1:])
-                one[operand] = tensor.with_layout(shape, tensor.strides, offset, indirect_place=None)
+                operands[operand] = tensor.with_layout(shape, tensor.strides, offset, indirect_place=None)
             else:
-                one[operand] = tensor[int(row) : int(row) + 1]
-        _copy(call, one["dst"], one["src"])
+                operands[operand] = tensor[int(row) : int(row) + 1]
+        _copy(call, operands["dst"], operands["src"])
 
 
 @instruction("dma", check=_reachable)

@@ -133,8 +133,8 @@ def scalar_tensor_tensor(
     if first.bits or second.bits:
         raise call.fail("op0", "arithmetic operators", op0, NkiError)
     scalar = vector_operand(call, "operand0", operand0, data, dtypes=None)
-    part = apply(first, rows(call.read32("data", data)), scalar, reverse0)
-    call.write("dst", dst, shaped(apply(second, part, rows(call.read32("operand1", operand1)), reverse1), dst))
+    result = apply(first, rows(call.read32("data", data)), scalar, reverse0)
+    call.write("dst", dst, shaped(apply(second, result, rows(call.read32("operand1", operand1)), reverse1), dst))
 
 
 @instruction("scalar", alike=True)
@@ -249,9 +249,9 @@ def range_select(
         raise call.fail("on_true_tile", "a float dtype", on_true_tile.dtype, DtypeError)
     low = vector_operand(call, "bound0", bound0, on_true_tile)
     high = vector_operand(call, "bound1", bound1, on_true_tile)
-    places = np.float32(range_start) + np.arange(on_true_tile.free_size, dtype=np.float32)[None, :]
+    positions = np.float32(range_start) + np.arange(on_true_tile.free_size, dtype=np.float32)[None, :]
     first, second = need_operator(call, "comp_op0", comp_op0), need_operator(call, "comp_op1", comp_op1)
-    chosen = (apply(first, places, low) != 0) & (apply(second, places, high) != 0)
+    chosen = (apply(first, positions, low) != 0) & (apply(second, positions, high) != 0)
     result = np.where(chosen, rows(call.read32("on_true_tile", on_true_tile)), np.float32(on_false_value))
     call.write("dst", dst, shaped(result, dst))
     accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)

@@ -35,10 +35,10 @@ def local_gather(
     valid = total if num_valid_indices is None else num_valid_indices
     call.need(0 < valid <= min(total, 4096), "num_valid_indices", f"1 to {min(total, 4096)}", valid)
     call.need(dst.free_size == valid * num_elem_per_idx, "dst", f"{valid * num_elem_per_idx} elements each", dst.shape)
-    data, places = rows(call.read("src_buffer", src_buffer)), rows(call.read("index", index))
+    data, positions = rows(call.read("src_buffer", src_buffer)), rows(call.read("index", index))
     out = np.empty((partitions, valid * num_elem_per_idx), data.dtype)
     for first in range(0, partitions, _CORE):
-        flat = places[first : first + _CORE].T.reshape(-1)[:valid].astype(np.int64)
+        flat = positions[first : first + _CORE].T.reshape(-1)[:valid].astype(np.int64)
         columns = (flat[:, None] * num_elem_per_idx + np.arange(num_elem_per_idx)).reshape(-1)
         if (columns >= data.shape[1]).any():
             raise call.fail("index", f"indices within {data.shape[1]} elements", int(columns.max()))
@@ -54,10 +54,10 @@ def nc_n_gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor)
         raise call.fail("dst", f"dtype {data.dtype} of data", dst.dtype, DtypeError)
     same_sizes(call, dst=dst, indices=indices)
     call.need(data.shape[0] == dst.shape[0], "data", f"{dst.shape[0]} partitions", data.shape)
-    places = rows(call.read("indices", indices)).astype(np.int64)
-    if (places >= data.free_size).any():
-        raise call.fail("indices", f"indices within {data.free_size} elements", int(places.max()))
-    call.write("dst", dst, shaped(np.take_along_axis(rows(call.read("data", data)), places, 1), dst))
+    positions = rows(call.read("indices", indices)).astype(np.int64)
+    if (positions >= data.free_size).any():
+        raise call.fail("indices", f"indices within {data.free_size} elements", int(positions.max()))
+    call.write("dst", dst, shaped(np.take_along_axis(rows(call.read("data", data)), positions, 1), dst))
 
 
 @instruction("vector")
@@ -115,10 +115,10 @@ def nc_find_index8(call: Call, dst: NkiTensor, data: NkiTensor, vals: NkiTensor)
         used: dict[float, int] = {}
         for column in range(8):
             value = float(wanted[row, column])
-            places = np.flatnonzero(values[row] == np.float32(value))
+            matches = np.flatnonzero(values[row] == np.float32(value))
             turn = used.get(value, 0)
-            if turn < len(places):
-                out[row, column] = places[turn]
+            if turn < len(matches):
+                out[row, column] = matches[turn]
             used[value] = turn + 1
     call.write("dst", dst, shaped(out.astype(np.uint32 if dst.dtype == "uint32" else np.uint16), dst))
 
@@ -130,20 +130,20 @@ def nc_match_replace8(
     """Replace the first occurrence of each of 8 values; repeated values are paired from the last column."""
     call.need(vals.free_size == 8, "vals", "8 elements a partition", vals.shape)
     values, wanted = rows(call.read32("data", data)).copy(), rows(call.read32("vals", vals))
-    places = np.full((len(values), 8), 0xFFFFFFFF, np.int64)
+    positions = np.full((len(values), 8), 0xFFFFFFFF, np.int64)
     taken = np.zeros(values.shape, bool)
     for row in range(len(values)):
         for column in range(7, -1, -1):
             at = np.flatnonzero((values[row] == wanted[row, column]) & ~taken[row])
             if len(at):
-                places[row, column] = at[0]
+                positions[row, column] = at[0]
                 taken[row, at[0]] = True
     values[taken] = imm
     call.write("dst", dst, shaped(values, dst))
     if dst_idx is not None:
         call.tile("dst_idx", dst_idx)
         call.need_dtype("dst_idx", dst_idx, ("uint16", "uint32"))
-        call.write("dst_idx", dst_idx, shaped(places.astype(np.uint32), dst_idx))
+        call.write("dst_idx", dst_idx, shaped(positions.astype(np.uint32), dst_idx))
 
 
 def _need_columns(call: Call, operand: str, tensor: NkiTensor) -> None:
@@ -160,8 +160,8 @@ def nonzero_with_count(
     call.need(dst.shape[0] == src.shape[0], "dst", f"{src.shape[0]} partitions", dst.shape)
     call.need(dst.free_size == src.free_size + 1, "dst", f"{src.free_size + 1} elements a partition", dst.shape)
     for partition in range(0, src.shape[0], _CORE):
-        one = src[partition : partition + 1]
-        indices = np.flatnonzero(rows(call.read("src", one))[0]) + index_offset
+        row = src[partition : partition + 1]
+        indices = np.flatnonzero(rows(call.read("src", row))[0]) + index_offset
         out = np.full((1, dst.free_size), padding_val, np.int32)
         out[0, : len(indices)] = indices
         out[0, -1] = len(indices)

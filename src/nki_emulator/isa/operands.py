@@ -87,9 +87,9 @@ def shaped(values: Array, like: NkiTensor) -> Array:
     return values if values.shape == like.shape else values.reshape(like.shape)
 
 
-def not_both_in_psum(call: Call, one: NkiTensor, other: NkiTensor, operand: str) -> None:
+def not_both_in_psum(call: Call, first: NkiTensor, second: NkiTensor, operand: str) -> None:
     """Two inputs of the Vector Engine come from PSUM one at a time."""
-    if one.buffer is Region.psum and other.buffer is Region.psum:
+    if first.buffer is Region.psum and second.buffer is Region.psum:
         raise call.fail(operand, "in SBUF: two inputs cannot both lie in PSUM", kind=PlaceError)
 
 

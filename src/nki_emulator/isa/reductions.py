@@ -120,11 +120,11 @@ def bn_stats(call: Call, dst: NkiTensor, data: NkiTensor) -> None:
     call.need(dst.shape[0] == data.shape[0] and dst.free_size == 6, "dst", "6 elements a partition", dst.shape)
     values = rows(call.read32("data", data))
     out = np.zeros((len(values), 6), np.float32)
-    for at, part in ((0, values[:, 0::2]), (3, values[:, 1::2])):
-        if part.shape[1]:
-            mean = part.mean(axis=1, dtype=np.float32)
-            out[:, at], out[:, at + 1] = part.shape[1], mean
-            out[:, at + 2] = np.square(part - mean[:, None]).sum(axis=1)
+    for at, columns in ((0, values[:, 0::2]), (3, values[:, 1::2])):
+        if columns.shape[1]:
+            mean = columns.mean(axis=1, dtype=np.float32)
+            out[:, at], out[:, at + 1] = columns.shape[1], mean
+            out[:, at + 2] = np.square(columns - mean[:, None]).sum(axis=1)
     call.write("dst", dst, shaped(out, dst))
 
 

@@ -46,9 +46,9 @@ class Case:
             self.wanted += inner @ plain[1][expert] * affinities[:, expert : expert + 1].astype(float)
             tokens = np.flatnonzero(affinities[:, expert])
             for begin in range(0, len(tokens), block):
-                part = np.full(block, padding)
-                part[: len(tokens[begin : begin + block])] = tokens[begin : begin + block]
-                blocks.append(part)
+                filled = np.full(block, padding)
+                filled[: len(tokens[begin : begin + block])] = tokens[begin : begin + block]
+                blocks.append(filled)
                 owners.append(expert)
         used, count = len(blocks), -(-TOKENS * TOP_K // block) + LOCAL - 1
         count += count % 2

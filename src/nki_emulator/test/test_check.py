@@ -185,10 +185,10 @@ def test_a_wrong_kernel_is_found(rule: str, tmp_path: Path) -> None:
         for release in RELEASES:
             found = [one for one in check(kernel, release) if one.rule == rule]
             assert bool(found) == RULES[rule].holds(release), (release, source)
-            for one in found:
-                assert one.file.startswith(str(tmp_path))
-                assert one.line > len(HEADER.splitlines())
-                assert RULES[rule].source in str(one)
+            for finding in found:
+                assert finding.file.startswith(str(tmp_path))
+                assert finding.line > len(HEADER.splitlines())
+                assert RULES[rule].source in str(finding)
 
 
 @pytest.mark.parametrize("source", RIGHT)
@@ -229,8 +229,8 @@ def pieces() -> list[Any]:
     text = (Path(SDK or "") / "nki/migration/index.rst").read_text()
     text = text[: text.index("Migrating from NKI 0.1.0")]
     blocks = [
-        (textwrap.dedent(one.group(2)).strip(), text[: one.start()])
-        for one in re.finditer(r"\.\. code-block:: python\n\n((?:[ ]*\n)*)((?:[ ]+\S.*\n|\n)+)", text)
+        (textwrap.dedent(match.group(2)).strip(), text[: match.start()])
+        for match in re.finditer(r"\.\. code-block:: python\n\n((?:[ ]*\n)*)((?:[ ]+\S.*\n|\n)+)", text)
     ]
     found: list[Any] = []
     before = ""

@@ -84,11 +84,11 @@ def test_collectives_over_sbuf(cores: int, groups: list[list[int]]) -> None:
         found = run_on_ranks(in_sbuf[cores], [(one, form, groups) for one in data])
         for rank, out in enumerate(found):
             group = next(group for group in groups if rank in group)
-            parts = [data[other].reshape(8, cores, -1) for other in group]
+            shares = [data[other].reshape(8, cores, -1) for other in group]
             wanted = {
-                "reduce": sum(parts[1:], parts[0]),
-                "scatter": np.split(np.max(parts, axis=0), len(group))[group.index(rank)],
-                "gather": np.concatenate(parts, axis=2),
+                "reduce": sum(shares[1:], shares[0]),
+                "scatter": np.split(np.max(shares, axis=0), len(group))[group.index(rank)],
+                "gather": np.concatenate(shares, axis=2),
             }[form]
             np.testing.assert_array_equal(out, wanted)
 

@@ -79,11 +79,11 @@ def test_lnc2_shares_hbm_and_exchanges_sbuf() -> None:
         """Each core sums one half; both meet, and core 1 writes the whole."""
         core = nl.program_id()
         out = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-        part = nl.load(data[core])
-        other = nl.ndarray(part.shape, dtype=nl.float32)
-        nisa.sendrecv(part, other, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
-        nisa.tensor_tensor(part, part, other, nl.add)
-        nisa.dma_copy(out[core * 64 : (core + 1) * 64], part[core * 64 : (core + 1) * 64])
+        rows = nl.load(data[core])
+        other = nl.ndarray(rows.shape, dtype=nl.float32)
+        nisa.sendrecv(rows, other, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
+        nisa.tensor_tensor(rows, rows, other, nl.add)
+        nisa.dma_copy(out[core * 64 : (core + 1) * 64], rows[core * 64 : (core + 1) * 64])
         nisa.core_barrier(out, (0, 1))
         whole = nl.load(out)
         nisa.tensor_scalar(whole, whole, nl.multiply, 2.0)
@@ -152,9 +152,9 @@ def test_registers_drive_loops_and_addresses() -> None:
         nisa.register_load(register, nl.load(count))
 
         def body(i: Any) -> None:
-            one = nl.ndarray((1, 1), dtype=nl.float32)
-            nisa.dma_copy(one, data.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1))
-            nisa.dma_copy(out.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1), one)
+            scalar = nl.ndarray((1, 1), dtype=nl.float32)
+            nisa.dma_copy(scalar, data.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1))
+            nisa.dma_copy(out.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1), scalar)
 
         nl.fori_loop(0, register, body)
         return out

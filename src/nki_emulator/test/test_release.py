@@ -16,9 +16,9 @@ from nki_emulator.settings import settings
 
 
 def tile(dtype: Any = nl.float32) -> Any:
-    made = nl.ndarray((128, 4), dtype=dtype, buffer=nl.sbuf)
-    nisa.memset(dst=made, value=0.0 if dtype == nl.float32 else 0)
-    return made
+    tile = nl.ndarray((128, 4), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=tile, value=0.0 if dtype == nl.float32 else 0)
+    return tile
 
 
 def result(data: Any, buffer: Any) -> Any:

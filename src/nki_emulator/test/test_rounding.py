@@ -99,7 +99,7 @@ def test_integers_round_to_nearest_even_and_saturate() -> None:
 
 
 def test_tfloat32_keeps_ten_bits() -> None:
-    one = np.float32(1)
+    unit = np.float32(1)
     step = np.float32(2.0**-10)
-    values = np.array([one + step, one + step / 2, one + step * 3 / 2, one + step / 4], np.float32)
+    values = np.array([unit + step, unit + step / 2, unit + step * 3 / 2, unit + step / 4], np.float32)
     assert narrow(values, "tfloat32").tolist() == [1 + 2.0**-10, 1.0, 1 + 2.0**-9, 1.0]

@@ -36,9 +36,9 @@ BITS = ("bitwise_and", "bitwise_or", "bitwise_xor")
 @pytest.fixture(scope="module")
 def viz() -> Any:
     """Its interpreter, without the package's own imports."""
-    for name, part in (("triton_viz", "triton_viz"), ("triton_viz.utils", "triton_viz/utils")):
+    for name, path in (("triton_viz", "triton_viz"), ("triton_viz.utils", "triton_viz/utils")):
         package = ModuleType(name)
-        package.__path__ = [str(Path(str(ROOT)) / part)]
+        package.__path__ = [str(Path(str(ROOT)) / path)]
         sys.modules.setdefault(name, package)
     for name in ("core", "core.simulation"):
         package = ModuleType(f"triton_viz.{name}")
@@ -140,9 +140,9 @@ def test_operation(operation: Callable[..., Drawn], viz: Any) -> None:
         run, (shape, dtype), arrays = operation(np.random.default_rng(seed), nisa, lambda name: getattr(nl, name))
 
         def body(*tiles: NkiTensor, run: Any = run, shape: Any = shape, dtype: str = dtype) -> NkiTensor:
-            made = nl.ndarray(shape, dtype=dtype, buffer=nl.psum if of_tensor_engine else nl.sbuf)
-            run(made, *tiles)
-            return made
+            tile = nl.ndarray(shape, dtype=dtype, buffer=nl.psum if of_tensor_engine else nl.sbuf)
+            run(tile, *tiles)
+            return tile
 
         ours = on_tiles(body, *arrays)
         run, _, arrays = operation(np.random.default_rng(seed), viz, theirs_op)

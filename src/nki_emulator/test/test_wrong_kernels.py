@@ -32,16 +32,16 @@ Case = tuple[Body, str, str, str, type[NkiError]]  # kernel, operation, operand,
 
 
 def sbuf(*shape: int, dtype: str = "float32", value: float = 1) -> NkiTensor:
-    made = nl.ndarray(shape, dtype=dtype)
-    nisa.memset(made, value)
-    return made
+    tile = nl.ndarray(shape, dtype=dtype)
+    nisa.memset(tile, value)
+    return tile
 
 
 def psum(*shape: int, dtype: str = "float32", value: float | None = None) -> NkiTensor:
-    made = nl.ndarray(shape, dtype=dtype, buffer=nl.psum)
+    tile = nl.ndarray(shape, dtype=dtype, buffer=nl.psum)
     if value is not None:
-        nisa.memset(made, value)
-    return made
+        nisa.memset(tile, value)
+    return tile
 
 
 def too_much_alive(_: NkiTensor) -> None:

@@ -25,7 +25,7 @@ def on_tiles(body: Callable[..., Any], *arrays: Any) -> Any:
 
     @nki.jit
     def kernel(inputs: tuple[Any, ...]) -> Any:
-        made = body(*(nl.load(data) for data in inputs))
-        return tuple(map(stored, made)) if isinstance(made, tuple) else stored(made)
+        result = body(*(nl.load(data) for data in inputs))
+        return tuple(map(stored, result)) if isinstance(result, tuple) else stored(result)
 
     return kernel(arrays)
