@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,10 @@ from torch import Tensor
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
-from kimi_k2.bench.kernels import expert_rows, tune
+from kimi_k2.bench.kernels import tune
 from kimi_k2.bench.kernels.expert_formats import (
-    Case,
     RandomExperts,
+    Shape,
     bf16_experts,
     checkpoint,
     fp8_experts,
@@ -24,20 +22,10 @@ from kimi_k2.bench.kernels.expert_formats import (
     random_fp8,
     random_int4,
 )
-from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
-from kimi_k2.bench.kernels.expert_rows import (
-    Comparison,
-    add_row,
-    begin_row,
-    begun_rows,
-    kernel_state,
-    read_rows,
-    summary,
-)
-from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, run, sections
+from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer
+from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, errors_of, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
-from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 EXPERTS, INTER, HIDDEN = 4, 256, 512
@@ -91,36 +79,6 @@ def test_the_reference_is_the_sum_of_transformers_mlps(name: str) -> None:
     )
 
 
-def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = [peer for name in ("FP8", "INT4", "BF16") for peer in peers(stored(name)[0])]
-    assert [peer.name for peer in found] == ["vLLM Triton", "DeepGEMM pipeline", "Marlin", "vLLM Triton"]
-    assert all(peer.call is None and peer.reason == "not installed" for peer in found)
-
-
-def compared(ours: float, **others: float) -> Comparison:
-    times = {"ours": ours, **others}
-    errors = dict.fromkeys(times, 1e-3)
-    return Comparison("FP8", "TP8", "same", 64, 8.0, 4e8, times, errors, {"DeepGEMM": "not installed"})
-
-
-def test_a_line_tells_our_time_over_each_peers_and_the_summary_what_is_slower() -> None:
-    slow, fast = compared(120.0, Marlin=100.0, Triton=150.0), compared(50.0, Marlin=100.0)
-    assert slow.ratio == 1.2 and fast.ratio == 0.5 and compared(1.0).ratio is None
-    line = slow.line()
-    assert "FP8 TP8 same T=64, 8 experts: ours 120.0 us (3333 GB/s" in line and "DeepGEMM not installed" in line
-    assert (
-        "Marlin 100.0 us (error 1.0e-03), ratio 1.200" in line
-        and "Triton 150.0 us (error 1.0e-03), ratio 0.800" in line
-    )
-    rows = [replace(slow, state="1a"), replace(fast, tokens=1024), compared(1.0)]
-    assert list(summary(rows))[2:] == [
-        "| FP8 TP8 | 2 | 0.85 | 1.200 | same, 64 tokens | 1 | not noted and 1 more |",
-        "| FP8, all | 2 | 0.85 | 1.200 | same, 64 tokens, TP8 | 1 | not noted and 1 more |",
-        f"  {line}",
-    ]
-
-
 def test_the_standard_cases_cover_every_power_of_two_and_layout() -> None:
     wanted = Selection()
     assert [tokens.bit_length() for tokens in TOKENS] == list(range(1, 18)) and TOKENS[-1] == 65536
@@ -150,23 +108,23 @@ def test_launches_that_a_first_look_finds_slow_are_not_timed_again(monkeypatch: 
     speeds = {1: 100.0, 2: 105.0, 4: 130.0, 7: 120.0}  # by item_slabs
 
     def time_choice(
-        case: Case, experts: None, tokens: int, choice: ExpertChoice, routing: str, replays: int
+        case: Shape, experts: None, tokens: int, choice: ExpertChoice, routing: str, replays: int
     ) -> tuple[float, float]:
         asked.append((choice.item_slabs, replays))
         return speeds[choice.item_slabs] / (2 if routing == "same" else 1), 1e6
 
     monkeypatch.setattr(tune, "time_choice", time_choice)
     experts = stored("BF16")[0]
-    left = tune.time_candidates(Case(384, 2048, 8), experts, 2048)
+    left = tune.time_candidates(Shape(384, 2048, 8), experts, 2048)
     assert {timed.choice.item_slabs for timed in left} == {1, 2} and all(timed.same == 0.0 for timed in left)
     assert {slabs for slabs, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
-    left = tune.time_candidates(Case(384, 256, 8), experts, 512)
+    left = tune.time_candidates(Shape(384, 256, 8), experts, 512)
     assert {timed.same for timed in left} == {50.0, 52.5}
 
 
-def test_a_resumed_run_takes_what_is_missing_and_then_what_other_kernels_gave(tmp_path: Path) -> None:
+def test_cases_are_in_bands_of_tokens() -> None:
     wanted = Selection(formats=["FP8", "BF16"], layouts=["TP8", "EP8"], routings=["uniform", "same"], tokens=[8192, 64])
-    every = list(sections(wanted, {}))
+    every = list(sections(wanted))
     assert every[:2] == [
         ("FP8", "TP8", [(64, "uniform"), (64, "same")]),
         ("BF16", "TP8", [(64, "uniform"), (64, "same")]),
@@ -175,24 +133,9 @@ def test_a_resumed_run_takes_what_is_missing_and_then_what_other_kernels_gave(tm
         ("FP8", "TP8", [8192, 8192]),
         ("BF16", "TP8", [8192, 8192]),
     ]
-    file = tmp_path / "rows.jsonl"
-    assert read_rows(file) == {}
-    now, before = (
-        replace(compared(1.0), state=kernel_state("FP8")),
-        replace(compared(2.0), routing="uniform", state="0"),
-    )
-    for row in (compared(3.0), before, now):
-        add_row(file, row)
-    have = read_rows(file)
-    assert have == {now.key: now, before.key: before}
-    left = list(sections(wanted, have))
-    assert len(left) == 8 and left[-1] == ("FP8", "TP8", [(64, "uniform")]) and left[0][0] == "BF16"
-    file.write_text("{}\n")
-    with pytest.raises(KernelError, match=r"rows.jsonl, line 1: .* expected a row of the comparison"):
-        read_rows(file)
 
 
-def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed(tmp_path: Path) -> None:
+def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed() -> None:
     wanted = Selection(drawn=400, seed=3)
     cases = drawn_cases(wanted)
     assert len(set(cases)) == 400 and cases == drawn_cases(wanted) != drawn_cases(replace(wanted, seed=4))
@@ -202,32 +145,26 @@ def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed(tmp_path: Path
     assert 0 <= min(exponents) < 0.1 and 1.4 < max(exponents) <= 1.5
     tokens = [case[3] for case in cases]
     assert min(tokens) == 1 and 60000 < max(tokens) <= 65536 and 170 < sum(count <= 256 for count in tokens) < 230
-    given = list(sections(wanted, {}))
+    given = list(sections(wanted))
     assert len(given) == 18 and sum(len(left) for *_, left in given) == 400
-    file = tmp_path / "rows.jsonl"
-    for case in cases[:2]:
-        begin_row(file, case)
-    add_row(
-        file, replace(compared(1.0), format=cases[0][0], layout=cases[0][1], routing=cases[0][2], tokens=cases[0][3])
-    )
-    assert begun_rows(file) - read_rows(file).keys() == {cases[1]}
-
-
-def test_a_formats_state_follows_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = {name: kernel_state(name) for name in ("FP8", "INT4", "BF16")}
-    assert len(set(states.values())) == 3 and all(re.fullmatch("[0-9a-f]{8}", state) for state in states.values())
-    kernel_state.cache_clear()
-    hashed = build.source_hash
-    monkeypatch.setattr(expert_rows, "source_hash", lambda name: hashed(name) + "changed" * (name == "experts/w4a16"))
-    assert {name: kernel_state(name) == state for name, state in states.items()} == {
-        "FP8": True, "INT4": False, "BF16": True,
-    }  # fmt: skip
-    kernel_state.cache_clear()
 
 
 def test_deep_gemm_is_left_out_where_it_ends_in_an_illegal_access() -> None:
     deep = Peer("DeepGEMM pipeline", lambda *_: torch.empty(0), least=512, most_pairs=DEEP_GEMM_PAIRS)
-    assert deep.absent(256, 8) == "not timed below 512 tokens" and deep.absent(512, 8) is None
-    assert deep.absent(32768, 8) is None and deep.absent(65536, 2) is None
-    assert deep.absent(65536, 8) == "not timed above 299593 pairs"
-    assert Peer("Marlin", None, "not installed").absent(1, 8) == "not installed"
+    taken = (256, 8), (512, 8), (32768, 8), (65536, 2), (65536, 8)
+    assert [deep.takes(*one) for one in taken] == [False, True, True, True, False]
+
+
+def test_a_peer_that_fails_is_left_out_and_a_wrong_one_refused() -> None:
+    experts, _ = stored("BF16")
+    x, indices, shares = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 2]]), torch.rand(3, 2)
+
+    def fails(*_: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    found = errors_of({"ours": experts.reference, "failing": fails}, experts, x, indices, shares)
+    assert found == {"ours": 0.0}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        errors_of({"ours": fails}, experts, x, indices, shares)
+    with pytest.raises(KernelError, match=r"wrong: 1\.0e\+00 from float64"):
+        errors_of({"wrong": lambda *_: torch.zeros(3, HIDDEN)}, experts, x, indices, shares)

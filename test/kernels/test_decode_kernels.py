@@ -11,13 +11,12 @@ from kimi_k2.kernels.common import build
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
-from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS, choose_launch
+from kimi_k2.kernels.linear.fused_linear import DECODE_COLUMNS
 
 
 def test_pairs_are_taken_one_by_one_while_their_intermediates_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank of TP8, TP4, TP2, TP1, EP8 and EP4: experts per token and their width."""
-    monkeypatch.setattr(moe_decode, "is_hopper", lambda device: True)
-    monkeypatch.setattr(moe_decode, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(moe_decode, "runs_cuda", lambda device: True)
 
     def most(top_k: int, inter: int) -> int:
         return sum(moe_decode.supports(n, top_k, 7168, inter, torch.device("cuda")) for n in range(1, 10))
@@ -35,10 +34,3 @@ def test_the_widths_are_those_that_have_an_instance() -> None:
     assert cases("experts/fp8_decode", "switch (a->hidden)") == list(moe_decode.HIDDEN)
     known = [*moe_w4a16.DECODE_HIDDEN, *range(len(FORMATS))]
     assert cases("experts/w4a16_decode", "switch (a.hidden)") == known
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7168, 1024), (512, 7168), (7168, 256)])
-def test_splits_cut_the_input_at_scale_blocks(rows: int, columns: int) -> None:
-    splits, block_rows = choose_launch(rows, columns)
-    assert columns % (splits * 128) == 0
-    assert 128 % block_rows == 0

@@ -31,6 +31,7 @@ E4M3, F32, I32 = torch.float8_e4m3fn, torch.float32, torch.int32
 # Sizes and arguments that a line takes, the shape of each result and its dtype unless it is bfloat16, and what breaks
 # a condition each. Of an optional tensor "with" makes one.
 TOKENS: dict[str, Any] = {"T": 3, "H": 512, "eps": 1e-6}
+WHOLE: list[dict[str, Any]] = [{"T": 1, "H": 516}, {"H": 8200}]
 ENTRY: dict[str, Any] = {"B": 2, "H": 4, "N": 2, "P": 70, "eps": 1e-6}
 EXPERTS: dict[str, Any] = {"T": 3, "H": 1024, "I": 256, "E": 4, "k": 2, "M": 9}
 BLOCKS: list[dict[str, Any]] = [
@@ -65,8 +66,8 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "absorb": (ENTRY, [(2, 4, 576)], []),
     "absorb_and_store": (ENTRY, [(2, 4, 576)], []),
     "add": ({"S": (3, 5, 16)}, [(3, 5, 16)], [{"S": (3, 4)}]),
-    "add_norm": (TOKENS, [(3, 512)] * 2, []),
-    "add_norm_apart": (TOKENS, [(3, 512), (3, 512), ((3,), F32)], [{"H": 516}]),
+    "add_norm": (TOKENS, [(3, 512)] * 2, WHOLE),
+    "add_norm_apart": (TOKENS, [(3, 512), (3, 512), ((3,), F32)], WHOLE),
     "add_norm_route": (
         {**TOKENS, "E": 64, "top_k": 8, "index_dtype": torch.int64},
         [(3, 512), (3, 512), ((3, 8), torch.int64), ((3, 8), F32)],
@@ -115,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
          {"with": "down_proj_scale shared_gate_up shared_down", "J": 40}],
     ),
     "next_step": ({"B": 3, "W": 5, "page": 64}, [], []),
-    "norm_apart": (TOKENS, [(3, 512), ((3,), F32)], [{"T": 1, "H": 516}, {"H": 8200}]),
+    "norm_apart": (TOKENS, [(3, 512), ((3,), F32)], WHOLE),
     "push_all_reduce": (
         {"S": (3, 8), "capacity": 512, "mail": [0, 0], "rank": 1}, [(3, 8)],
         [{"S": (3, 3)}, {"capacity": 514}, {"S": (3, 256)}, {"mail": [0]}, {"rank": 2}],
@@ -138,9 +139,17 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "row_norm": ({**TOKENS, "S": (3, 5)}, [(3, 5, 512)], [{"H": 8200}, {"S": ()}]),
     "silu_and_mul": ({"S": (3, 5), "G": 32}, [(3, 5, 16)], [{"G": 24}]),
     "value_rows": ({"B": 3, "H": 8, "V": 20}, [(3, 160)], []),
+    "vision_add_layer_norm": (
+        {"T": 3, "D": 64, "eps": 1e-5}, [(3, 64), (3, 64)],
+        [{"D": 8200}, {"delta": lambda: torch.empty(3, 64)}],
+    ),
     "vision_packed_attention": (
         {"H": 4, "C": 208, "tokens": 9, "P": 5, "S": 3, "J": 2, "slots": 4, "softmax_scale": 0.1},
         [(9, 4, 72)], [{"C": 200}],
+    ),
+    "vision_rotate_": (
+        {"T": 9, "H": 4, "D": 72}, [],
+        [{"D": 71}, {"qkv": lambda: torch.empty(9, 4, 3, 72, dtype=torch.bfloat16).transpose(1, 2)}],
     ),
     "vision_rotate_and_pack": (
         {"T": 9, "H": 4}, [(3, 4, 9, 208, 8)],

@@ -11,6 +11,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import supports_mla_naive_attention
+from kimi_k2.kernels.common import hardware
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -18,7 +19,7 @@ BF16, INT32 = torch.bfloat16, torch.int32
 @pytest.mark.parametrize("nvcc", ["nvcc", None])
 def test_without_a_compiler_the_kernel_takes_nothing(monkeypatch: pytest.MonkeyPatch, nvcc: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(mla, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(hardware, "find_nvcc", lambda: nvcc)
     with FakeTensorMode():
         q, cache = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in ((2, 64, 576), (10, 64, 576)))
         lengths, table = (torch.empty(*shape, dtype=INT32, device="cuda") for shape in ((2,), (2, 5)))

@@ -1,27 +1,12 @@
-"""The tower's kernels as far as a CPU can run them: batches of SDPA, schedules, choices."""
+"""The tower's kernels as far as a CPU can run them: schedules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels.vision.attention import batched
-from kimi_k2.kernels.vision.packed_attention import (
-    KEYS,
-    QUERIES,
-    schedule,
-)
-from kimi_k2.kernels.vision.rowwise import add_layer_norm, rotated_qkv
-from kimi_k2.ops.registry import TABLE, load_providers
+from kimi_k2.kernels.vision.packed_attention import KEYS, QUERIES, schedule
 from kimi_k2.ops.vision import Segments, rotated_attention, segment_attention
-
-
-def test_batches_of_one_length_are_segments() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(24, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    segments = Segments([8, 8, 8])
-    torch.testing.assert_close(batched(q, k, v, segments, 0.3), segment_attention(q, k, v, segments, 0.3))
 
 
 def test_attention_against_its_definition() -> None:
@@ -34,7 +19,7 @@ def test_attention_against_its_definition() -> None:
     wanted = torch.einsum("hqk,khd->qhd", weights, v)
     torch.testing.assert_close(segment_attention(q, k, v, segments, 0.3), wanted)
     assert segments.offsets.tolist() == [0, 5, 6, 12]
-    assert (segments.longest, segments.uniform) == (6, False)
+    assert segments.longest == 6
 
 
 def test_tiles_cover_every_token_once() -> None:
@@ -102,23 +87,3 @@ def test_joined_operations_are_their_parts() -> None:
     wanted = segment_attention(turned[:, 0], turned[:, 1], qkv[:, 2], segments, 0.3)
     found = rotated_attention(qkv.clone(), angles.cos(), angles.sin(), segments, 0.3)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # the rotation is in float32
-
-
-def test_malformed_operands() -> None:
-    qkv, cos = torch.zeros(4, 3, 2, 8), torch.zeros(4, 1, 4)
-    for bad in ((qkv[:, :2], cos, cos), (qkv, cos[:3], cos), (qkv, cos, cos.double()), (qkv.transpose(1, 2), cos, cos)):
-        with pytest.raises(KernelError):
-            rotated_qkv(*bad)
-    x, weight = torch.zeros(4, 8), torch.zeros(8)
-    for operands in ((x.T, x.T, weight, weight), (x, x[:3], weight, weight), (x, x, weight[:4], weight),
-                     (x, x, weight, weight.double())):  # fmt: skip
-        with pytest.raises(KernelError):
-            add_layer_norm(*operands, 1e-5)
-
-
-def test_order_of_the_table() -> None:
-    load_providers()
-    names = ["flash_attn_3", "cudnn", "flash_attn", "torch_varlen", "sdpa_batched", "plain"]
-    assert TABLE["segment_attention"].names == names
-    assert TABLE["rotated_attention"].names == ["wgmma", "plain"]
-    assert TABLE["rotated_qkv"].names == ["triton", "plain"]

@@ -57,7 +57,7 @@ def test_the_order_is_the_tables() -> None:
         "add_layer_norm": ["triton", "plain"],
         "embedding": ["triton", "plain"],
         "float32_linear": ["dense_gemm", "plain"],
-        "fp8_linear": ["triton_decode", "block_gemm", "e4m3", "plain"],
+        "fp8_linear": ["fused_linear", "block_gemm", "e4m3", "plain"],
         "gather_last": ["plain"],
         "gelu_linear": ["cublaslt", "plain"],
         "mla_absorbed_attention": ["mla_decode", "plain"],
@@ -76,7 +76,7 @@ def test_the_order_is_the_tables() -> None:
         "silu_and_mul": ["cuda", "plain"],
         "rotated_qkv": ["triton", "plain"],
         "rotated_attention": ["wgmma", "plain"],
-        "segment_attention": ["flash_attn_3", "cudnn", "flash_attn", "torch_varlen", "sdpa_batched", "plain"],
+        "segment_attention": ["torch_varlen", "plain"],
         "swiglu": ["block_gemm", "e4m3", "plain"],
         "store_entries": ["triton", "plain"],
         "value_rows": ["cuda", "batched", "plain"],
@@ -90,7 +90,7 @@ def test_cpu_tensors_take_the_plain_function_and_explain_counts_it() -> None:
     wanted = F.linear(x.double(), weight.double() * scale.double().repeat_interleave(128, 1))
     out = linear.fp8_linear(x, weight, scale, (128, 128))
     assert (out - wanted).norm() / wanted.norm() < 1e-6
-    assert "fp8_linear: plain (1 calls); order triton_decode > block_gemm > e4m3 > plain" in registry.explain()
+    assert "fp8_linear: plain (1 calls); order fused_linear > block_gemm > e4m3 > plain" in registry.explain()
     assert "route: not called" in registry.explain()
 
 

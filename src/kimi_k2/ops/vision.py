@@ -37,11 +37,6 @@ class Segments:
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
         return uploaded(lengths.cumsum(0, dtype=torch.int32), self.device)
 
-    @property
-    def uniform(self) -> bool:
-        """Whether all parts have one length."""
-        return len(set(self.lengths)) == 1
-
     def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What a kernel makes of the lengths, made once."""
         if key not in self._derived:

@@ -36,8 +36,7 @@ class OneShot:
         """Sum of all ranks' x."""
         self.buffer.copy_(x.view(-1))
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce(self.buffer, "sum", name).view(x.shape)
-        return out
+        return torch.ops.symm_mem.one_shot_all_reduce(self.buffer, "sum", name).view(x.shape)
 
 
 def main() -> None:

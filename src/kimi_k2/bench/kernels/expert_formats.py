@@ -32,7 +32,7 @@ Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class Shape:
     """A rank's shape: its experts, their intermediate size, and the pairs that arrive for each token."""
 
     experts: int
@@ -234,7 +234,7 @@ def random_routing(
 
 
 def draw_inputs(
-    case: Case, routing: Routing, tokens: int, seed: int, bytes_each: float = 0.0
+    shape: Shape, routing: Routing, tokens: int, seed: int, bytes_each: float = 0.0
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Tokens with their routings, int32 indices, so many that what they read does not fit the L2.
 
@@ -242,10 +242,10 @@ def draw_inputs(
         bytes_each: of an expert; a token's experts are the least that a call reads.
     """
     generator = torch.Generator("cuda").manual_seed(seed)
-    sets, enough = [], max(2, math.ceil(MOVED / max(1.0, case.top_k * bytes_each)))
+    sets, enough = [], max(2, math.ceil(MOVED / max(1.0, shape.top_k * bytes_each)))
     for _ in range(min(enough, 12 if tokens <= 8 else 6 if tokens <= 512 else 2 if tokens <= 4096 else 1)):
         x = torch.randn(tokens, HIDDEN, device="cuda", generator=generator).bfloat16()
-        indices, weights = routing.draw(tokens, case.top_k, case.experts, generator)
+        indices, weights = routing.draw(tokens, shape.top_k, shape.experts, generator)
         sets.append((x, indices.int().contiguous(), weights.contiguous()))
     return sets
 

@@ -6,6 +6,7 @@ or one of its own; its pipeline is quantization, scatter by expert, GEMM, SwiGLU
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -33,27 +34,19 @@ class Peer:
 
     Attributes:
         name: e.g. "vLLM Triton".
-        call: the operation; None if it is not installed.
-        reason: why it is not.
+        call: the operation.
         least: tokens from which it is timed.
         most_pairs: token-expert pairs to which it is; None for any.
     """
 
     name: str
-    call: Operation | None
-    reason: str = ""
+    call: Operation
     least: int = 1
     most_pairs: int | None = None
 
-    def absent(self, tokens: int, top_k: int) -> str | None:
-        """Why it is not timed at so many tokens; None if it is."""
-        if self.call is None:
-            return self.reason
-        if tokens < self.least:
-            return f"not timed below {self.least} tokens"
-        if self.most_pairs is not None and tokens * top_k > self.most_pairs:
-            return f"not timed above {self.most_pairs} pairs"
-        return None
+    def takes(self, tokens: int, top_k: int) -> bool:
+        """Whether it is timed at so many tokens."""
+        return tokens >= self.least and (self.most_pairs is None or tokens * top_k <= self.most_pairs)
 
 
 def triton(experts: RandomExperts) -> Peer:
@@ -67,8 +60,7 @@ def triton(experts: RandomExperts) -> Peer:
         quantized = config.fp8_w8a8_moe_quant_config(**scales, block_shape=[128, 128])
 
     def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = fused_moe.fused_experts(x, gate_up, down, weights, indices, quant_config=quantized)
-        return out
+        return fused_moe.fused_experts(x, gate_up, down, weights, indices, quant_config=quantized)
 
     return Peer("vLLM Triton", run)
 
@@ -140,20 +132,17 @@ def _module(name: str) -> Any:
 
 
 # By the experts' format.
-PEERS: dict[str, dict[str, Callable[[RandomExperts], Peer]]] = {
-    "FP8": {"vLLM Triton": triton, "DeepGEMM pipeline": deep_gemm},
-    "INT4": {"Marlin": marlin},
-    "BF16": {"vLLM Triton": triton},
+PEERS: dict[str, tuple[Callable[[RandomExperts], Peer], ...]] = {
+    "FP8": (triton, deep_gemm),
+    "INT4": (marlin,),
+    "BF16": (triton,),
 }
 
 
 def peers(experts: RandomExperts) -> Iterator[Peer]:
-    """Each implementation that is known for the experts' format, installed or not."""
-    for name, make in PEERS[experts.name].items():
-        if importlib.util.find_spec("vllm") is None:
-            yield Peer(name, None, "not installed")
-            continue
-        try:
+    """Each implementation that is installed for the experts' format."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    for make in PEERS[experts.name]:
+        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
             yield make(experts)
-        except (ImportError, AttributeError, RuntimeError) as failure:
-            yield Peer(name, None, f"not installed: {failure}".splitlines()[0])

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels import harness
 from kimi_k2.bench.kernels.expert_formats import (
     FORMATS,
     HIDDEN,
-    Case,
+    Operation,
     RandomExperts,
+    Shape,
     distinct,
     draw_inputs,
     int4_experts,
@@ -28,27 +28,20 @@ from kimi_k2.bench.kernels.expert_formats import (
     scales_of_all,
 )
 from kimi_k2.bench.kernels.expert_peers import Peer, peers
-from kimi_k2.bench.kernels.expert_rows import (
-    Comparison,
-    Key,
-    add_row,
-    begin_row,
-    begun_rows,
-    kernel_state,
-    read_rows,
-    summary,
-)
-from kimi_k2.bench.kernels.harness import Captures, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.harness import Captures, Case
 from kimi_k2.bench.kernels.mla_cases import checked
+from kimi_k2.bench.kernels.report import Report
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.bench.kernels.tune import cases
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS as FOUR_BITS
 
+Key = tuple[str, str, str, int]  # format, layout, routing, tokens
+
 # Beside a rank's parts of the model: what FlyDSL's benchmark of W4A16 and BF16 experts has, by its number of experts
 # (tests/kernels/bench_moe_w4a16.py of ROCm/FlyDSL: 7168 x 512, 8 a token; published for 512 to 16,384 tokens).
-FLYDSL = {f"E{count}": Case(count, 512, 8) for count in (64, 128, 384)}
+FLYDSL = {f"E{count}": Shape(count, 512, 8) for count in (64, 128, 384)}
 LAYOUTS = ("TP8", "EP8", "TP4", "EP4", "TP2", "TP1")
 ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5", "same")
 TOKENS = tuple(2**power for power in range(17))
@@ -73,7 +66,6 @@ class Selection:
     layouts: Sequence[str] = LAYOUTS
     routings: Sequence[str] = ROUTINGS
     tokens: Sequence[int] = TOKENS
-    replays: int | None = None
     with_peers: bool = True
     drawn: int = 0
     seed: int = 0
@@ -93,114 +85,72 @@ def drawn_cases(wanted: Selection) -> list[Key]:
     return list(keys)
 
 
-def replays_of(tokens: int) -> int:
-    """Replays whose median is taken: few, as a row says how far apart they were."""
-    return 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
-
-
-def compare(
-    experts: RandomExperts,
-    known: Sequence[Peer],
-    case: Case,
-    layout: str,
-    routing: str,
-    tokens: int,
-    replays: int,
-    captures: Captures | None = None,
-) -> Comparison:
-    """Time a case.
-
-    Args:
-        captures: of the cases before it; None: its own.
+def errors_of(
+    calls: dict[str, Operation], experts: RandomExperts, x: Tensor, indices: Tensor, weights: Tensor
+) -> dict[str, float]:
+    """How far each is from float64 over the first tokens; a peer that fails has none.
 
     Raises:
-        KernelError: an implementation's result is not that of the experts.
+        KernelError: a result is not that of the experts.
     """
-    captures = captures or Captures()
-    sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
-    few = [part[:CHECKED_TOKENS] for part in sets[0]]
-    wanted = experts.reference(few[0], few[1], few[2])
-    errors: dict[str, float] = {}
-    absent: dict[str, str] = {}
-    ways: dict[str, list[Callable[[], Tensor]]] = {}
-    for peer in (Peer("ours", experts.ours(tokens, case.top_k)), *known):
-        reason = peer.absent(tokens, case.top_k)
-        if peer.call is None or reason is not None:
-            absent[peer.name] = reason or ""
-            continue
+    few = slice(CHECKED_TOKENS)
+    wanted, errors = experts.reference(x[few], indices[few], weights[few]), {}
+    for name, call in calls.items():
         try:
-            errors[peer.name] = checked(peer.name, peer.call(*sets[0])[:CHECKED_TOKENS], wanted, MOST_ERROR)
+            errors[name] = checked(name, call(x, indices, weights)[few], wanted, MOST_ERROR)
         except (RuntimeError, AssertionError) as failure:
-            if peer.name == "ours" or isinstance(failure, KernelError):
+            if name == "ours" or isinstance(failure, KernelError):
                 raise
-            absent[peer.name] = f"failed: {failure}".splitlines()[0]
-            continue
-        ways[peer.name] = [partial(peer.call, *one) for one in sets]
-    timed = harness.time_ways(ways, partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)))
-    reached = distinct(sets)
-    return Comparison(
-        experts.name, layout, routing, tokens, reached, reached * experts.bytes_each, timed.microseconds, errors,
-        absent | timed.failed, timed.spread, kernel_state(experts.name),
-    )  # fmt: skip
+    return errors
 
 
-def sections(wanted: Selection, have: Mapping[Key, Comparison]) -> Iterator[tuple[str, str, list[tuple[int, str]]]]:
-    """The cases to time, by format and layout: first those that no row has, then those of other kernels' rows.
+def case_of(
+    operation: str,
+    name: str,
+    experts: RandomExperts,
+    top_k: int,
+    tokens: int,
+    routing: str = "uniform",
+    known: Sequence[Peer] | None = None,
+    captures: Captures | None = None,
+) -> Case:
+    """A number of tokens, with the same routings a call for all.
 
     Args:
-        have: the rows of runs before; empty for all cases.
-
-    Yields:
-        Format, layout, and (tokens, routing) within a band, fewest tokens first.
+        operation, name: see `harness.Case`; the name begins as given.
+        known: peers, which are held against float64, as ours is; None for ours alone, unchecked.
+        captures: of the cases before it, with few replays; None: graphs of their own.
     """
+    count, inter = experts.shape
+    sets = draw_inputs(Shape(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
+    calls = {"ours": experts.ours(tokens, top_k)}
+    if known is not None:
+        calls |= {peer.name: peer.call for peer in known if peer.takes(tokens, top_k)}
+        calls = {name: calls[name] for name in errors_of(calls, experts, *sets[0])}
+    replays = 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
+    return Case(
+        operation,
+        f"{name}{routing}, T={tokens}",
+        {name: [partial(call, *one) for one in sets] for name, call in calls.items()},
+        distinct(sets) * experts.bytes_each + 4 * tokens * HIDDEN,
+        6 * tokens * top_k * HIDDEN * inter,
+        None if captures is None else partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)),
+    )
+
+
+def sections(wanted: Selection) -> Iterator[tuple[str, str, list[tuple[int, str]]]]:
+    """The cases, by format and layout: (tokens, routing) within a band, fewest tokens first."""
     standard = product(wanted.formats, wanted.layouts, wanted.routings, wanted.tokens)
 
-    def place(key: Key) -> tuple[bool, int, int, int]:
+    def place(key: Key) -> tuple[int, int, int]:
         name, layout, _, tokens = key
         # Of few drawn cases a format and layout has one band: its weights are made once.
         band = 0 if wanted.drawn else bisect_left(BANDS, tokens)
-        return key in have, band, wanted.layouts.index(layout), wanted.formats.index(name)
+        return band, wanted.layouts.index(layout), wanted.formats.index(name)
 
-    left = [
-        key
-        for key in (drawn_cases(wanted) if wanted.drawn else standard)
-        if key not in have or have[key].state != kernel_state(key[0])
-    ]
-    for (_, _, layout, name), keys in groupby(sorted(left, key=lambda key: (place(key), key[3])), place):
+    every = drawn_cases(wanted) if wanted.drawn else standard
+    for (_, layout, name), keys in groupby(sorted(every, key=lambda key: (place(key), key[3])), place):
         yield wanted.formats[name], wanted.layouts[layout], [(tokens, routing) for _, _, routing, tokens in keys]
-
-
-def comparisons(
-    config: KimiK2Config,
-    wanted: Selection,
-    have: Mapping[Key, Comparison],
-    deadline: float = math.inf,
-    begin: Callable[[Key], None] = lambda key: None,
-    without: Collection[Key] = (),
-) -> Iterator[Comparison]:
-    """Each case of the selection that is left, until `deadline` on the monotonic clock.
-
-    Args:
-        begin: told of each case before it is timed.
-        without: cases left out.
-    """
-    shapes = cases(config) | FLYDSL
-    for name, layout, left in sections(wanted, have):
-        if time.monotonic() > deadline:
-            return
-        case = shapes[layout]
-        experts = FORMATS[name](case.experts, case.inter)
-        known, captures = list(peers(experts)) if wanted.with_peers else [], Captures()
-        for tokens, routing in left:
-            if time.monotonic() > deadline:
-                return
-            if (name, layout, routing, tokens) in without:
-                continue
-            begin((name, layout, routing, tokens))
-            replays = wanted.replays or replays_of(tokens)
-            yield compare(experts, known, case, layout, routing, tokens, replays, captures)
-        del experts, known, captures
-        torch.cuda.empty_cache()
 
 
 def run(
@@ -211,81 +161,67 @@ def run(
     *,
     seconds: float | None = None,
 ) -> None:
-    """Say a line a case and a summary.
+    """Say a line a row.
 
     Args:
         config: of the model, for the layouts' shapes.
         wanted: the cases.
-        out: file of JSON lines, a case each, written as they are found; None for none. Rows that it has are kept: the
-            cases that it lacks are timed, then those of other kernels, and all are summed up. A case that a run before
-            began and did not end is named and left out: it may have ended that run.
-        say: takes each line.
+        out, say: see `Report`.
         seconds: begin no case after so many; None: time all.
 
     Raises:
-        KernelError: there is no CUDA device, no such format or layout, an implementation computes something else, or
-            `out` holds something else.
+        KernelError: there is no CUDA device, no such format or layout, or an implementation computes something else.
         ConfigError: no such routing.
     """
-    begun = time.monotonic()
-    for kind, names, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, cases(config) | FLYDSL)):
+    until, shapes = time.monotonic() + (math.inf if seconds is None else seconds), cases(config) | FLYDSL
+    for kind, names, known in (("format", wanted.formats, FORMATS), ("shape", wanted.layouts, shapes)):
         if unknown := sorted(set(names) - set(known)):
             raise KernelError(f"{kind}: {', '.join(unknown)} not among {', '.join(known)}")
     for routing in wanted.routings:
         Routing.parse(routing)
-    have = read_rows(out) if out is not None else {}
-    if not torch.cuda.is_available():
-        raise KernelError("no CUDA device")
-    quick_captures()
-    say(f"{torch.cuda.get_device_name()}: read {read_bandwidth():.0f} GB/s")
-    ended = begun_rows(out) - have.keys() if out is not None else set()
-    for key in sorted(ended):
-        say(f"left out, as a run ended in it: {key}")
-    rows, until = dict(have), begun + (math.inf if seconds is None else seconds)
-    begin: Callable[[Key], None] = partial(begin_row, out) if out is not None else lambda key: None
-    for one in comparisons(config, wanted, have, until, begin, ended):
-        rows[one.key] = one
-        say(one.line())
-        if out is not None:
-            add_row(out, one)
-    for line in summary(list(rows.values())):
-        say(line)
+    report = Report(out, say)
+    for name, layout, section in sections(wanted):
+        operation, shape = f"{name} {layout}", shapes[layout]
+        left = [
+            (tokens, routing)
+            for tokens, routing in section
+            if time.monotonic() < until and report.is_left(operation, f"{routing}, T={tokens}")
+        ]
+        if not left:
+            continue
+        experts = FORMATS[name](shape.experts, shape.inter)
+        others, captures = list(peers(experts)) if wanted.with_peers else [], Captures()
+        for tokens, routing in left:
+            if time.monotonic() < until:
+                report.begin(operation, f"{routing}, T={tokens}")
+                report.time(case_of(operation, "", experts, shape.top_k, tokens, routing, others, captures))
+        del experts, others, captures
+        torch.cuda.empty_cache()
+    report.end()
 
 
-def own_cases(
-    operation: str, name: str, experts: RandomExperts, top_k: int, counts: Sequence[int], routing: str = "uniform"
-) -> Iterator[harness.Case]:
-    """For `bench kernels` ours at each number of tokens; the peers stand in `bench experts`."""
-    count, inter = experts.shape
-    for tokens in counts:
-        sets = draw_inputs(Case(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
-        call = experts.ours(tokens, top_k)
-        moved, flops = distinct(sets) * experts.bytes_each + 4 * tokens * HIDDEN, 6 * tokens * top_k * HIDDEN * inter
-        ways = {"ours": [partial(call, *one) for one in sets]}
-        yield harness.Case(
-            operation, f"{name}, T={tokens}{', all to the same' * (routing == 'same')}", ways, moved, flops
-        )
-
-
-def fp8_cases(with_peers: bool) -> Iterator[harness.Case]:
-    """FP8 at a rank's shapes, under EP with the pairs of T tokens that arrive; no peer is known here."""
+def fp8_cases(with_peers: bool) -> Iterator[Case]:
+    """For `bench kernels` ours at a rank's shapes, under EP with the pairs of T tokens that arrive."""
     some, more = (64, 512), (1, 8, 64, 512, 4096)
-    for name, case, counts in (
-        ("TP8", Case(384, 256, 8), more), ("EP8", Case(48, 2048, 1), more), ("TP4", Case(384, 512, 8), some),
-        ("EP4", Case(96, 2048, 2), some),
+    for name, shape, counts in (
+        ("TP8", Shape(384, 256, 8), more), ("EP8", Shape(48, 2048, 1), more), ("TP4", Shape(384, 512, 8), some),
+        ("EP4", Shape(96, 2048, 2), some),
     ):  # fmt: skip
-        experts, name = case.draw(), f"{name}: {case.experts} x {case.inter}"
-        yield from own_cases("FP8 experts", name, experts, case.top_k, (*counts, 8192, 16384, 32768))
-        yield from own_cases("FP8 experts", name, experts, case.top_k, (16, 64), "same")
+        experts, name = shape.draw(), f"{name}: {shape.experts} x {shape.inter}, "
+        for tokens in (*counts, 8192, 16384, 32768):
+            yield case_of("FP8 experts", name, experts, shape.top_k, tokens)
+        for tokens in (16, 64):
+            yield case_of("FP8 experts", name, experts, shape.top_k, tokens, "same")
 
 
-def four_bit_cases(with_peers: bool) -> Iterator[harness.Case]:
-    """INT4 of a rank of four, then each format at a rank of eight with INT4's tuned choices; no peer is known here."""
+def four_bit_cases(with_peers: bool) -> Iterator[Case]:
+    """INT4 of a rank of four, then each format at a rank of eight with INT4's tuned choices."""
     count, top_k = 384, 8
-    yield from own_cases(
-        "moe_w4a16", "int4, N=512", int4_experts(random_int4(count, 512)), top_k, (1, 8, 64, 512, 16384)
-    )
+    experts = int4_experts(random_int4(count, 512))
+    for tokens in (1, 8, 64, 512, 16384):
+        yield case_of("moe_w4a16", "int4, N=512, ", experts, top_k, tokens)
     for kind in FOUR_BITS:
         name = kind.library.rpartition("/")[2].removeprefix("w4a16").strip("_") or "int4"
         experts = int4_experts(random_int4(count, 256, kind=kind), **scales_of_all(count, 256, HIDDEN, kind))
-        yield from own_cases("moe_w4a16", f"{name}, N=256", experts, top_k, (1, 4, 16, 64, 128, 256, 1024, 4096))
+        for tokens in (1, 4, 16, 64, 128, 256, 1024, 4096):
+            yield case_of("moe_w4a16", f"{name}, N=256, ", experts, top_k, tokens)

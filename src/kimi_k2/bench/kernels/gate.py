@@ -35,8 +35,7 @@ def plain_gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def ours(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """`fused_gate` as Kimi-K2 calls it, int32 indices."""
-    out: tuple[Tensor, Tensor] = fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32)
-    return out
+    return fused_gate(logits, bias, TOP_K, True, SCALE, index_dtype=torch.int32)
 
 
 def peers(experts: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Any]]]:

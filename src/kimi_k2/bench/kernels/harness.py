@@ -42,40 +42,26 @@ def in_turns(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     return medians
 
 
-class Times(NamedTuple):
-    """By way its median in microseconds, its slowest replay less its fastest over the median, and why it failed."""
-
-    microseconds: dict[str, float]
-    spread: dict[str, float]
-    failed: dict[str, str]
-
-
 def time_ways(
     ways: Mapping[str, Sequence[Callable[[], Any]]], times: Callable[[Sequence[Callable[[], Any]]], list[float]]
-) -> Times:
-    """Each way in turns; a peer may fail, as one that wants more scratch memory than is left.
+) -> dict[str, float]:
+    """Microseconds of each way in turns; a peer may fail, as one that wants more scratch memory than is left.
 
     Args:
         ways: by name the calls of a graph, see `Case`.
         times: microseconds of a call, of each replay.
     """
-    spread: dict[str, float] = {}
-    failed: dict[str, str] = {}
 
     def median(name: str) -> float:
         try:
-            each = times(ways[name])
+            return statistics.median(times(ways[name]))
         except (RuntimeError, AssertionError) as failure:
             if name.startswith("ours") or isinstance(failure, KernelError):
                 raise
-            failed[name] = f"failed: {failure}".splitlines()[0]
             return math.inf
-        middle = statistics.median(each)
-        spread[name] = round((max(each) - min(each)) / middle, 4)
-        return middle
 
     medians = in_turns({name: partial(median, name) for name in ways})
-    return Times({name: time for name, time in medians.items() if name not in failed}, spread, failed)
+    return {name: time for name, time in medians.items() if time < math.inf}
 
 
 def quick_captures() -> None:
@@ -169,6 +155,7 @@ class Case(NamedTuple):
             names that begin with "ours" are other forms of ours.
         bytes: the fewest that must move: each input read and each output written once.
         flops: matrix operations, 0 if there are none.
+        times: how a graph of such calls is timed, see `time_ways`; None is `graph_times`.
     """
 
     operation: str
@@ -176,10 +163,11 @@ class Case(NamedTuple):
     ways: Mapping[str, Sequence[Callable[[], Any]]]
     bytes: float
     flops: float = 0.0
+    times: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None
 
     def rows(self, replays: int) -> Iterator[Row]:
         """A row a way; a peer that fails has none."""
-        for name, time in time_ways(self.ways, partial(graph_times, replays=replays)).microseconds.items():
+        for name, time in time_ways(self.ways, self.times or partial(graph_times, replays=replays)).items():
             yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
 
 

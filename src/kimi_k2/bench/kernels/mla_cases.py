@@ -65,8 +65,7 @@ def reference(q: Tensor, rows: Tensor, lengths: Sequence[int], scale: float = SC
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted."""
-    result: float = ((got.double() - wanted).norm() / wanted.norm()).item()
-    return result
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
 
 
 def checked(name: str, got: Tensor, wanted: Tensor, most: float, whose: str = "float64") -> float:

@@ -40,13 +40,11 @@ class Kernel(NamedTuple):
 
 
 def _decode(one: Inputs, plan: Tensor | None, **options: Any) -> Tensor:
-    out: Tensor = mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=plan, **options)
-    return out
+    return mla_decode(one.q, one.cache, one.seq_lens, SOFTMAX_SCALE, one.block_table, plan=plan, **options)
 
 
 def _rounded_plan(one: Inputs) -> Tensor:
-    plan: Tensor = mla_plan(one.seq_lens, one.block_table.shape[1] * PAGE, one.q.shape[1], True, True)
-    return plan
+    return mla_plan(one.seq_lens, one.block_table.shape[1] * PAGE, one.q.shape[1], True, True)
 
 
 # An even split; by the lengths; and as where `mla_decode=e4m3` is pinned: its rounding of the queries is timed.
@@ -70,12 +68,11 @@ def flash_attention_3() -> Kernel:
 
     def run(one: Inputs, plan: tuple[Tensor, Any]) -> Tensor:
         latent, rope = one.cache.unsqueeze(2).split([LATENT, ROW - LATENT], dim=-1)
-        out: Tensor = interface.flash_attn_varlen_func(
+        return interface.flash_attn_varlen_func(
             one.q[..., LATENT:], rope, latent, q_v=one.q[..., :LATENT], max_seqlen_q=1, cu_seqlens_q=plan[0],
             max_seqlen_k=one.block_table.shape[1] * PAGE, seqused_k=one.seq_lens, block_table=one.block_table,
             softmax_scale=SOFTMAX_SCALE, causal=True, fa_version=3, scheduler_metadata=plan[1],
         )  # fmt: skip
-        return out
 
     return Kernel("FlashAttention 3", plan, run)
 
@@ -90,11 +87,10 @@ def flash_mla() -> Kernel:
         return made
 
     def run(one: Inputs, plan: Any) -> Tensor:
-        out: Tensor = interface.flash_mla_with_kvcache(
+        return interface.flash_mla_with_kvcache(
             one.q.unsqueeze(1), one.cache.unsqueeze(2), one.block_table, one.seq_lens, LATENT, plan,
             softmax_scale=SOFTMAX_SCALE, causal=True,
         )[0]  # fmt: skip
-        return out
 
     return Kernel("FlashMLA", plan, run)
 
@@ -108,11 +104,10 @@ def flash_mla_fp8() -> Kernel:
     unscaled = torch.ones(1, device="cuda")
 
     def run(one: Inputs, plan: Any) -> Tensor:
-        out: Tensor = interface.flash_mla_with_kvcache_fp8(
+        return interface.flash_mla_with_kvcache_fp8(
             one.q.unsqueeze(1), one.cache.unsqueeze(2), one.block_table, one.seq_lens, LATENT, *plan,
             softmax_scale=SOFTMAX_SCALE, causal=True, descale_q=unscaled, descale_k=unscaled,
         )[0]  # fmt: skip
-        return out
 
     def plan(one: Inputs) -> Any:
         return interface.get_mla_metadata_dense_fp8(one.seq_lens, one.q.shape[1], 1)

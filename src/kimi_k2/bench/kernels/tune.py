@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from kimi_k2.bench.kernels import linear, mla
-from kimi_k2.bench.kernels.expert_formats import HIDDEN, Case, RandomExperts, distinct, draw_inputs
+from kimi_k2.bench.kernels.expert_formats import HIDDEN, RandomExperts, Shape, distinct, draw_inputs
 from kimi_k2.bench.kernels.harness import Captures, graph_median, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.checkpoint.names import linear_specs
@@ -54,7 +54,7 @@ def replays_of(tokens: int) -> int:
     return 25 if tokens <= 512 else 9 if tokens <= 4096 else 5
 
 
-def candidates(case: Case, tokens: int) -> list[ExpertChoice]:
+def candidates(case: Shape, tokens: int) -> list[ExpertChoice]:
     """The launches worth timing for a number of tokens."""
     pairs, fp8 = tokens * case.top_k, case.dtype == "fp8_e4m3"
     wide = fp8 and case.inter > 512
@@ -76,7 +76,7 @@ def candidates(case: Case, tokens: int) -> list[ExpertChoice]:
     return choices
 
 
-def cases(config: KimiK2Config) -> dict[str, Case]:
+def cases(config: KimiK2Config) -> dict[str, Shape]:
     """What a rank of 1 to 8 holds, by the layout's name: TP4, EP8, TP2-EP4 ...
 
     The pairs that arrive for a token are those of an even routing, at least one.
@@ -103,7 +103,7 @@ def cases(config: KimiK2Config) -> dict[str, Case]:
             tp = ranks // ep
             inter, top_k = config.moe_intermediate_size // tp, max(1, config.num_experts_per_tok // ep)
             name = "-".join(f"{kind}{size}" for kind, size in (("TP", tp), ("EP", ep)) if size > 1)
-            shapes[name or "TP1"] = Case(config.n_routed_experts // ep, inter, top_k, dtype)
+            shapes[name or "TP1"] = Shape(config.n_routed_experts // ep, inter, top_k, dtype)
     return shapes
 
 
@@ -124,7 +124,7 @@ def best(timed: Sequence[Timed]) -> Timed:
 
 
 def time_choice(
-    case: Case, experts: RandomExperts, tokens: int, choice: ExpertChoice, routing: str, replays: int
+    case: Shape, experts: RandomExperts, tokens: int, choice: ExpertChoice, routing: str, replays: int
 ) -> tuple[float, float]:
     """Microseconds of a launch, and the bytes of weights read."""
     sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
@@ -133,7 +133,7 @@ def time_choice(
     return microseconds, distinct(sets) * experts.bytes_each
 
 
-def time_candidates(case: Case, experts: RandomExperts, tokens: int) -> list[Timed]:
+def time_candidates(case: Shape, experts: RandomExperts, tokens: int) -> list[Timed]:
     """The launches that a first short look left, timed; without a skewed routing beyond MOST_SKEWED tokens."""
     timed = partial(time_choice, case, experts, tokens)
     seen = {choice: timed(choice, "uniform", FIRST_REPLAYS)[0] for choice in candidates(case, tokens)}

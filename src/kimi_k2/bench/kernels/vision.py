@@ -58,8 +58,7 @@ def transformers_model(attention: str, dtype: torch.dtype = torch.bfloat16, devi
     tower, projector = tower.to(device, dtype).eval(), projector.to(device, dtype).eval()
 
     def run(pixels: Tensor, grids: Tensor) -> Tensor:
-        out: Tensor = projector(tower(pixels, grid_thw=grids).pooler_output)
-        return out
+        return projector(tower(pixels, grid_thw=grids).pooler_output)
 
     return run
 

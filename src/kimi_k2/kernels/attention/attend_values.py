@@ -60,8 +60,7 @@ def attend_values(
     even = plan is None and splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
     if not (even or (plan is not None and heads == few)) or not capacity:
         latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
-        result: Tensor = value_rows.value_rows(latent, w_uv)
-        return result
+        return value_rows.value_rows(latent, w_uv)
     if plan is None:
         parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, splits, block_table)
     else:

@@ -19,8 +19,7 @@ from kimi_k2.kernels.attention import (
 )
 from kimi_k2.kernels.attention import query as query_kernel
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
@@ -43,7 +42,7 @@ def _supports_absorbed(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
 ) -> bool:
     """One new token a sequence, in BF16, of sizes that `mla_decode` takes; the cache in one piece."""
-    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not is_hopper(cache.device):
+    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not runs_cuda(cache.device):
         return False
     query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
     return mla_decode.supports(query, cache, positions.squeeze(1).int())
@@ -64,11 +63,7 @@ def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Ten
     """What the tuned choice plans; in batch-invariant mode all."""
     batch, capacity = seq_lens.shape[0], mla_cuda.capacity_of(cache, block_table)
     fits = (
-        is_hopper(cache.device)
-        and heads in HEADS
-        and cache.dtype in CACHE_DTYPES
-        and find_nvcc() is not None
-        and 0 < batch <= mla_plan.MAX_BATCH
+        runs_cuda(cache.device) and heads in HEADS and cache.dtype in CACHE_DTYPES and 0 < batch <= mla_plan.MAX_BATCH
     )
     if not fits or batch_invariant():
         return fits
@@ -80,13 +75,10 @@ def attention_plan(
     seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None, *, rounded: bool = False
 ) -> Tensor | None:
     """`mla_plan`, in batch-invariant mode `mla_plan_by_length`; `rounded` as there."""
-    plan: Tensor
     capacity = mla_cuda.capacity_of(cache, block_table)
     if batch_invariant():
-        plan = mla_plan.mla_plan_by_length(seq_lens, capacity, heads)
-        return plan
-    plan = mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
-    return plan
+        return mla_plan.mla_plan_by_length(seq_lens, capacity, heads)
+    return mla_plan.mla_plan(seq_lens, capacity, heads, cache.dtype != torch.bfloat16, rounded)
 
 
 ops_mla.attention_plan.entry("e4m3", takes=_supports_plan, joins={"mla_decode": "e4m3"}, optional=True)(
@@ -122,8 +114,7 @@ def decode_attention(
         mla_decode.check_plan(query, plan)
         return mla_cuda.run_planned(query, cache, seq_lens, softmax_scale, block_table, plan, uniform=True)
     arguments = query, cache, seq_lens, softmax_scale, block_table
-    out: Tensor = mla_decode.mla_decode(*arguments, plan=plan, rounded=rounded, lse=lse)
-    return out
+    return mla_decode.mla_decode(*arguments, plan=plan, rounded=rounded, lse=lse)
 
 
 ops_mla.mla_decode.entry("mla_decode", takes=_supports_mla_decode, batch_invariant=OWN_LENGTH)(decode_attention)
@@ -190,7 +181,4 @@ def query_and_entry(
 ) -> Tensor:  # fmt: skip
     """`query_and_entry` of an FP8 or BF16 q_b."""
     stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
-    out: Tensor = query_kernel.query_and_entry(
-        qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
-    )
-    return out
+    return query_kernel.query_and_entry(qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps)

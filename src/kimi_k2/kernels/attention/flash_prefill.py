@@ -36,8 +36,7 @@ def flash_attention() -> Callable[..., Any] | None:
                 torch.ops.load_library(str(library))
             except OSError:  # built for another PyTorch
                 continue
-            forward: Callable[..., Any] = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001
-            return forward
+            return torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001
     return None
 
 
@@ -119,8 +118,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Ten
         return Ragged((length,) * batch, starts)
 
     sequences = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), evenly(queries), evenly(slots)
-    out: Tensor = attend_ragged(*sequences, softmax_scale).unflatten(0, (batch, queries))
-    return out
+    return attend_ragged(*sequences, softmax_scale).unflatten(0, (batch, queries))
 
 
 def attend_ragged(
@@ -140,8 +138,7 @@ def attend_ragged(
     arguments = {argument.name: keywords.get(argument.name) for argument in forward._schema.arguments}  # type: ignore[attr-defined]  # noqa: SLF001
     if missing := sorted(set(keywords) - set(arguments)):
         raise KernelError(f"FlashAttention 3 has no arguments {', '.join(missing)}, expected vLLM 0.24's")
-    out: Tensor = forward(**arguments)[0]
-    return out
+    return forward(**arguments)[0]
 
 
 def mla_naive_attention(

@@ -16,8 +16,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_plan, tuning
 from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE, ROW
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.kernels.common.line import Line
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -30,7 +29,7 @@ PLAN = Line(f"q bf16[B,H,{ROW}], plan i32[L,4]; L >= rows")
 def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
     """Whether `mla_decode` takes these arguments: a Hopper GPU, nvcc, dtypes, sizes within the limits."""
     tensors = {"q": q, "cache": cache, "seq_lens": seq_lens, "block_table": block_table}
-    return is_hopper(q.device) and find_nvcc() is not None and mla_decode.fits(**tensors)
+    return runs_cuda(q.device) and mla_decode.fits(**tensors)
 
 
 def check_plan(q: Tensor, plan: Tensor) -> None:

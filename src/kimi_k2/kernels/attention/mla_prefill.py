@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.linear import dense_gemm
@@ -35,10 +34,7 @@ def supports_mla_naive_attention(
     softmax_scale: float,
     whole: bool = False,
 ) -> bool:
-    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes.
-
-    In batch-invariant mode with nvcc for the keys and values.
-    """
+    """BF16 on a Hopper GPU, whose shared memory the launch needs, with Triton; the real head sizes."""
     return (
         is_hopper(q_nope.device)
         and has_triton()
@@ -47,7 +43,6 @@ def supports_mla_naive_attention(
         and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)
         and cache.shape[-1] == RANK + ROPE
         and cache.stride(-1) == 1
-        and (not batch_invariant() or find_nvcc() is not None)
     )
 
 
@@ -68,8 +63,7 @@ def mla_naive_attention(
     """
     if not batch_invariant():
         expanded = torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
-        out: Tensor = mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
-        return out
+        return mla_prefill(q_nope, q_rope, expanded, cache, positions, softmax_scale)
     (batch, slots), heads = cache.shape[:2], len(kv_b)
     latents = cache[..., :RANK].reshape(-1, RANK)  # of one prompt without a copy
     expanded = dense_gemm.dense_gemm(latents, kv_b.reshape(-1, RANK).contiguous(), 1)

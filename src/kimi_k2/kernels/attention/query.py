@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -26,7 +25,7 @@ AbsorbArguments = structure("attention/csrc/absorb.cu", "AbsorbArguments")
 def _takes(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """What both want: BF16 on a Hopper GPU with nvcc, the real head sizes, a BF16 cache in one piece."""
     fits = x.dtype == torch.bfloat16 and absorb.fits(w_uk=w_uk, cache=cache)
-    return fits and is_hopper(x.device) and find_nvcc() is not None
+    return fits and runs_cuda(x.device)
 
 
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:

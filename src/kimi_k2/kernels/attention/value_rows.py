@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -20,8 +19,7 @@ def supports(latent: Tensor, w_uv: Tensor, most: int = MAX_TOKENS) -> bool:
         latent.dtype == w_uv.dtype == torch.bfloat16
         and latent.shape[0] <= most
         and latent.shape[-1] == RANK
-        and is_hopper(latent.device)
-        and find_nvcc() is not None
+        and runs_cuda(latent.device)
     )
 
 

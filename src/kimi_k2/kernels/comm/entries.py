@@ -16,8 +16,7 @@ def mailboxes(ranks: Ranks, device: torch.device) -> Mailboxes | None:
     """Those of the ranks, which all ask for them at their first sum; None if one of them cannot have them."""
     if PUSH not in ranks.kept:
         ranks.kept[PUSH] = make_mailboxes(ranks.process_group, device)
-    boxes: Mailboxes | None = ranks.kept[PUSH]
-    return boxes
+    return ranks.kept[PUSH]
 
 
 def _supports_push(x: Tensor, ranks: Ranks) -> bool:
@@ -33,5 +32,4 @@ def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """`push_all_reduce` into the ranks' mailboxes."""
     boxes = mailboxes(ranks, x.device)
     assert boxes is not None
-    out: Tensor = push_all_reduce(x, boxes.calls, boxes.addresses, boxes.capacity, boxes.rank)
-    return out
+    return push_all_reduce(x, boxes.calls, boxes.addresses, boxes.capacity, boxes.rank)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc, load_library
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.build import load_library
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
@@ -46,13 +46,7 @@ Arguments = structure("comm/csrc/all_reduce.cu", "ReduceArguments")
 
 def supports(x: Tensor, ranks: int) -> bool:
     """BF16 in groups of 4 on a Hopper GPU, 2 to 8 ranks."""
-    return (
-        x.dtype == torch.bfloat16
-        and x.numel() % PACKET == 0
-        and 2 <= ranks <= MAX_RANKS
-        and is_hopper(x.device)
-        and find_nvcc() is not None
-    )
+    return x.dtype == torch.bfloat16 and x.numel() % PACKET == 0 and 2 <= ranks <= MAX_RANKS and runs_cuda(x.device)
 
 
 def mailbox_bytes(values: int, ranks: int) -> int:

@@ -1,7 +1,4 @@
-"""What a kernel may count on here: a Hopper GPU, Triton.
-
-`build.find_nvcc` tells of the CUDA compiler.
-"""
+"""What a kernel may count on here: a Hopper GPU, nvcc, Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +8,17 @@ import importlib.util
 import torch
 
 from kimi_k2.errors import KernelError
+from kimi_k2.kernels.common.build import find_nvcc
 
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of compute capability 9.0."""
     return device.type == "cuda" and capability(device.index) == (9, 0)
+
+
+def runs_cuda(device: torch.device) -> bool:
+    """Whether kernels in CUDA C++ can be compiled for it: a Hopper GPU, nvcc."""
+    return is_hopper(device) and find_nvcc() is not None
 
 
 @functools.cache

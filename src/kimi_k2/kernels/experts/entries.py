@@ -50,6 +50,11 @@ def _fixed_choice(
     return [int(value) for value in astuple(how)]
 
 
+def _routing(topk_indices: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels take it; a gate's results may be cuts of wider tensors, in float64 too."""
+    return topk_indices.contiguous(), topk_weights.float().contiguous()
+
+
 def _fp8_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gate_up, down = experts.gate_up.tensors, experts.down.tensors
     return gate_up["weight"], gate_up["weight_scale_inv"], down["weight"], down["weight_scale_inv"]
@@ -75,9 +80,8 @@ def _supports_moe_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor
 @ops_experts.routed_experts.entry("moe_decode", takes=_supports_moe_decode)
 def routed_experts_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_decode` over the experts that this rank holds."""
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
-    out: Tensor = moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
-    return out
+    routing = _routing(topk_indices, topk_weights)
+    return moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
 
 
 def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
@@ -96,11 +100,10 @@ def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, t
 @ops_experts.routed_experts.entry("moe_fp8", takes=_supports_moe_fp8, batch_invariant=FIXED_PARTS)
 def routed_experts_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_fp8` over the experts that this rank holds."""
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    routing = _routing(topk_indices, topk_weights)
     count, hidden, inter = experts.down.tensors["weight"].shape
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), "fp8_e4m3", "128x128", int4=False)
-    out: Tensor = moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, choice)
-    return out
+    return moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, choice)
 
 
 @dataclass(frozen=True)
@@ -198,21 +201,18 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
 )
 def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_w4a16` over the experts that this rank holds."""
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    routing = _routing(topk_indices, topk_weights)
     weights = _four_bit_experts(experts)
     count, hidden, inter = weights[0].shape[0], x.shape[1], weights[0].shape[1] // 2
     dtype, block = moe_w4a16.TUNING_DTYPES[weights[3] is None], f"1x{W4A16_GROUP}"
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
-    out: Tensor
     if choice is not None and _few_int4(x, experts, topk_indices):
-        out = w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, choice[2], experts.expert_map)
-        return out
-    arguments = x.contiguous(), *weights, *routing, experts.expert_map
+        return w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, choice[2], experts.expert_map)
     inner = 1
     if choice is not None and x.shape[0] >= invariant.INNER_TOKENS:
         choice[2], inner = 1, choice[2]
-    out = moe_w4a16.moe_w4a16(*arguments, choice, choice is not None, inner, **_scales_of_all(experts))
-    return out
+    arguments = x.contiguous(), *weights, *routing, experts.expert_map, choice, choice is not None, inner
+    return moe_w4a16.moe_w4a16(*arguments, **_scales_of_all(experts))
 
 
 def _supports_moe_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
@@ -230,10 +230,9 @@ def _supports_moe_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, 
 def routed_experts_bf16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_bf16` over the experts that this rank holds."""
     weights = experts.gate_up.tensors["weight"], experts.down.tensors["weight"]
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    routing = _routing(topk_indices, topk_weights)
     how = list(invariant.fixed_bf16_launch(decoding=is_decoding())) if batch_invariant() else None
-    out: Tensor = moe_bf16.moe_bf16(x.contiguous(), *weights, *routing, experts.expert_map, how)
-    return out
+    return moe_bf16.moe_bf16(x.contiguous(), *weights, *routing, experts.expert_map, how)
 
 
 def _like_a_routed_one(experts: ExpertWeights, shared_gate_up: Weight, shared_down: Weight) -> bool:
@@ -265,15 +264,14 @@ def with_shared(
 
     `in_parts`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`.
     """
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    routing = _routing(topk_indices, topk_weights)
     shared, parts = _shared_tensors(shared_gate_up, shared_down), None
     if in_parts:
         _, hidden, inter = experts.down.tensors["weight"].shape
         first = invariant.decode_splits(topk_indices.shape[1], hidden, inter)
         parts = [first, linear_tuning.parts(2 * inter, hidden), linear_tuning.parts(hidden, inter)]
     arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared, parts
-    out: Tensor = moe_decode.moe_decode(*arguments)
-    return out
+    return moe_decode.moe_decode(*arguments)
 
 
 ops_experts.routed_experts_with_shared.entry(
@@ -331,13 +329,12 @@ def few_int4_experts(
     shared_down: Weight,
 ) -> Tensor:  # fmt: skip
     """`moe_w4a16_few`: the bits that a step of many tokens has by `moe_w4a16`, `dense_gemm` and PyTorch."""
-    routing = topk_indices.contiguous(), topk_weights.float().contiguous()
+    routing = _routing(topk_indices, topk_weights)
     inter = experts.gate_up.tensors["weight_packed"].shape[1] // 2
     splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], inter, int4=True)
     shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
     weights = _four_bit_experts(experts)
-    out: Tensor = w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, splits, experts.expert_map, *shared)
-    return out
+    return w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, splits, experts.expert_map, *shared)
 
 
 @ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda, batch_invariant=COMPOSED)
@@ -354,6 +351,5 @@ def experts_beside_shared(
         priority=-1 if first else 0,
     )
     if pairs.supports_add(routed, shared):
-        total: Tensor = pairs.add(routed, shared)
-        return total
+        return pairs.add(routed, shared)
     return routed + shared

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -37,20 +36,19 @@ Arguments = structure("experts/csrc/expert_arguments.cuh", "ExpertArguments")
 def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.device) -> bool:
     """Whether `moe_decode` is the operation for these sizes on this device (compute capability 9.0, nvcc)."""
     return (
-        is_hopper(device)
+        runs_cuda(device)
         and 0 < tokens <= MAX_TOKENS
         and (tokens == 1 or tokens * top_k * inter <= MAX_ROWS)
         and top_k < MAX_SLOTS
         and hidden in HIDDEN
         and inter % BLOCK == 0
         and (top_k + 1) * inter * 4 <= SHARED_BYTES
-        and find_nvcc() is not None
     )
 
 
 def supports_parts(tokens: int, slots: int, hidden: int, inter: int, device: torch.device) -> bool:
     """Whether `moe_decode` takes `parts` for these sizes on this device; a shared expert is one of the slots."""
-    return _fits_parts(tokens, slots, hidden, inter) and is_hopper(device) and find_nvcc() is not None
+    return _fits_parts(tokens, slots, hidden, inter) and runs_cuda(device)
 
 
 def _fits_parts(tokens: int, slots: int, hidden: int, inter: int) -> bool:

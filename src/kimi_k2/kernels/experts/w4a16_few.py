@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -43,7 +42,7 @@ def _fits(tokens: int, top_k: int, hidden: int, inter: int, splits: int) -> bool
 
 def supports(tokens: int, top_k: int, hidden: int, inter: int, splits: int, device: torch.device) -> bool:
     """Whether the kernel takes these sizes on this device."""
-    return _fits(tokens, top_k, hidden, inter, splits) and is_hopper(device) and find_nvcc() is not None
+    return _fits(tokens, top_k, hidden, inter, splits) and runs_cuda(device)
 
 
 def has_room(tokens: int, top_k: int, inter: int) -> bool:

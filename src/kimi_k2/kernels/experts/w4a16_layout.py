@@ -89,8 +89,7 @@ def _join_rows(split: Tensor, gate_up: bool) -> Tensor:
     """Undo `_split_rows`."""
     if gate_up:
         return split.permute(3, 0, 1, 2, 4, 5).flatten(0, 4)
-    out: Tensor = split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
-    return out
+    return split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
 
 
 # Axes after both splits: block, tile, warp, half row, row, chunk, column half, step, half step, thread, pair.
@@ -130,8 +129,7 @@ def _restore_words(ordered: Tensor, gate_up: bool) -> Tensor:
 def _order_scales(scale: Tensor, gate_up: bool, groups: int) -> Tensor:
     """`groups`: of a chunk."""
     split = _split_rows(scale, gate_up).unflatten(-1, (-1, groups))
-    out: Tensor = split.permute(_SCALES).reshape(scale.shape)
-    return out
+    return split.permute(_SCALES).reshape(scale.shape)
 
 
 def _restore_scales(ordered: Tensor, gate_up: bool, groups: int) -> Tensor:
@@ -142,8 +140,7 @@ def _restore_scales(ordered: Tensor, gate_up: bool, groups: int) -> Tensor:
 
 def _order_bf16(weight: Tensor) -> Tensor:
     split = _split_rows(weight, False).unflatten(-1, (-1, 2, 2, 4, 2))
-    out: Tensor = split.permute(_BF16).reshape(weight.shape)
-    return out
+    return split.permute(_BF16).reshape(weight.shape)
 
 
 def _restore_bf16(ordered: Tensor) -> Tensor:

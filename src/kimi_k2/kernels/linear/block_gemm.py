@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -36,7 +35,7 @@ def padded(tokens: int) -> int:
 
 def supports(tokens: int, rows: int, columns: int, device: torch.device) -> bool:
     """Whether `block_gemm` takes these sizes on this device (compute capability 9.0, nvcc)."""
-    return tokens > 0 and columns % BLOCK == 0 and rows % 8 == 0 and is_hopper(device) and find_nvcc() is not None
+    return tokens > 0 and columns % BLOCK == 0 and rows % 8 == 0 and runs_cuda(device)
 
 
 def takes_rows(x: Tensor) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -26,8 +25,8 @@ FEW, LONG = 16, 4096
 
 def supports(x: Tensor, weight: Tensor) -> bool:
     """BF16 tokens [..., K] and a BF16 weight [N, K] on a Hopper GPU with nvcc, K a multiple of 64, N of 8."""
-    fits = x.dtype == weight.dtype and x.shape[-1] == weight.shape[1] and is_hopper(x.device)
-    return fits and dense_gemm.fits(weight=weight) and find_nvcc() is not None
+    fits = x.dtype == weight.dtype and x.shape[-1] == weight.shape[1]
+    return fits and dense_gemm.fits(weight=weight) and runs_cuda(x.device)
 
 
 def decode_cluster(rows: int, columns: int) -> int:

@@ -47,17 +47,17 @@ def _fits_two_terms(x: Tensor, rows: int, columns: int) -> bool:
         return _quantizable(x, rows, columns)
     fewest = FEW_OF_BIG if rows * columns >= BIG else FEW_OF_NARROW if columns == fused_linear.NARROW else FEW
     tokens = x.numel() // x.shape[-1]
-    fits = tokens > fewest and _quantizable(x, rows, columns)
+    fits = (tokens > fewest or columns not in fused_linear.DECODE_COLUMNS) and _quantizable(x, rows, columns)
     return fits and _choice(2, tokens, rows, columns, x.device).kernel != "cublas"
 
 
 def _supports_few(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> bool:
-    """What Triton takes, unless the quantizing GEMM takes it."""
-    fits = fused_linear.supports_fp8_linear(x, weight, weight_scale_inv, block_size)
+    """What `fused_linear` takes, unless the quantizing GEMM takes it."""
+    fits = tuple(block_size) == BLOCK and fused_linear.supports(x, weight, weight_scale_inv)
     return fits and not _fits_two_terms(x, *weight.shape)
 
 
-ops_linear.fp8_linear.entry("triton_decode", takes=_supports_few)(fused_linear.fp8_linear)
+ops_linear.fp8_linear.entry("fused_linear", takes=_supports_few)(fused_linear.fp8_linear)
 
 
 Takes = Callable[[Tensor, Tensor | None, Weight, Tensor | None], bool]
@@ -93,9 +93,10 @@ def _linear_fits(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: T
     if weight.fp8_block is not None:
         stored = weight.tensors["weight"], weight.tensors["weight_scale_inv"]
         return _supports_few(x, *stored, weight.fp8_block)
-    if weight.quantization is not None or (len(x) in DENSE and dense_gemm.supports(x, weight.tensors["weight"])):
+    matrix = weight.tensors["weight"]
+    if weight.quantization is not None or x.dim() != 2 or (len(x) in DENSE and dense_gemm.supports(x, matrix)):
         return False
-    return fused_linear.supports_bf16_linear(x, weight.tensors["weight"])
+    return fused_linear.supports(x, matrix)
 
 
 def _fused(
@@ -106,11 +107,10 @@ def _fused(
     if delta is None:
         rows = x if block_gemm.takes_rows(x) else x.contiguous()
         return fused_linear.fused_linear(rows, *stored, norm_weight, eps), x
-    made: tuple[Tensor, Tensor] = fused_linear.fused_add_linear(x, delta, *stored, norm_weight, eps)
-    return made
+    return fused_linear.fused_add_linear(x, delta, *stored, norm_weight, eps)
 
 
-_add_linear("fused_linear", _linear_fits, _fused, {"fp8_linear": "triton_decode"})
+_add_linear("fused_linear", _linear_fits, _fused, {"fp8_linear": "fused_linear"})
 
 
 def _choice(terms: int, tokens: int, rows: int, columns: int, device: torch.device) -> tuning.LinearChoice:
@@ -125,8 +125,7 @@ def multiply(quantized: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) ->
     (terms, tokens, columns), rows = quantized[0].shape, weight.shape[0]
     choice = _choice(terms, tokens, rows, columns, weight.device)
     gemm = wide_gemm.wide_gemm if choice.kernel == "wide" else block_gemm.block_gemm
-    out: Tensor = gemm(*quantized, weight, scale, choice.launch)
-    return out
+    return gemm(*quantized, weight, scale, choice.launch)
 
 
 def _multiply_weight(quantized: tuple[Tensor, Tensor], weight: Weight) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.linear.dense_gemm import dense_gemm
 from kimi_k2.kernels.router import norm_route
@@ -47,7 +46,7 @@ def _supports_route(
         and hidden % 256 == 0
         and options.get("n_group", 1) == 1
         and 0 < top_k <= MAX_TOP_K
-        and (not batch_invariant() or (experts in (256, 384) and find_nvcc() is not None))
+        and (not batch_invariant() or experts in (256, 384))
     )
 
 
@@ -63,14 +62,11 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """`router_decode`, for more tokens `router_gemm` and `fused_gate`."""
     how = e_score_correction_bias, top_k, *_weighting(options)
-    chosen: tuple[Tensor, Tensor]
     if batch_invariant() and not is_decoding():
-        chosen = fused_gate(dense_gemm(x.contiguous(), weight.contiguous(), 1, True), *how)
-    elif batch_invariant() or x.shape[0] <= MAX_TOKENS:
-        chosen = _joined([router_decode(part.contiguous(), weight, *how) for part in x.split(MAX_TOKENS)])
-    else:
-        chosen = fused_gate(router_gemm(x.contiguous(), weight), *how)
-    return chosen
+        return fused_gate(dense_gemm(x.contiguous(), weight.contiguous(), 1, True), *how)
+    if batch_invariant() or x.shape[0] <= MAX_TOKENS:
+        return _joined([router_decode(part.contiguous(), weight, *how) for part in x.split(MAX_TOKENS)])
+    return fused_gate(router_gemm(x.contiguous(), weight), *how)
 
 
 def _supports_add_norm_route(
@@ -113,8 +109,7 @@ def add_norm_route(
     """`norm_route.add_norm_route`; for more tokens launches that sum in the same order."""
     how = weight, e_score_correction_bias, top_k, *_weighting(options)
     if x.shape[0] <= norm_route.MAX_TOKENS:
-        made: tuple[Tensor, Tensor, Tensor, Tensor] = norm_route.add_norm_route(x, delta, norm_weight, eps, *how)
-        return made
+        return norm_route.add_norm_route(x, delta, norm_weight, eps, *how)
     total, normed, unscaled, inverse = norm_route.route_norm(x, delta, norm_weight, eps)
     parts = zip(unscaled.split(MAX_TOKENS), inverse.split(MAX_TOKENS), strict=True)
     return total, normed, *_joined([router_decode(rows, *how, inverse=factor) for rows, factor in parts])

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.hardware import has_triton, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
+from kimi_k2.ops.registry import batch_invariant
 
 NOPE, ROPE, RANK = 128, 64, 512
 # Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each of them, which took 22 us
@@ -27,15 +27,19 @@ ABSORB_WIDTH = 32  # columns of such a program
 ABSORB_GROUPS = range(5, 129)
 
 
+def _in_groups(heads: int) -> bool:
+    return heads & (heads - 1) == 0  # Triton's ranges are powers of two
+
+
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
-    fits = x.is_cuda and x.dtype == torch.bfloat16 and has_triton()
-    return fits and absorb_and_store.fits(w_uk=w_uk, cache=cache)
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and has_triton() and absorb_and_store.fits(w_uk=w_uk, cache=cache)
+    return fits and (_in_groups(len(w_uk)) or not batch_invariant())
 
 
-def supports_sum(x: Tensor) -> bool:
-    """Whether `add_norm` takes tokens like x: BF16 on a GPU with Triton."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and has_triton()
+def supports_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
+    """Whether `add_norm` takes them: BF16 on a Hopper GPU with nvcc."""
+    return add_norm.fits(x=x, delta=delta, weight=weight) and runs_cuda(x.device)
 
 
 @functools.cache
@@ -82,27 +86,20 @@ def absorb_and_store(
     """
     batch, heads, capacity = q.shape[0], w_uk.shape[0], cache.shape[0] * cache.shape[1]
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
-    # Triton's ranges are powers of two.
-    if not invariant and batch in ABSORB_GROUPS and heads & (heads - 1) == 0:
+    if invariant or (batch in ABSORB_GROUPS and _in_groups(heads)):
         _kernels().absorb_groups[(heads * (RANK // ABSORB_WIDTH) + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
             q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
             HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True,
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return
-    apart = invariant or batch >= ABSORB_APART
-    programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if apart else 0
+    programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if batch >= ABSORB_APART else 0
     _kernels().absorb[(programs - first, batch)](
         q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, kv_a.stride(0), capacity, eps, stored,
         HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    if first and invariant:
-        _kernels().absorb_tokens[(heads * (RANK // 64), -(-batch // ABSORB_TOKENS))](
-            q, w_uk, query, batch, HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, TOKENS=ABSORB_TOKENS,
-            OVERLAP=True, num_warps=4, launch_pdl=True,
-        )  # fmt: skip
-    elif first:
+    if first:
         nope = q.view(batch, heads, NOPE + ROPE)[..., :NOPE].transpose(0, 1)
         torch.bmm(nope, w_uk, out=query[..., :RANK].transpose(0, 1))
 
@@ -117,17 +114,16 @@ def _launch(
 SUMMANDS = "x bf16[T,H], delta bf16[T,H], weight bf16[H]"
 
 
-@kernel_operation("add_norm", f"{SUMMANDS} -> total bf16[T,H], normed bf16[T,H]")
+WHOLE = "H % 8 == 0; H <= 8192"
+
+
+@kernel_operation("add_norm", f"{SUMMANDS} -> total bf16[T,H], normed bf16[T,H]; {WHOLE}")
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total: Tensor, normed: Tensor) -> None:
     """x + delta and its RMSNorm; the norm is that of the sum before it is rounded."""
-    if is_hopper(x.device) and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and find_nvcc() is not None:
-        _launch("add_norm", x, delta, weight, (total, normed, None), eps)
-    else:
-        width = 1 << (x.shape[1] - 1).bit_length()
-        _kernels().add_norm[(x.shape[0],)](x, delta, weight, total, normed, x.shape[1], eps, WIDTH=width, num_warps=16)
+    _launch("add_norm", x, delta, weight, (total, normed, None), eps)
 
 
-@kernel_operation("add_norm_apart", f"{SUMMANDS} -> total bf16[T,H], scaled bf16[T,H], inverse f32[T]; H % 8 == 0")
+@kernel_operation("add_norm_apart", f"{SUMMANDS} -> total bf16[T,H], scaled bf16[T,H], inverse f32[T]; {WHOLE}")
 def add_norm_apart(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, total: Tensor, scaled: Tensor, inverse: Tensor
 ) -> None:
@@ -139,9 +135,7 @@ def add_norm_apart(
     _launch("add_norm_apart", x, delta, weight, (total, scaled, inverse), eps)
 
 
-@kernel_operation(
-    "norm_apart", "x bf16[T,H] rows16, weight bf16[H] -> scaled bf16[T,H], inverse f32[T]; H % 8 == 0; H <= 8192"
-)
+@kernel_operation("norm_apart", f"x bf16[T,H] rows16, weight bf16[H] -> scaled bf16[T,H], inverse f32[T]; {WHOLE}")
 def norm_apart(x: Tensor, weight: Tensor, eps: float, *, scaled: Tensor, inverse: Tensor) -> None:
     """`add_norm_apart` with nothing to add: weight * x and the norm's quotients."""
     _launch("norm_apart", x, None, weight, (None, scaled, inverse), eps)

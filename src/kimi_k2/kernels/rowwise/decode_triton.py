@@ -72,39 +72,6 @@ def _store_entry(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def absorb_tokens(  # type: ignore[no-untyped-def]
-    q, w_uk, query, batch,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """WIDTH columns of one head's latent queries, TOKENS tokens together, absent ones zero."""
-    job, group = tl.program_id(0), tl.program_id(1)
-    _absorb_together(
-        q, w_uk, query, batch, job, group,
-        HEADS=HEADS, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=WIDTH, TOKENS=TOKENS, OVERLAP=OVERLAP,
-    )  # fmt: skip
-
-
-@triton.jit
-def _absorb_together(  # type: ignore[no-untyped-def]
-    q, w_uk, query, batch, job, group,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    parts: tl.constexpr = RANK // WIDTH
-    head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
-    row, token = tl.arange(0, NOPE), group * TOKENS + tl.arange(0, TOKENS)
-    here = (token < batch)[:, None]
-    w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :])
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    a = tl.load(q + (token[:, None] * HEADS + head) * (NOPE + ROPE) + row[None, :], here, 0.0)
-    place = query + (token[:, None] * HEADS + head) * (RANK + ROPE) + column[None, :]
-    tl.store(place, tl.dot(a, w).to(query.dtype.element_ty), here)
-
-
-@triton.jit
 def absorb_groups(  # type: ignore[no-untyped-def]
     q, kv, norm, cos, sin, slots, w_uk, query, cache, batch, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
@@ -112,12 +79,19 @@ def absorb_groups(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`absorb` for groups of TOKENS tokens: programs of WIDTH columns of one head, then one a token for the rest."""
     job, group = tl.program_id(0), tl.program_id(1)
-    jobs: tl.constexpr = HEADS * (RANK // WIDTH)
+    parts: tl.constexpr = RANK // WIDTH
+    jobs: tl.constexpr = HEADS * parts
     if job < jobs:
-        _absorb_together(
-            q, w_uk, query, batch, job, group,
-            HEADS=HEADS, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=WIDTH, TOKENS=TOKENS, OVERLAP=OVERLAP,
-        )  # fmt: skip
+        head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
+        row, token = tl.arange(0, NOPE), group * TOKENS + tl.arange(0, TOKENS)
+        here = (token < batch)[:, None]
+        w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :])
+        if OVERLAP:
+            gdc_wait()
+            gdc_launch_dependents()
+        a = tl.load(q + (token[:, None] * HEADS + head) * (NOPE + ROPE) + row[None, :], here, 0.0)
+        place = query + (token[:, None] * HEADS + head) * (RANK + ROPE) + column[None, :]
+        tl.store(place, tl.dot(a, w).to(query.dtype.element_ty), here)
         return
     token = group * TOKENS + job - jobs
     if token >= batch:
@@ -134,16 +108,3 @@ def absorb_groups(  # type: ignore[no-untyped-def]
     tl.store(place, (even * c[None, :] - odd * s[None, :]).to(query.dtype.element_ty))
     tl.store(place + 1, (odd * c[None, :] + even * s[None, :]).to(query.dtype.element_ty))
     _store_entry(kv, norm, slots, cache, token, c, s, kv_stride, capacity, eps, stored, ROPE=ROPE, RANK=RANK)
-
-
-@triton.jit
-def add_norm(x, delta, weight, total, normed, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token: the sum rounded to bfloat16, and the norm of the sum before that."""
-    column = tl.arange(0, WIDTH)
-    inside = column < size
-    at = tl.program_id(0).to(tl.int64) * size + column
-    value = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)
-    tl.store(total + at, value.to(x.dtype.element_ty), inside)
-    quotient = value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    scaled = quotient * tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(normed + at, scaled.to(x.dtype.element_ty), inside)

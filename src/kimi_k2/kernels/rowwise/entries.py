@@ -38,9 +38,7 @@ ops_mla.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMEN
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.held_rows)
 
 
-ops_norm.add_norm.entry("fused", takes=lambda x, delta, weight, eps: decode.supports_sum(x), batch_invariant=BY_ROW)(
-    decode.add_norm
-)
+ops_norm.add_norm.entry("fused", takes=decode.supports_sum, batch_invariant=BY_ROW)(decode.add_norm)
 
 
 @ops_mla.absorb_and_store.entry(
@@ -54,5 +52,4 @@ def absorb_and_store(
 ) -> Tensor:  # fmt: skip
     """`decode.absorb_and_store`."""
     arguments = q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps
-    out: Tensor = decode.absorb_and_store(*arguments, invariant=batch_invariant())
-    return out
+    return decode.absorb_and_store(*arguments, invariant=batch_invariant())

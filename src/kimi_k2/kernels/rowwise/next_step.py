@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import is_hopper
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -18,7 +17,7 @@ def supports(
         "seq_lens": seq_lens, "input_ids": input_ids, "positions": positions, "slots": slots,
         "block_table": block_table,
     }  # fmt: skip
-    return is_hopper(seq_lens.device) and find_nvcc() is not None and next_step.fits(**tensors)
+    return runs_cuda(seq_lens.device) and next_step.fits(**tensors)
 
 
 @kernel_operation(

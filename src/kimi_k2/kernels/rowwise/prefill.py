@@ -62,8 +62,7 @@ def dequantize_fp8_block(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`fp8_block_to_bf16` with the plain function's arguments."""
-    out: Tensor = fp8_block_to_bf16(weight, weight_scale_inv)
-    return out
+    return fp8_block_to_bf16(weight, weight_scale_inv)
 
 
 @kernel_operation("fp8_block_to_bf16", "weight e4m3[N,K], weight_scale_inv f32[N/128,K/128] -> out bf16[N,K]")

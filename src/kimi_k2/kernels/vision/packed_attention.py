@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.ops.vision import Segments, uploaded
@@ -126,10 +125,9 @@ SUMS = QUERIES * (HEAD + 2)
 def supports(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """BF16 heads of 72 values on compute capability 9.0, nvcc, nothing to differentiate."""
     return (
-        is_hopper(qkv.device)
+        runs_cuda(qkv.device)
         and rotate_and_pack.fits(qkv=qkv, cos=cos, sin=sin)
         and not (torch.is_grad_enabled() and qkv.requires_grad)
-        and find_nvcc() is not None
     )
 
 
@@ -137,8 +135,7 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments,
     """`ops.vision.rotated_attention` with the plain function's arguments."""
     packed = rotate_and_pack(qkv, cos, sin)
     work = scheduled(segments, qkv.shape[2], qkv.device)
-    out: Tensor = packed_attention(packed, work.parts, work.starts, work.joins, work.slots, qkv.shape[0], softmax_scale)
-    return out
+    return packed_attention(packed, work.parts, work.starts, work.joins, work.slots, qkv.shape[0], softmax_scale)
 
 
 def scheduled(segments: Segments, heads: int, device: torch.device) -> Schedule:

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import has_triton
-from kimi_k2.kernels.common.line import Line
+from kimi_k2.kernels.common.operation import kernel_operation
 
 KINDS = "bf16|f16|f32"
-NORM = Line(
-    f"x {KINDS}[T,D], delta {KINDS}[T,D], weight {KINDS}[D], bias {KINDS}[D]; D <= 8192;"
-    " x.dtype == delta.dtype == weight.dtype == bias.dtype"
-)
-# Queries, keys and values of a token side by side.
-QKV = Line(
-    f"qkv {KINDS}[T,3,H,D] rows, cos f32[T,1,D/2], sin f32[T,1,D/2]; D % 2 == 0; qkv.stride()[1:] == (H * D, D, 1)"
-)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from kimi_k2.kernels.vision import rowwise_triton
+
+    return rowwise_triton
 
 
 def supports_add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
     """Half precision on a GPU with Triton, contiguous rows."""
-    fits = NORM.fits(x=x, delta=delta, weight=weight, bias=bias)
+    fits = add_layer_norm.fits(x=x, delta=delta, weight=weight, bias=bias)
     return x.is_cuda and x.dtype != torch.float32 and has_triton() and fits
 
 
-def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`ops.vision.add_layer_norm`; the sum is rounded before the norm is taken of it, as the plain function does.
-
-    Raises:
-        KernelError: another shape, dtype or layout.
-    """
-    NORM.bind({"x": x, "delta": delta, "weight": weight, "bias": bias})
-    from kimi_k2.kernels.vision import rowwise_triton
-
+@kernel_operation(
+    "vision_add_layer_norm",
+    f"x {KINDS}[T,D], delta {KINDS}[T,D], weight {KINDS}[D], bias {KINDS}[D] -> normed x[T,D], total x[T,D]; D <= 8192;"
+    " x.dtype == delta.dtype == weight.dtype == bias.dtype",
+)
+def add_layer_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, *, normed: Tensor, total: Tensor
+) -> None:
+    """`ops.vision.add_layer_norm`; the sum is rounded before the norm is taken of it, as the plain function does."""
     tokens, size = x.shape
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    if tokens:
-        width = 1 << (size - 1).bit_length()
-        rowwise_triton.add_layer_norm[(tokens,)](
-            x, delta, weight, bias, normed, total, size, eps, WIDTH=width, num_warps=4
-        )
-    return normed, total
+    width = 1 << (size - 1).bit_length()
+    _kernels().add_layer_norm[(tokens,)](x, delta, weight, bias, normed, total, size, eps, WIDTH=width, num_warps=4)
 
 
 def supports_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -57,36 +54,37 @@ def supports_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`ops.vision.gelu_linear`; the GELU is taken of the float32 sum, not of one rounded to x's dtype."""
     # PyTorch offers the epilogue under no public name.
-    made: Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: SLF001
-    return made
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: SLF001
 
 
 def supports_rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Half precision on a GPU with Triton, contiguous within a token, nothing to differentiate."""
     return (
-        all(tensor.is_cuda for tensor in (qkv, cos, sin))
+        qkv.is_cuda
         and qkv.dtype != torch.float32
         and not (torch.is_grad_enabled() and qkv.requires_grad)
         and has_triton()
-        and QKV.fits(qkv=qkv, cos=cos, sin=sin)
+        and rotate_.fits(qkv=qkv, cos=cos, sin=sin)
     )
 
 
 def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.vision.rotated_qkv`, in place: what it returns are views of `qkv`.
-
-    Raises:
-        KernelError: another shape, dtype or layout.
-    """
-    QKV.bind({"qkv": qkv, "cos": cos, "sin": sin})
-    from kimi_k2.kernels.vision import rowwise_triton
-
-    tokens, _, heads, size = qkv.shape
-    pairs = heads * size
-    width = 1 << (pairs - 1).bit_length()
-    if tokens:
-        rowwise_triton.rotate[(tokens,)](
-            qkv, cos, sin, qkv.stride(0), pairs, HEADS=heads, HALF=size // 2, WIDTH=width, num_warps=4
-        )
+    """`ops.vision.rotated_qkv`, in place: what it returns are views of `qkv`."""
+    rotate_(qkv, cos, sin)
     q, k, v = qkv.unbind(1)
     return q, k, v
+
+
+# Queries, keys and values of a token side by side.
+@kernel_operation(
+    "vision_rotate_",
+    f"qkv {KINDS}[T,3,H,D] rows, cos f32[T,1,D/2], sin f32[T,1,D/2]; D % 2 == 0; qkv.stride()[1:] == (H * D, D, 1)",
+    mutates_args=("qkv",),
+)
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn each pair of queries and keys by its token's angle, in float32."""
+    tokens, _, heads, size = qkv.shape
+    if tokens:
+        width = 1 << (heads * size - 1).bit_length()
+        sizes = qkv.stride(0), heads * size
+        _kernels().rotate[(tokens,)](qkv, cos, sin, *sizes, HEADS=heads, HALF=size // 2, WIDTH=width, num_warps=4)

@@ -64,7 +64,7 @@ def experts(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File of JSON lines: of one that is there, the cases it lacks, then those of other kernels.",
+            help="JSON file: of one that is there, of this card and these kernels, the cases it lacks.",
             dir_okay=False,
         ),
     ] = None,
