@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.quantization.compressed_tensors import CompressedFormat
+from kimi_k2.quantization.int4_group import DEFAULT_INT4_IGNORE
 from kimi_k2.synthetic.config import hf_config, with_format
 
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
@@ -40,14 +42,20 @@ CHUNK, TIMED = 8192, 96  # tokens of a prefill step; tokens of a request that a 
 def fill(name: str, tensor: torch.Tensor) -> None:
     """Values of a trained model's size, so that routing is about uniform; vLLM's own choose the same experts always."""
     last = name.rpartition(".")[2]
-    if tensor.dtype == torch.float8_e4m3fn:
+    if (
+        tensor.dtype in (torch.float8_e4m3fn, torch.uint8) and "scale" in last
+    ):  # a group's: 1, and all's is 128, or 2^-7
+        tensor.view(torch.uint8).fill_(0x38 if tensor.is_floating_point() else 120)
+    elif tensor.dtype == torch.float8_e4m3fn:
         tensor.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF)  # below 2, no NaN
-    elif tensor.dtype == torch.int32 and "packed" in last:
-        tensor.random_(-(2**31), 2**31 - 1)
+    elif "packed" in last and not tensor.is_floating_point():
+        tensor.view(torch.uint8).random_(0, 256)
     elif not tensor.is_floating_point() or "rotary" in name or "cos" in name or "inv_freq" in name:
         return
     elif "e_score_correction_bias" in name:
         tensor.normal_(0, 0.01)
+    elif "global_scale" in last:
+        tensor.fill_(128)
     elif "scale" in last:
         tensor.fill_(0.02 if tensor.dtype == torch.float32 else 0.0025)
     elif "norm" in name:
@@ -77,7 +85,10 @@ def write_model(directory: Path, args: argparse.Namespace) -> KimiK2Config:
     """A directory with the configuration of a slice."""
     widths = {name: size if name.endswith("token_id") else size * args.ranks for name, size in SLICE.items()}
     whole = with_format(KimiK2Config.load("kimi-k2-instruct-0905"), args.experts)
-    config = whole.model_copy(update={**widths, "num_hidden_layers": args.layers})
+    scheme = whole.quantization
+    if isinstance(scheme, CompressedFormat):
+        scheme = scheme.model_copy(update={"ignore": DEFAULT_INT4_IGNORE})
+    config = whole.model_copy(update={**widths, "num_hidden_layers": args.layers, "quantization": scheme})
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config(config)))
     return config
@@ -146,7 +157,7 @@ def table(args: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     """The table; in a child one engine's figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experts", choices=("fp8", "int4", "bf16"))
+    parser.add_argument("experts", choices=("fp8", "int4", "bf16", "mxfp4-packed", "nvfp4-packed"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])

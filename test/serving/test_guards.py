@@ -25,6 +25,8 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format
+from kimi_k2.quantization.nvfp4 import Nvfp4Format
 from kimi_k2.quantization.stored import StoredFormat, formats
 from kimi_k2.serving.paged import support as common
 from kimi_k2.serving.sglang import plugin as sglang_plugin
@@ -267,6 +269,9 @@ PAGES = "the kernels take 64"
 NOT_KNOWN = "not known, so it may change what the model computes; remove it if it has no effect"
 STORED, NOT_TAKEN = "field 'quantization_config': weights stored as", "which our loader in an engine does not take"
 
+TAKEN = ("fp8", "int4", "nvfp4", "nvfp4-packed", "mxfp4", "mxfp4-packed")
+FLOATS, OF = "four-bit floats in model.layers.", "the kernels take them of routed experts"
+
 
 def redundant(count: int) -> dict[str, Any]:
     return {"eplb_config": SimpleNamespace(num_redundant_experts=count)}
@@ -277,8 +282,8 @@ def at(variable: str, **changed: Any) -> dict[str, Any]:
     return {**CPU, **changed, "environment": {variable: "1"}}
 
 
-def quantized(held: StoredFormat) -> dict[str, Any]:
-    return {**CPU, "model": {"quantization_config": held.to_hf_dict()}}
+def quantized(held: StoredFormat, **changed: Any) -> dict[str, Any]:
+    return {**changed, "model": {"quantization_config": held.to_hf_dict()}}
 
 
 def noted(what: str, *said: str) -> dict[str, Any]:
@@ -350,16 +355,22 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         ),
         ({"environment": {support.ON_GPU: "0"}}, f"{support.ON_GPU}=0"),
         ({**CPU, "environment": {support.MLA_DISABLE: "0", support.BATCH_INVARIANT: "0"}, **LORA}, None),
-        (quantized(Int4GroupFormat(group_size=128)), None),
+        (quantized(Int4GroupFormat(group_size=128), **CPU), None),
         (
-            quantized(Int4GroupFormat(group_size=256)),
+            quantized(Int4GroupFormat(group_size=256), **CPU),
             "field 'quantization_config': INT4 in groups of 256; our kernels read groups of [32, 64, 128]",
         ),
         *(
-            (quantized(kind()), None if name in ("fp8", "int4") else f"{STORED} {name}, {NOT_TAKEN}")
+            (quantized(kind(), **CPU), None if name in TAKEN else f"{STORED} {name}, {NOT_TAKEN}")
             for name, kind in formats().items()
             if name != "bf16"
         ),
+        (quantized(Nvfp4Format(ignore=("*self_attn*", "*shared_experts*", "*layers.0.mlp*"))), None),
+        (
+            quantized(Nvfp4Format(ignore=("*self_attn*", "*layers.0.mlp*"))),
+            f"{FLOATS}1.mlp.shared_experts.gate_proj.weight, {OF}",
+        ),
+        (quantized(CompressedMxfp4Format()), f"{FLOATS}0.self_attn.q_a_proj.weight_packed, {OF}"),
         ({**CPU, "tensor_parallel_size": 3}, "field 'num_attention_heads': 64 does not divide among 3 ranks"),
         ({**CPU, "model": published("kimi-k2-thinking", heads=64)}, f"field 'quantization_config.heads': {NOT_KNOWN}"),
         # What vLLM adds.

@@ -31,7 +31,7 @@ from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config
+from kimi_k2.synthetic.config import tiny_config, with_format
 
 ONE = Layout(1, target="cuda", experts=STORED)
 
@@ -63,12 +63,15 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("source", "moe_tp", "moe_ep"),
-    [("wide", 2, 1), ("wide", 1, 2), ("thinking", 2, 2), ("k2.5", 2, 1), ("bf16", 4, 1), ("fp8", 1, 1)],
-)
+    [("wide", 2, 1), ("wide", 1, 2), ("thinking", 2, 2), ("k2.5", 2, 1), ("bf16", 4, 1), ("fp8", 1, 1),
+     ("nvfp4", 2, 2), ("nvfp4-packed", 2, 1), ("mxfp4", 2, 1), ("mxfp4-packed", 1, 2)],
+)  # fmt: skip
 def test_each_rank_holds_what_a_conversion_writes(
     checkpoints: dict[str, Path], wide: Path, tmp_path: Path, source: str, moe_tp: int, moe_ep: int
 ) -> None:
-    directory = wide if source == "wide" else checkpoints[source]
+    directory = {**checkpoints, "wide": wide}.get(source, tmp_path / "four_bits")
+    if directory.parent == tmp_path:
+        write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct-0905"), source), seed=4)
     config, layout = KimiK2Config.from_pretrained(directory), Layout(moe_tp, moe_ep, target="cuda", experts=STORED)
     Presharder(directory, tmp_path / "ranks", layout).run()
     for rank in range(layout.ranks):

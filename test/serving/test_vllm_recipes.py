@@ -44,6 +44,12 @@ DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "2"))
 LEFT_TO_STOCK = "all operations are vLLM's: "
 LAYERS, MOE_LAYERS, DRAFTS = 3, 2, 3
 REGEX = "([a-z]{1,3} )*"
+FOUR_BITS = (
+    "nvfp4",
+    "nvfp4-packed",
+    "mxfp4",
+    "mxfp4-packed",
+)  # floats, as modelopt, quark and llm-compressor write them
 
 
 @dataclass
@@ -490,7 +496,8 @@ CLASH: list[set[Flag]] = [
 # vLLM takes FP8 weights with 16-bit activations alone, and its own model serves no INT4 on a CPU.
 NAMED: list[Row] = [
     *((name, ()) for name in ("fp8", "thinking", "scheme", "text", "mtp")),
-    *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16")),
+    *((name, ()) for name in FOUR_BITS),
+    *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16", "nvfp4")),
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
     *(("thinking", (flag,)) for flag in (one_left, sampled, processors, connector, replicas, adapters, *REFUSED)),
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, adapters)),
@@ -499,7 +506,7 @@ NAMED: list[Row] = [
     ("thinking", (replicas, shared_out)), ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
     # Of published recipes.
     ("bf16", (pipeline, context)), ("bf16", (experts, fp8_cache, eagle3)), ("bf16", (adapters, eagle3)),
-    ("bf16", (experts, adapters, reload_weights)),
+    ("bf16", (experts, adapters, reload_weights)), ("nvfp4-packed", (experts,)),
 ]  # fmt: skip
 
 
@@ -543,6 +550,8 @@ def models(checkpoints: dict[str, Path], wide: Path, tmp_path_factory: pytest.Te
             write_random_checkpoint(directory)
         elif name == "bf16":
             write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct", **WIDE), "bf16"), seed=3)
+        elif name in FOUR_BITS:
+            write_synthetic_checkpoint(directory, with_format(tiny_config("kimi-k2-instruct"), name), seed=5)
         elif name in ("scheme", "text", "mtp"):
             of = found({"scheme": "thinking", "text": "k2.5", "mtp": "bf16"}[name])[0]
             raw = json.loads((of / "config.json").read_text())
@@ -604,7 +613,7 @@ def test_row(row: Row, models: Models, tmp_path: Path) -> None:
     alone, (model, judged) = len({*flags} - {ahead, shared_out}) < 2, models(name)
     job = requests(SEED, max(8, DRAWS)) if alone else requests(SEED, 4, new_tokens=16)
     it = Deployment(name, model, judged, [job], tmp_path, random.Random(name_of(row)), alone)
-    it.dtype = "bfloat16" if name in ("fp8", "wide") else "float32"
+    it.dtype = "bfloat16" if name in ("fp8", "wide", *FOUR_BITS) else "float32"
     for flag in flags:
         flag(it)
     try:

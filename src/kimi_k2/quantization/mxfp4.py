@@ -154,4 +154,5 @@ class QuarkMxfp4Format(_Mxfp4):
             "quant_method": "quark",
             "global_quant_config": {"weight": {**weight, "is_dynamic": False}, "input_tensors": None},
             "exclude": list(self.ignore),
+            "export": {"kv_cache_group": [], "pack_method": "reorder"},
         }

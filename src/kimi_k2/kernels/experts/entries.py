@@ -121,7 +121,7 @@ W4A16_ORDERS = W4A16Order(True), W4A16Order(False)
 
 
 _NVFP4 = Nvfp4Format, CompressedNvfp4Format
-_FOUR_BIT_FLOATS = (*_NVFP4, CompressedMxfp4Format, QuarkMxfp4Format)
+FOUR_BIT_FLOATS = (*_NVFP4, CompressedMxfp4Format, QuarkMxfp4Format)
 
 
 def _values(tensors: dict[str, Tensor]) -> Tensor:
@@ -154,7 +154,7 @@ def _is_four_bits(experts: ExpertWeights, dtype: torch.dtype) -> bool:
         how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
         if moe_w4a16.expert_mode(*how, down_proj_quantized=second is not None) is None:
             return False
-    elif not isinstance(scheme, _FOUR_BIT_FLOATS) or second is None:
+    elif not isinstance(scheme, FOUR_BIT_FLOATS) or second is None:
         return False
     down = _values(experts.down.tensors)
     if second is None and down.dtype != torch.bfloat16:

@@ -111,10 +111,12 @@ class PagedModel:
 
     @torch.no_grad()
     def randomize(self) -> None:
-        """Random weights for an engine that loads none; packed INT4 stays as the memory is."""
+        """Random weights for an engine that loads none; packed INT4 stays as the memory is, no exponent is NaN."""
         for tensor in (*self.plain.parameters(), *self.plain.buffers()):
             if tensor.is_floating_point():
                 tensor.copy_(torch.empty(tensor.shape, device=tensor.device).uniform_(-1e-3, 1e-3))
+            elif tensor.dtype == torch.uint8:
+                tensor.fill_(112)
 
     @property
     def steps(self) -> list[LayerStep]:

@@ -15,11 +15,14 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.attention.mla_prefill import NOPE, VALUE
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROPE
 from kimi_k2.kernels.common.build import find_nvcc
+from kimi_k2.kernels.experts.entries import FOUR_BIT_FLOATS
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS, INT4
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat
 from kimi_k2.serving.paged.heads import kernel_heads
+from kimi_k2.sharding.layout import STORED, Layout
+from kimi_k2.sharding.plan import make_plan
 from kimi_k2.variables import switch
 
 # Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
@@ -73,7 +76,7 @@ def config_of(hf_config: Any) -> KimiK2Config:
 
 def refusal_of_format(quantization: StoredFormat | None) -> str | None:
     """Why weights stored so are left to the engine's own model, None if they are not."""
-    if quantization is None or isinstance(quantization, Fp8BlockFormat):
+    if quantization is None or isinstance(quantization, (Fp8BlockFormat, *FOUR_BIT_FLOATS)):
         return None
     if isinstance(quantization, Int4GroupFormat):
         size, known = quantization.group_size, sorted(one.group for one in FORMATS if one.scale == INT4.scale)
@@ -93,12 +96,15 @@ def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: i
     """
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
     heads = config.num_attention_heads // ranks
+    tensors = make_plan(config, Layout(1, target="cuda", experts=STORED)).tensors
+    packed = [one.name for one in tensors if one.dtype == torch.uint8 and ".experts." not in one.name]
     for reason, holds in (
         ("a GPU that is no Hopper", not hopper),
         ("no nvcc, which the kernels are built with", find_nvcc() is None),
         (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
         (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, VALUE)),
         (f"{heads} heads a rank", kernel_heads(heads) is None),
+        (f"four-bit floats in {''.join(packed[:1])}, the kernels take them of routed experts", bool(packed)),
         (f"pages of {page} tokens, the kernels take {PAGE}", page not in (None, PAGE)),
     ):
         if holds:

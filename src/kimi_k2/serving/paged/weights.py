@@ -88,7 +88,8 @@ class RankLoader:
 
     def _implied(self, name: str) -> bool:
         module, _, suffix = name.rpartition(".")
-        return suffix in format_of(self.plan.config.quantization, module).implied
+        source = format_of(self.plan.config.quantization, module)
+        return suffix in (*source.implied, *source.unused)
 
     def _local(self, name: str) -> Tensor:
         module, _, suffix = name.rpartition(".")
@@ -135,15 +136,17 @@ class RankLoader:
         experts = self.model.get_submodule(stacked.rpartition(".")[0])
         assert isinstance(experts, Experts)
         experts.restore()
+        rows = planned.shape[1] // (1 if match["proj"] == "down_proj" else 2)
+        tensor = _in_rows(tensor, (rows, *planned.shape[2:]))
         if planned.dim is not None:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts
             tensor = tensor.narrow(dim, self.rank % parts * width, width)
         for row in expert_rows:
-            rows = self._local(stacked)[row]
-            half = rows.shape[0] // 2
-            rows = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[match["proj"]]
-            self._copy(name, rows, tensor, stacked)
+            local = self._local(stacked)[row]
+            half = local.shape[0] // 2
+            local = {"gate_proj": local[:half], "up_proj": local[half:], "down_proj": local}[match["proj"]]
+            self._copy(name, local, tensor, stacked)
 
     def _rows_of(self, planned: PlannedTensor) -> dict[int, list[int]]:
         """By expert that is here its rows in the stacked tensors of a layer."""
@@ -155,7 +158,13 @@ class RankLoader:
         return rows
 
 
+def _in_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A scale of a whole matrix (NVFP4's) as ranks hold it, once a row; else the tensor."""
+    return tensor.expand(shape) if tensor.numel() == 1 == shape[-1] else tensor
+
+
 def _cut(planned: PlannedTensor, tensor: Tensor, rank: int, name: str) -> Tensor:
+    tensor = _in_rows(tensor, planned.shape)
     if tuple(tensor.shape) != planned.shape:
         raise TensorShapeError(f"is {list(tensor.shape)}, expected {list(planned.shape)}", tensor=name)
     regions = [tensor[region] for region in planned.regions(rank)]
