@@ -158,7 +158,7 @@ extern "C" int kimi_quantize(const void* x, const void* delta, const void* norm,
                                     apart};
   if (norm != nullptr) {
     if (tokens <= 132 || columns <= 2048) return linear::start_norm<1>(a, stream);
-    return tokens <= 4 * 132 ? linear::start_norm<2, true>(a, stream) : linear::start_norm<4>(a, stream);
+    return tokens <= 3 * 132 ? linear::start_norm<2, true>(a, stream) : linear::start_norm<4>(a, stream);
   }
   if (int64_t(tokens) * (columns / 8) < linear::kManyGroups) return linear::start_groups<1>(a, swiglu, stream);
   return swiglu ? linear::start_groups<2>(a, swiglu, stream) : linear::start_groups<4>(a, swiglu, stream);
