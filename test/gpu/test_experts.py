@@ -20,14 +20,18 @@ from torch import Tensor
 
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts.bf16 import Launch, Pass
-from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
+from kimi_k2.kernels.experts.entries import (
+    experts_beside_shared,
+    prepare_w4a16_experts,
+    shared_added_to_routed,
+)
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.fp8_decode import moe_decode
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights, routed_experts
-from kimi_k2.ops.linear import Weight
+from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared
+from kimi_k2.ops.linear import Weight, dequantize
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.mxfp4 import unpack_e2m1
 
@@ -340,6 +344,30 @@ def test_the_table_takes_it(machine: Machine, kind: str, tokens: int, name: str)
     assert routed_experts.choose(x, held, *chosen).name == name
     wanted = moe_decode(x, *given.weights, *chosen) if name == "moe_decode" else given(x, *chosen)
     assert torch.equal(routed_experts(x, held, *chosen), wanted)
+
+
+@rows("kind tokens", gpu=[("fp8", 1024), ("fp8", 5000), ("bf16", 1100)], cpu=[("fp8", 3), ("bf16", 3)])
+def test_shared_expert_added_by_its_product(machine: Machine, kind: str, tokens: int) -> None:
+    """No farther from float64 than a sum behind it."""
+    gpu, inter, hidden = machine.name == "gpu", 256, 1024
+    weights = []
+    for count in (8, 1):
+        shapes = (count, 2 * inter, hidden), (count, hidden, inter)
+        if kind == "fp8":
+            pairs = (blocks(*shape, device=machine.device) for shape in shapes)
+            weights += [Weight({"weight": one, "weight_scale_inv": two}, Fp8BlockFormat()) for one, two in pairs]
+        else:
+            weights += [Weight({"weight": machine.normal(*shape, scale=0.03)}) for shape in shapes]
+    shared = weights[2].expert(0), weights[3].expert(0)
+    x, chosen = machine.normal(tokens, hidden), routing("whole", tokens, 2, 8, machine.device)
+    given = x, ExpertWeights(weights[0], weights[1]), *chosen, *shared
+    registry.pin("")
+    assert routed_experts_with_shared.choose(*given).name == ("adding_product" if gpu else registry.PLAIN)
+    first, second = (dequantize(one, torch.float32).double() for one in shared)
+    gate, up = (x.double() @ first.T).chunk(2, dim=-1)
+    exact = routed_experts(*given[:4]).double() + torch.nn.functional.silu(gate) * up @ second.T
+    found, behind = (together(*given) for together in (shared_added_to_routed, experts_beside_shared))
+    assert distance(found, exact) < min(5e-3, 1.02 * distance(behind, exact))
 
 
 CODES = """

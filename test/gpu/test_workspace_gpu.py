@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import random_fp8, random_int4, random_routing
 from kimi_k2.kernels.common import workspace
-from kimi_k2.kernels.experts.entries import experts_beside_shared
+from kimi_k2.kernels.experts.entries import experts_beside_shared, shared_added_to_routed
 from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.router.router_gemm import router_decode
@@ -71,7 +71,10 @@ def test_streams_at_the_same_shape(kind: str, tokens: int, count: int, repeats: 
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, right, strict=True))
 
 
-def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: int = 1024) -> None:
+@pytest.mark.parametrize("together", [experts_beside_shared, shared_added_to_routed])
+def test_shared_experts_of_two_streams(
+    together: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, tokens: int = 1024
+) -> None:
     """The second stream's shared expert runs while the first's waits to be added: it must not take its memory."""
 
     def routed(x: Tensor, *_: object) -> Tensor:
@@ -85,12 +88,12 @@ def test_shared_experts_of_two_streams(monkeypatch: pytest.MonkeyPatch, tokens: 
     )
     given = ExpertWeights(gate_up, down), *random_routing(tokens, 1, 1), gate_up, down
     inputs = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(2)]
-    wanted = [experts_beside_shared(x, *given) for x in inputs]
+    wanted = [together(x, *given) for x in inputs]
     torch.cuda.synchronize()
     found = []
     for x in inputs:
         with torch.cuda.stream(torch.cuda.Stream()):
-            found.append(experts_beside_shared(x, *given))
+            found.append(together(x, *given))
     torch.cuda.synchronize()
     assert all(torch.equal(one, right) for one, right in zip(found, wanted, strict=True))
 

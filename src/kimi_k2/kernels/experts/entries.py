@@ -21,6 +21,7 @@ from kimi_k2.kernels.experts.w4a16_layout import INT4, checkpoint_order, format_
 from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
+from kimi_k2.ops import linear as ops_linear
 from kimi_k2.ops.experts import ExpertWeights
 from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import COMPOSED, PLAIN, batch_invariant, is_decoding
@@ -34,6 +35,8 @@ BLOCK = (128, 128)
 # routed ones' hold every SM to their end. INT4, a layer of a rank of TP8: 6 us of 167 at 16 tokens, 5 of 330 at 64; at
 # eight nothing, at four 4 us more.
 SHARED_FIRST = range(16, 65)
+# Tokens from which on the shared expert's last product adds to the routed ones' sums, as it writes them.
+ADDING = 1024
 FIXED_PARTS = "sums in parts by the weights' shape, pairs added in their order"
 
 
@@ -335,6 +338,35 @@ def few_int4_experts(
     shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
     weights = _four_bit_experts(experts)
     return w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, splits, experts.expert_map, *shared)
+
+
+def _adds(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> bool:  # fmt: skip
+    """Many BF16 tokens, a shared expert in FP8 blocks or unquantized."""
+    known = shared_down.fp8_block == BLOCK or shared_down.quantization is None
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) >= ADDING and known
+
+
+@ops_experts.routed_experts_with_shared.entry(
+    "adding_product", takes=_adds,
+    joins={"swiglu": PLAIN, "project": PLAIN, "fp8_linear": PLAIN, "dense_linear": PLAIN},
+)  # fmt: skip
+def shared_added_to_routed(
+    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
+    shared_down: Weight,
+) -> Tensor:  # fmt: skip
+    """The shared expert's hidden values on a second stream; their product reads the routed sums and writes the whole.
+
+    So the sum needs no launch of its own, with three more passes over [T, H].
+    """
+    hidden, routed = beside(
+        lambda: ops_experts.silu_and_mul(ops_linear.project(x, shared_gate_up)),
+        partial(ops_experts.routed_experts, x, experts, topk_indices, topk_weights),
+        x.device,
+    )
+    return routed.addmm_(hidden, ops_linear.dequantize(shared_down, x.dtype).t())
 
 
 @ops_experts.routed_experts_with_shared.entry("side_stream", takes=lambda x, *_: x.is_cuda, batch_invariant=COMPOSED)
