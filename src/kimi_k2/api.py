@@ -380,7 +380,7 @@ class KimiK2:
             if how.ranks is None:
                 rank, device = 0, check_device(how.backend)
                 model = load_model(directory, dtype=compute, device=how.backend, keep_quantized=stored)
-                generator = Generator(model, keep=how.keep_cache)
+                generator = Generator(model)
             else:
                 loaded_rank = opened.enter_context(load_ranks(how.ranks, directory, config, compute, how.backend))
                 rank, generator = loaded_rank.number, loaded_rank.generator
@@ -388,6 +388,7 @@ class KimiK2:
             model = generator.model
             model.kv_cache_dtype = cache_dtype(how.kv_cache_dtype, config)
             model.batch_invariant, generator.draft_tokens = how.batch_invariant, how.draft_tokens
+            generator.keep = how.keep_cache
             if how.draft is not None:
                 options = {"download": how.download, "layers": how.draft_layers}
                 generator.drafter = load_drafter(how.draft, model, directory, **options)

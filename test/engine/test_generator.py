@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from plain import decode_step
 
+from kimi_k2.api import KimiK2
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank
 from kimi_k2.bench.ranks import RanksBackend
 from kimi_k2.engine import generate as module
@@ -21,6 +22,7 @@ from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout
+from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.config import tiny_config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -47,33 +49,38 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_next_turn_reads_what_is_new(wide: Path, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+@pytest.mark.parametrize("how", ["eager", "captured", "ranks"])
+def test_a_next_turn_reads_what_is_new(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Tokens are those of a fresh cache; the model is given only what neither the prompt before nor its reply had."""
-    monkeypatch.setattr(module, "capturable", lambda model, batch: captured)
+    monkeypatch.setattr(module, "capturable", lambda model, batch: how == "captured")
     monkeypatch.setattr(module, "SLOTS", 64)
     read: list[int] = []
-    model, params = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True), SamplingParams(max_new_tokens=6)
-    generator, prompt = Generator(model, keep=True), list(range(5, 25))
-    original = prefill
+    params, prompt, original = SamplingParams(max_new_tokens=6), list(range(5, 25)), prefill
+    options: dict[str, Any] = {"keep_quantized": True}
+    if how == "ranks":
+        Presharder(wide, tmp_path, Layout(1, 1, "cuda", "stored")).run()
+        options = {"ranks": tmp_path}
 
     def counted(model: KimiK2ForCausalLM, prompts: list[list[int]], *rest: object) -> torch.Tensor:
         read.append(len(prompts[0]) - cast(int, rest[-1]))
         return original(model, prompts, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kimi_k2.engine.generate.prefill", counted)
-    for turn in range(3):
+    def both(prompt: list[int]) -> tuple[list[int | None], list[int]]:
+        monkeypatch.setattr(module, "prefill", counted)
         reply = [step.tokens[0] for step in generator.stream([prompt], params)]
-        monkeypatch.setattr("kimi_k2.engine.generate.prefill", original)
-        assert reply == generate(model, [prompt], params).token_ids[0]
-        monkeypatch.setattr("kimi_k2.engine.generate.prefill", counted)
-        prompt = [*prompt, *cast(list[int], reply), 7, 8, turn]
-    assert read == [20, 4, 4]  # the reply's last token was chosen, not computed
-    parted = [*prompt[:10], 3, 2]
-    assert [step.tokens[0] for step in generator.stream([parted], params)] == generate(
-        model, [parted], params
-    ).token_ids[0]
-    assert read[-2:] == [2, 12]
+        monkeypatch.setattr(module, "prefill", original)
+        return reply, generate(generator.model, [prompt], params).token_ids[0]
+
+    with KimiK2.open(wide, keep_cache=True, **options) as session:
+        generator = cast(Generator, session.generator)
+        for turn in range(3):
+            reply, alone = both(prompt)
+            assert reply == alone
+            prompt = [*prompt, *alone, 7, 8, turn]
+        assert read == [20, 4, 4]  # the reply's last token was chosen, not computed
+        reply, alone = both([*prompt[:10], 3, 2])
+        assert reply == alone
+        assert read[-1] == 2
 
 
 RAGGED = [list(range(5, 165)), [9, 10], [7], [3, 4, 5, 6], [8]]
