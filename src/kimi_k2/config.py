@@ -300,6 +300,8 @@ class KimiK2Config(BaseModel):
         for part in (raw, raw.get("text_config")):
             for key in ("quantization_config", "compression_config"):
                 if isinstance(part, dict) and isinstance(quantization := part.get(key), dict):
+                    if isinstance(said := quantization.get("quantization"), dict):  # hf_quant_config.json's
+                        quantization = {"quant_method": "modelopt", **said}
                     part[key] = {name: value for name, value in quantization.items() if name not in _ADDED_BY_VLLM}
         return cls.from_dict(raw)
 

@@ -46,7 +46,8 @@ LIBRARY = (
     "int4-channel",
     "int4",
 )
-FORMS = (*LIBRARY, "nvfp4", "mxfp4", "awq", "gptq", "int4-64", "int4-128", "toy-int8")
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+FORMS = (*LIBRARY, *MODELOPT, "nvfp4", "mxfp4", "awq", "gptq", "int4-64", "int4-128", "toy-int8")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
@@ -54,6 +55,8 @@ def form(name: str, **fields: Any) -> StoredFormat:
     """A format, with groups that divide the tiny model's widths: of 32, or of what the name ends with."""
     if name.startswith("int4-") and name[5:].isdecimal():
         name, fields["group_size"] = "int4", int(name[5:])
+    if name in MODELOPT:
+        name, fields["quant_algo"] = "modelopt-fp8", name
     if "group_size" in formats()[name].model_fields:
         fields.setdefault("group_size", 32)
     return formats()[name](**fields)
@@ -167,6 +170,19 @@ def test_nvfp4_of_modelopt_by_its_rule() -> None:
         assert found[row, column] == table[code] * scale
 
 
+@pytest.mark.parametrize("name", MODELOPT)
+def test_fp8_of_modelopt_by_its_rule(name: str) -> None:
+    """Value times scale, in float64; scales of its exporter's shapes, a block's with four dimensions."""
+    held = form(name)
+    stored = held.quantize(torch.randn(130, 256, generator=torch.Generator().manual_seed(1)))
+    scale = stored["weight_scale"].double()
+    assert scale.shape == {"FP8": (), MODELOPT[1]: (130,), MODELOPT[2]: (2, 1, 2, 1)}[name]
+    if name == "FP8_PB_WO":
+        scale = scale.expand(2, 128, 2, 128).reshape(256, 256)[:130]
+    wanted = stored["weight"].double() * (scale[:, None] if scale.dim() == 1 else scale)
+    assert torch.equal(held.dequantize(stored, torch.float32), wanted.float())
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny checkpoint in each format; all that knows of the toy's is its file."""
@@ -234,7 +250,7 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
     Presharder(source, tmp_path / "cuda", Layout(1, 1, "cuda", "stored")).run()
     rank = load_rank(tmp_path / "cuda", config, Layout(1, 1, "cuda", "stored"), 0, dtype=torch.float32)
     assert float((rank(IDS) - expected).abs().max()) <= 1e-2  # norms and embeddings are BF16 there
-    if name not in ("fp8-block", "int4-128"):  # whose blocks of 128 two ranks would cut
+    if name not in ("fp8-block", "FP8_PB_WO", "int4-128"):  # whose blocks of 128 two ranks would cut
         Presharder(source, tmp_path / "two", layout).run()
     manifest = Presharder(source, tmp_path / "neuron", Layout(1, 2, experts="per_channel")).run()
     assert 0 < manifest["errors"]["total"]["relative_l2"] < 0.05

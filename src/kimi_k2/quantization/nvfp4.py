@@ -7,16 +7,14 @@ stacked. Activations stay as they are: their static scales are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kimi_k2.config_fields import refuse_unknown
-from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import CompressedFormat
-from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.modelopt import ModeloptFormat
 from kimi_k2.quantization.mxfp4 import E2M1_MAX, pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, TensorSpec, register
 
@@ -81,60 +79,14 @@ class _Nvfp4(StoredFormat):
 
 
 @register
-class Nvfp4Format(_Nvfp4):
+class Nvfp4Format(_Nvfp4, ModeloptFormat):
     """modelopt's: `weight` uint8 [rows, columns / 2], `weight_scale` e4m3, `weight_scale_2` float32."""
 
     name = "nvfp4"
-    method = "modelopt"
     suffixes = ("weight", "weight_scale", "weight_scale_2")
     scales = ("weight_scale", "weight_scale_2")
-    unused = ("input_scale",)
-    rule = "glob"
-
-    _only: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "group_size": (GROUP, None),
-        "kv_cache_quant_algo": (None, "FP8"),
-        "quantized_layers": (None, {}),
-    }
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> Nvfp4Format | None:
-        """Read modelopt's object, from config.json or hf_quant_config.json."""
-        if raw.get("quant_method") != "modelopt":
-            return None
-        read = ("quant_method", "quant_algo", "ignore", "exclude_modules", "kv_cache_scheme", "config_groups")
-        refuse_unknown(raw, read, field, only=cls._only, harmless=("producer", "version"))
-        if raw.get("quant_algo") != "NVFP4":
-            raise ConfigError(f"expected 'NVFP4', got {raw.get('quant_algo')!r:.100}", field=f"{field}.quant_algo")
-        _check_groups(raw.get("config_groups"), f"{field}.config_groups")
-        lists = [
-            module_list(raw[name], cls.rule, f"{field}.{name}") for name in ("ignore", "exclude_modules") if name in raw
-        ]
-        if len(set(lists)) > 1:
-            raise ConfigError("differs from ignore", field=f"{field}.exclude_modules")
-        return cls(ignore=lists[0] if lists else ())
-
-    def to_hf_dict(self) -> dict[str, Any]:
-        """The content of `quantization_config` as modelopt writes it."""
-        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP, "ignore": list(self.ignore)}
-
-
-def _check_groups(groups: Any, field: str) -> None:
-    """modelopt repeats in compressed-tensors' words what `quant_algo` says."""
-    if groups is None:
-        return
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise ConfigError("expected one config group of all Linears", field=field)
-    name, group = next(iter(groups.items()))
-    where = f"{field}.{name}"
-    if not isinstance(group, Mapping):
-        raise ConfigError(f"expected an object, got {type(group).__name__}", field=where)
-    only = {"targets": (["Linear"],), "output_activations": (None,)}
-    refuse_unknown(group, ("weights", "input_activations"), where, only=only, harmless=())
-    args = {"num_bits": (4,), "type": ("float",), "group_size": (GROUP,), "dynamic": (False, True, "local")}
-    for part in ("weights", "input_activations"):
-        if group.get(part) is not None:
-            refuse_unknown(group[part], (), f"{where}.{part}", only=args, harmless=())
+    algorithms = ("NVFP4",)
+    bits = 4
 
 
 @register
