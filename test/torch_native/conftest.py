@@ -19,6 +19,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {
         "fp8": tiny_config("kimi-k2-instruct-0905", num_hidden_layers=2),
         "bf16": with_format(tiny_config("kimi-k2-instruct", num_hidden_layers=2), "bf16"),
+        "modelopt": with_format(tiny_config("kimi-k2-instruct", num_hidden_layers=2), "modelopt-fp8"),
         "thinking": tiny_config("kimi-k2-thinking", num_hidden_layers=2),
         "k2.5": tiny_config("kimi-k2.5", num_hidden_layers=2),
     }

@@ -36,7 +36,9 @@ BLOCK = 4
 BUCKETS = (32,), (8,)  # tokens of a prompt, lines of a step: each has a graph
 ALL_BUCKETS = (8, 16, 32, 64), (1, 2, 4, 8)
 WANTED = 8
+NULL = 208.0  # all of the null block, which is nobody's: were its values read, they would be seen
 HERE = threading.local()  # this rank's groups: tp, dp, ep
+FP8 = torch.float8_e4m3fn
 ROUTER, EXPERTS = "noaux_tc_router", "selective_experts"
 
 
@@ -211,7 +213,7 @@ def _like(name: str, cores: int, tensors: list[Tensor], *_: Any) -> list[Tensor]
 
 @torch.library.custom_op("line::write_pages", mutates_args=("former", "latter"))
 def write_pages(former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, cores: int) -> None:
-    launched("write_pages", cores)(former, latter, entries.contiguous(), rows)
+    launched("write_pages", cores)(*map(to_kernel, (former, latter, entries)), rows)
 
 
 @torch.library.custom_op("line::written_pages", mutates_args=())
@@ -328,12 +330,13 @@ class Runner:
         buckets: sizes that a prompt's tokens and a step's lines are padded to.
         compile_with: what makes of the model what is called, which gives its results in a list.
         structured: `enable_structured_outputs`: every call has a mask.
+        cache: dtype that `kv_cache_dtype` means; None for the model's.
     """
 
     def __init__(
         self, directory: Path | None, hf_config: Any, neuron_config: NeuronConfig, *, rank: int = 0, blocks: int = 64,
         block: int = BLOCK, padding: int = 0, segment: int = 0, width: int = 8, buckets: Any = BUCKETS,
-        compile_with: Callable[[Any], Any] | None = None, structured: bool = False,
+        compile_with: Callable[[Any], Any] | None = None, structured: bool = False, cache: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         from kimi_k2.neuron.torch_native.model import KimiK2ForVllmNeuron
 
@@ -347,12 +350,14 @@ class Runner:
         specs = model.get_kv_spec().layers
         self.names = [spec.name for spec in specs]
         shape = 2, blocks, specs[0].num_kv_heads, block, specs[0].head_size
-        # K and V are one buffer's. The null block is nobody's: were its values read, they would be seen.
-        self.pages = {spec.name: list(torch.zeros(shape, dtype=spec.dtype, device=device)) for spec in specs}
-        for halves in self.pages.values():
-            for half in halves:
-                half[0] = 1e4
+        cache = cache or specs[0].dtype
+        pages = torch.zeros(shape, device=device)
+        pages[:, 0] = NULL
+        self.pages = {spec.name: list(pages.to(cache, copy=True)) for spec in specs}  # K and V are one buffer's
         model.bind_kv_cache(self.pages)
+        # Where the runner says none of this, the compiler of Trainium2 refuses e4m3fn (NCC_EVRF051).
+        told = cache == FP8 or neuron_config.quantization == "fp8"
+        assert told or all(one.dtype != FP8 for one in model.parameters()), "the compiler is not told of FP8 values"
         self.compiled = (compile_with or Lowering())(model)
         self.free, self.block, self.padding, self.segment = list(range(1, blocks)), block, padding, segment
         self.prompt_buckets: Sequence[int] = (segment,) if segment else buckets[0]
@@ -480,7 +485,8 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int = WANTED) -> lis
             victim.blocks, victim.cached = [], 0
         running = [request for request in running if len(request.output) < wanted]
         step += 1
-    assert all(bool((half[0] == 1e4).all()) for halves in runner.pages.values() for half in halves), "the null block"
+    nobodys = [half[0].float() for halves in runner.pages.values() for half in halves]
+    assert all(bool((one == NULL).all()) for one in nobodys), "the null block"
     return requests
 
 
@@ -495,7 +501,8 @@ def on_meta(config: KimiK2Config, target: Target, rank: int = 0) -> Runner:
     return Runner(
         None, SimpleNamespace(to_dict=config.to_hf_dict, dtype=torch.bfloat16), neuron, rank=rank, blocks=256,
         block=line.block_size, segment=(line.kv_segment_size_buckets or (0,))[0],
-        structured=line.enable_structured_outputs, compile_with=eager,
+        cache=FP8 if line.kv_cache_dtype == "fp8" else None, structured=line.enable_structured_outputs,
+        compile_with=eager,
     )  # fmt: skip
 
 

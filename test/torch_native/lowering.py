@@ -234,7 +234,7 @@ class Captured:
             made.append([*outputs, *(mine[at] for at in written)])
         for other in made[1:]:
             for mine, theirs in zip(made[0], other, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+                torch.testing.assert_close(mine.float(), theirs.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
         for at, value in zip(written, made[0][len(outputs) :], strict=True):
             arguments[at].copy_(value)
         return made[0][: len(outputs)]

@@ -34,6 +34,7 @@ FAULTS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
     "FP8 blocks are not halved": (
         held, "halve_blocks", "halved, inexact = _halve(weight)",
         "halved, inexact = weight, _halve(weight)[1]; weight_scale_inv = weight_scale_inv / 2", ONE),
+    "the compiler is not told of FP8": (M, "__init__", 'neuron_config.quantization = "fp8"', "pass", ONE),
     "pages in the order of the pool": (P, "read", "blocks.clamp(min=0)", "blocks.clamp(min=0).sort().values", ONE),
     "decode sees one position less": (A, "_absorbed", "<= positions", "< positions", ONE),
     "decode sees one position more": (A, "_absorbed", "<= positions", "<= 1 + positions", ONE),

@@ -10,6 +10,8 @@ import pytest
 import torch
 from lowering import Lowering, name_of
 
+from kimi_k2.neuron.torch_native.attention import Pages
+from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
@@ -36,16 +38,18 @@ def test_kernels_give_the_plain_models_tokens(tmp_path: Path, monkeypatch: pytes
     assert called & kernels == (kernels if runs else set())
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_only_rows_of_real_slots_are_written(cores: int) -> None:
-    """More rows than partitions, in any order, some of them padding; both orders of a page's dimensions."""
-    line.stand_ins(kernels=True)
+@pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (2, torch.float32), (2, line.FP8)])
+def test_only_rows_of_real_slots_are_written(monkeypatch: pytest.MonkeyPatch, cores: int, dtype: torch.dtype) -> None:
+    """More rows than partitions, in any order, some of them padding; both orders of a page's dimensions; FP8 to 240."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(cores))
+    line.put(monkeypatch, line.stand_ins(kernels=True))
     generator = torch.Generator().manual_seed(cores)
-    pages = torch.rand(2, 64, 1, 4, 6, generator=generator)
-    slots = torch.randperm(256, generator=generator)[:150].to(torch.int32)
-    entries, wanted = torch.rand(150, 12, generator=generator), pages.clone()
-    kept = torch.arange(150) % 7 > 0
-    wanted.view(2, 256, 6)[:, slots[kept]] = torch.stack(entries[kept].chunk(2, dim=1))
+    pages = torch.rand(2, 64, 1, 4, 6, generator=generator).to(dtype)
+    slots = torch.randperm(256, generator=generator)[:150]
+    entries, wanted = 500 * torch.rand(150, 12, generator=generator), pages.clone()
+    slots = slots.masked_fill(torch.arange(150) % 7 == 0, -1)
+    kept, held = slots > 0, entries.clamp(max=240) if dtype == line.FP8 else entries
+    wanted.view(2, 256, 6)[:, slots[kept]] = torch.stack(held[kept].chunk(2, dim=1)).to(dtype)
     given = (pages.transpose(2, 3) if cores == 2 else pages).contiguous()
-    line.write_pages(*given, entries, slots.masked_fill(~kept, 2**31 - 1).unsqueeze(1), cores)
-    assert torch.equal(given.view(2, 256, 6), wanted.view(2, 256, 6))
+    Pages(given[0], given[1], Kernels.find()).write(entries, slots)
+    assert torch.equal(given.view(2, 256, 6).float(), wanted.view(2, 256, 6).float())

@@ -18,13 +18,17 @@ from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.roofline import Collective
 from kimi_k2.plan.target import Target, load_target
 
-PRESETS = ["trn2-native-tp4-ep16", "trn2-native-tp32-ep2", "trn2-native-tp32-ep2-nki"]
+PRESETS = ["trn2-native-tp4-ep16", "trn2-native-tp4-ep16+fp8", "trn2-native-tp32-ep2", "trn2-native-tp32-ep2-nki"]
 CONFIG = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)
 
 
 @functools.cache
 def target_of(preset: str) -> Target:
-    return replace(load_target(preset, CONFIG), prompt=2048)
+    name, _, fp8 = preset.partition("+")
+    target = replace(load_target(name, CONFIG), prompt=2048)
+    assert target.torch_native is not None
+    line = target.torch_native.model_copy(update={"kv_cache_dtype": "fp8" if fp8 else "auto"})
+    return replace(target, torch_native=line)
 
 
 @functools.cache
@@ -63,8 +67,12 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
     with FlopCounterMode(display=False) as flops:
         graph(*[torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs])
     assert planned.flops == pytest.approx(flops.get_total_flops(), rel=1e-3)
-    held = sum(one.nbytes for one in line.on_meta(CONFIG, target).model.parameters())
+    runner = line.on_meta(CONFIG, target)
+    held = sum(one.nbytes for one in runner.model.parameters())
     assert held == planned.bytes_held() - planned.held["cache"]
+    slots = 256 * runner.block  # of each page of the runner
+    pages = sum(half.nbytes for halves in runner.pages.values() for half in halves)
+    assert planned.held["cache"] == pages // slots * target.batch * target.context
     line.put(monkeypatch, line.stand_ins(kernels=True))
     graph = captured(preset, *largest(preset, decode), kernels=True)
     writes = [node for node in graph.graph.nodes if written_by(node)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from line import alone, hf_config, prompts, served
 from lowering import Lowering
+from transformers import DynamicCache
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
@@ -202,12 +203,35 @@ def test_options_are_obeyed_or_refused(
         alone(checkpoints["fp8"], **options)
 
 
+class RoundedCache(DynamicCache):  # type: ignore[misc]
+    """transformers' cache of latents and rotated keys, with what e4m3 keeps of them."""
+
+    def update(self, *states: Any, **options: Any) -> Any:
+        rounded = (one.to(line.FP8).to(one.dtype) if isinstance(one, torch.Tensor) else one for one in states)
+        return super().update(*rounded, **options)
+
+
+def test_pages_of_fp8_are_transformers_rounded_cache(checkpoints: dict[str, Path]) -> None:
+    """Prompt in segments and tokens one by one, which read pages alone; the reference is in float64."""
+    directory = checkpoints["bf16"]
+    ids = prompts(directory)[1][:20]
+    mine = forced(alone(directory, quantization="bf16", segment=8, cache=line.FP8), ids, 8)
+    model = load_transformers_model(directory, torch.float64)
+    with torch.inference_mode():
+        exact, rounded = (
+            model(torch.tensor([ids]), past_key_values=cache()).logits[0, 7:-1]
+            for cache in (DynamicCache, RoundedCache)
+        )
+    assert (mine - rounded).abs().max() < 2e-5
+    assert (rounded - exact).norm() > 1e-3 * exact.norm()  # what is rounded is seen
+
+
 def test_embeddings_and_pages_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
     runner = alone(checkpoints["fp8"], compile_with=line.eager)
     token = torch.zeros(1, dtype=torch.long)
     for name in ("inputs_embeds", "is_token_ids"):
         with pytest.raises(KimiK2Error, match=name):
             runner.model(token, token, {}, token, **{name: token})
-    pages = {name: [half.to(torch.float8_e4m3fn) for half in halves] for name, halves in runner.pages.items()}
+    pages = {name: [half.to(torch.float16) for half in halves] for name, halves in runner.pages.items()}
     with pytest.raises(KimiK2Error, match="kv_cache_dtype"):
         runner.model.bind_kv_cache(pages)

@@ -102,10 +102,10 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
         counts.read[tensor.name] *= times_read(config, target, tensor)
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
-    if target.torch_native and not target.layout.tiles:  # pages laid one after another, and read again
-        counts.moved = {"gather": 2 * counts.read["cache"]}
     if target.torch_native:
-        counts.moved["cache write"] = _cache_write(config, tokens)
+        if target.cache_itemsize < BF16 or not target.layout.tiles:  # pages laid one after another, and read again
+            counts.moved["gather"] = 2 * BF16 // target.cache_itemsize * counts.read["cache"]
+        counts.moved["cache write"] = _cache_write(config, target, tokens)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
@@ -129,7 +129,7 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
         # A segment's graph reads every page that a sequence may have; a whole prompt none.
         keys = target.context if target.torch_native.kv_segment_size_buckets else keys
         counts.read["cache"] = cache_bytes(config, replace(target, batch=1)) if keys > target.prompt else 0
-        counts.moved["cache write"] = _cache_write(config, tokens)
+        counts.moved["cache write"] = _cache_write(config, target, tokens)
     else:
         # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it; with continuous
         # batching it writes the prompt's rows in place.
@@ -161,9 +161,9 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     return counts
 
 
-def _cache_write(config: KimiK2Config, tokens: int) -> int:
+def _cache_write(config: KimiK2Config, target: Target, tokens: int) -> int:
     """Bytes of new rows, read and written by a kernel a layer: the scatters of PyTorch's form pass the whole pool."""
-    return 2 * config.num_hidden_layers * tokens * config.cache_dim * BF16
+    return 2 * config.num_hidden_layers * tokens * config.cache_dim * target.cache_itemsize
 
 
 def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:

@@ -396,7 +396,7 @@ def local_bytes(tensor: PlannedTensor) -> int:
 
 
 def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None) -> int:
-    """The compressed cache as a rank holds it, with NxDI's reserved slots: cache_dim values a slot a layer in BF16.
+    """The compressed cache as a rank holds it, with NxDI's reserved slots: cache_dim values a slot a layer.
 
     With flash decoding a rank holds its part of the positions, without it all; so of a draft head's cache.
     """
@@ -416,7 +416,7 @@ def cache_tokens(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
 
 
 def _slot_bytes(config: KimiK2Config, target: Target) -> int:
-    return config.num_hidden_layers * config.cache_dim * BF16 * target.arrangement.cache_copies
+    return config.num_hidden_layers * config.cache_dim * target.cache_itemsize * target.arrangement.cache_copies
 
 
 def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:

@@ -128,6 +128,11 @@ class Target:
         return plan if self.torch_native is None else without_nxdis(plan)
 
     @property
+    def cache_itemsize(self) -> int:
+        """Bytes of a cached value: BF16, or FP8 on vllm-neuron's torch-native line."""
+        return 1 if self.torch_native is not None and self.torch_native.kv_cache_dtype == "fp8" else 2
+
+    @property
     def prefill_sequences(self) -> int:
         """Sequences of one prefill."""
         return self.batch if self.prefill_batch is None else self.prefill_batch

@@ -55,6 +55,7 @@ class TorchNativeOptions(BaseModel):
         enable_structured_outputs: every step has a mask, for schemas and for required or named tools; without it the
             line refuses such requests.
         block_size: tokens of a page.
+        kv_cache_dtype: vLLM's: `auto` is the model's, unless the checkpoint asks for FP8; `fp8` e4m3 at scale 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +67,7 @@ class TorchNativeOptions(BaseModel):
     on_device_sampling_config: dict[Literal["max_top_k"], PositiveInt] | None = Field(default=None, min_length=1)
     enable_structured_outputs: bool = False
     block_size: PositiveInt = 32
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def check(self, batch: int, context: int, prompt: int) -> None:
         """Whether the line takes them, as its reference of options states.
@@ -100,6 +102,6 @@ class TorchNativeOptions(BaseModel):
 
     def neuron_config(self, experts: str, ep_degree: int) -> dict[str, Any]:
         """The line's `additional_config["neuron_config"]`, as JSON types."""
-        options = self.model_dump(mode="json", exclude={"block_size"}, exclude_none=True)
+        options = self.model_dump(mode="json", exclude={"block_size", "kv_cache_dtype"}, exclude_none=True)
         sampling = {"on_device_sampling_config": self.on_device_sampling_config}
         return {"ep_degree": ep_degree, "quantization": experts, **options, **sampling}

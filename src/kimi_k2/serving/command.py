@@ -141,6 +141,7 @@ def vllm_command(
         if line is not None:
             options = {"neuron_config": line.neuron_config(chosen.experts, chosen.moe_ep_degree)}
             flags += ["--max-num-batched-tokens", str(chosen.max_context_length), "--block-size", str(line.block_size)]
+            flags += ["--kv-cache-dtype", "fp8"] if line.kv_cache_dtype == "fp8" else []
             flags += ["--enable-expert-parallel"] if chosen.moe_ep_degree > 1 else []
             flags += ["--no-async-scheduling"] if line.on_device_sampling_config is None else []
         if line is None or line.kv_segment_size_buckets is None:

@@ -18,6 +18,7 @@ from kimi_k2.neuron.torch_native.settings import Ranks
 from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.linear import rms_norm as rms_norm_operation
 from kimi_k2.plan.torch_native import KEYS
+from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX
 
 # The plain functions: a table of implementations has no place inside a graph.
 rms_norm = rms_norm_operation.__wrapped__  # type: ignore[attr-defined]
@@ -25,7 +26,7 @@ rotate = apply_rotary_interleaved.__wrapped__  # type: ignore[attr-defined]
 
 
 class Pages:
-    """One layer's pages, seen as rows of slots.
+    """One layer's pages, seen as rows of slots; of FP8 values at scale 1 they hold what is within 240.
 
     What is written is read from what `write` returns, never from the pages before: the compiler makes a write a new
     value, and a reader of the old one, or of a view of it, keeps what was there before. The write itself is of the
@@ -43,6 +44,8 @@ class Pages:
     def write(self, entries: Tensor, slots: Tensor) -> Pages:
         """These pages with [T, 2 D] at int64 [T] slots; padding, slot 0 (the null block's) or -1, changes nothing."""
         k, v = self.halves
+        if k.dtype != entries.dtype:  # FP8
+            entries = entries.clamp(-NEURON_E4M3_MAX, NEURON_E4M3_MAX).to(k.dtype)
         made = self.kernels.write(self.halves, entries, slots)
         if made is not None:
             return Pages(*made, self.kernels)
@@ -62,7 +65,7 @@ class Pages:
 
 
 def _put(half: Tensor, place: tuple[Tensor, ...], new: Tensor, kept: Tensor) -> Tensor:
-    return half.index_put_(place, torch.where(kept, new.to(half.dtype), half[place]))
+    return half.index_put_(place, torch.where(kept, new, half[place]))
 
 
 class Attention:

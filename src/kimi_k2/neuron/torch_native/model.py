@@ -20,6 +20,7 @@ from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_ne
 from kimi_k2.ops.embedding import rotary_cos_sin
 from kimi_k2.sharding.experts import expert_formats
 
+FP8 = torch.float8_e4m3fn
 cos_sin = rotary_cos_sin.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -118,6 +119,10 @@ class KimiK2ForVllmNeuron(nn.Module):
         self.experts = getattr(neuron_config, "quantization", None) or DEFAULT_FORMAT
         self.ranks = Ranks.of_process(neuron_config)
         self.planned = planned_tensors(config, self.ranks, self.experts, self.dtype)
+        if any(tensor.dtype == FP8 for tensor in self.planned) and neuron_config is not None:
+            # The runner reads this word once the model is made, and tells the compiler of Trainium2 by it that its
+            # e4m3 takes the values (else NCC_EVRF051).
+            neuron_config.quantization = "fp8"
         for tensor in self.planned:
             _place(self, tensor.name, torch.empty(tensor.local_shape, dtype=tensor.dtype))
         # Computed, not loaded: on the CPU even where the line makes the model on the meta device.
@@ -173,7 +178,7 @@ class KimiK2ForVllmNeuron(nn.Module):
         """Take the pages that the runner allocated, K's and V's by layer.
 
         Raises:
-            ConfigError: they hold another dtype than the model's.
+            ConfigError: they hold another dtype than the model's or e4m3.
         """
         layers, kernels = self.get_submodule("layers"), Kernels.find()
         shared = self.ranks, self.first_expert, kernels
@@ -184,8 +189,8 @@ class KimiK2ForVllmNeuron(nn.Module):
         ]
         for number, layer in enumerate(self._layers):
             k, v = kv_caches[layer_name(number)]
-            if k.dtype != self.dtype:
-                raise ConfigError(f"expected {self.dtype}, got {k.dtype}", field="kv_cache_dtype")
+            if k.dtype not in (self.dtype, FP8):
+                raise ConfigError(f"expected {self.dtype} or {FP8}, got {k.dtype}", field="kv_cache_dtype")
             layer.attention.pages = Pages(k, v, kernels)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
