@@ -33,7 +33,7 @@ BATCH_INVARIANT, MLA_DISABLE = "VLLM_BATCH_INVARIANT", "VLLM_MLA_DISABLE"
 # Requests at once in batch-invariant mode, as many as a plan of attention takes on a GPU.
 MOST_INVARIANT = 1024
 # Methods of --speculative-config; None without one.
-DRAFTS = (None, "ngram", "suffix", "eagle3")
+DRAFTS = (None, "ngram", "suffix", "eagle3", "dflash")
 # Backends of --all2all-backend; None for one replica.
 EXCHANGES = (None, "allgather_reducescatter", "naive")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
@@ -142,7 +142,7 @@ def against_decode_steps(it: Deployment) -> str | None:
         (f"{DECODE_GRAPHS}=0", not switch(DECODE_GRAPHS, True)),
         ("eager execution", str(it.device) == "cuda" and it.eager),
         # Others draft as many tokens as they find, another number for each request.
-        (f"drafts by {it.drafts}", it.drafts not in (None, "eagle3")),
+        (f"drafts by {it.drafts}", it.drafts not in (None, "eagle3", "dflash")),
         ("LoRA", it.lora is not None),
         *_more_than_ranks(it),
         ("a transfer of caches", it.transfer is not None),
