@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from e4m3 import rounded
-from exact import bf16, blocks, dense, distance, mixture
+from exact import bf16, blocks, dense, distance, mixture, routing
 from four_bits import FORMATS, arguments, drawn
 from machines import Machine, library, rows
 from on_hopper import assert_graph_follows
@@ -83,33 +83,6 @@ def made(machine: Machine, kind: str, experts: int, inter: int, hidden: int) -> 
 
     packed, more = arguments(held)
     return Experts(moe_w4a16, tuple(prepare_w4a16(*packed, w2_bf16="w2_bf16" in kind)), more, matrices)
-
-
-def routing(how: str, tokens: int, top_k: int, experts: int, device: str) -> tuple[Tensor, Tensor]:
-    """Experts of each token, and their scores.
-
-    - drawn: with invalid pairs, weights of zero, a padded token and a crowded expert.
-    - same, third: all tokens go to the first one's, or a third of them.
-    - some: pairs that share an expert, and others; crowded: one expert for every pair.
-    - each: experts of 1 to `experts` tokens in random order, one a token.
-    """
-    indices = torch.rand(tokens, experts, device=device).topk(top_k).indices
-    if how == "each":
-        counts = torch.randperm(experts, device=device) + 1
-        indices = torch.repeat_interleave(torch.arange(experts, device=device), counts)[:, None]
-        indices = indices[torch.randperm(len(indices), device=device)].contiguous()
-    scores = torch.rand(indices.shape, device=device) + 0.1
-    if how == "drawn" and tokens > 1:
-        indices[1, 0], scores[0, 1:][-1:] = -1, 0.0
-        indices[2 : tokens // 2, 0] = 5
-        scores[max(2, tokens - 1) :] = 0.0
-    elif how in ("same", "third"):
-        indices[: tokens if how == "same" else tokens // 3] = indices[0].clone()
-    elif how == "some":
-        indices[:, 0], indices[0, 1], indices[-1, -1] = 7, -1, 7
-    elif how == "crowded":
-        indices[:] = 5
-    return indices, scores
 
 
 FP8 = [
@@ -233,40 +206,6 @@ def test_experts(
     for _ in range(3 if machine.name == "gpu" else 1):
         given(x, *routing("drawn", len(x), indices.shape[1], known, device), held, **extra)
         assert torch.equal(out, given(x, indices.int(), scores, held, **extra)), "not deterministic"
-
-
-@rows("pairs passes parallel most_few", triton=[
-    (1, [SMALL], False, 1024), (37, [SMALL], True, 1024), (100, [WIDE], False, 1024), (100, TWO, True, 1024),
-    (100, ALIKE, False, 1024), (37, [SMALL], True, 0), (1500, TWO, False, 0),
-], gpu=[(100, TWO, True, 1024), (1500, TWO, False, 0)])  # fmt: skip
-def test_sorted_pairs(
-    machine: Machine, pairs: int, passes: list[Pass], parallel: bool, most_few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each expert's pairs are those that PyTorch finds, in its blocks of its pass alone."""
-    count = 5
-    held = torch.tensor([1, -1, 0, 3, -1, -1, 4], dtype=torch.int32) if parallel else None
-    indices = torch.randint(-1, 8, (pairs, 1))
-    indices[: pairs // 2] = 2
-    known = count if held is None else len(held)
-    local = indices.flatten().where((indices.flatten() >= 0) & (indices.flatten() < known), known)
-    local = torch.cat((torch.arange(count) if held is None else held.long(), torch.tensor([-1])))[local]
-    local = local.where(local >= 0, count)
-    monkeypatch.setattr(moe_bf16, "MAX_FEW", most_few)
-    on = None if held is None else held.to(machine.device)
-    found = moe_bf16.sort_pairs(indices.to(machine.device), on, count, passes)
-    assert torch.equal(found.local.long().cpu(), local)
-    limits = [one.least for one in passes] + [2**31]
-    for (how, least), most, numbered in zip(passes, limits[1:], found.blocks, strict=True):
-        used = 0
-        for expert in range(count):
-            start, number = int(found.starts[expert]), int(found.counts[expert])
-            mine = found.pairs[start : start + number].sort().values.cpu()
-            assert torch.equal(mine, torch.where(local == expert)[0])
-            first = start // how.rows + min(start // least, expert)
-            wanted = -(-number // how.rows) if least <= number < most else 0
-            assert (numbered[first : first + wanted] == expert).all()
-            used += wanted
-        assert int((numbered != count).sum()) == used
 
 
 @rows("tokens inter", gpu=[(2, 1024), (3, 512), (4, 512), (5, 512), (6, 256)])

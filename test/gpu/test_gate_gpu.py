@@ -7,39 +7,30 @@ from itertools import product
 import pytest
 import torch
 from on_hopper import NEEDS_HOPPER, assert_graph_follows
+from torch import Tensor
 
 from kimi_k2.kernels.router.gate import PACKED_EXPERTS, fused_gate
+from kimi_k2.ops.experts import noaux_tc_gate
 
 pytestmark = NEEDS_HOPPER
 # Twice the spacing of float32 just below 1, and the special-function unit's error.
 ROUNDING = 5e-7
 
 
-def reference(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float = 1.0, normalize: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The formula in float64; a stable sort gives ties to the lowest index."""
-    scores = logits.double().sigmoid()
-    choice = scores + bias.double()
-    indices = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(1, indices)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return indices, weights * scale, choice
-
-
 def assert_gate(
-    logits: torch.Tensor, bias: torch.Tensor, top_k: int, strategy: str, scale: float = 2.827, normalize: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor, top_k: int, strategy: str, scale: float = 2.827, normalize: bool = True
+) -> None:
+    """Against the plain operation in float64, which gives ties to the lowest index."""
     indices, weights = fused_gate(logits, bias, top_k, normalize, scale, strategy=strategy)
-    wanted, wanted_weights, choice = reference(logits, bias, top_k, scale, normalize)
+    options = {"norm_topk_prob": normalize, "routed_scaling_factor": scale}
+    wanted, wanted_weights = noaux_tc_gate(logits.double(), bias.double(), top_k, **options)  # type: ignore[arg-type]
+    choice = logits.double().sigmoid() + bias.double()
     # At each rank the score is that of float64; so sets differ only where scores tie within rounding.
     assert (choice.gather(1, indices) - choice.gather(1, wanted)).abs().max() < ROUNDING
     assert (indices.sort(-1).values.diff(dim=-1) > 0).all(), "an expert twice"
     same = (indices == wanted).all(-1)
     assert same.double().mean() > 0.99
     torch.testing.assert_close(weights[same].double(), wanted_weights[same], rtol=3e-6, atol=0)
-    return indices, weights
 
 
 SHAPES = [(1, 384), (3, 384), (64, 384), (513, 384), (4097, 384), (1, 256), (65, 256), (4099, 256)]
@@ -75,32 +66,32 @@ def test_strategies_give_the_same_bits_and_either_index_dtype(experts: int, top_
         assert torch.equal(one[1], again[1])
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize("levels", [1, 2, 3, 5, 17])
 def test_ties_go_to_the_lowest_index(levels: int, strategy: str) -> None:
     """Few distinct values: every row has ties at the border, and many more candidates than the lists hold."""
     torch.manual_seed(levels)
-    logits = torch.randint(0, levels, (501, 384), device="cuda").float()
-    bias = torch.zeros(384, device="cuda")
+    logits, bias = torch.randint(0, levels, (501, 384), device="cuda").float(), torch.zeros(384, device="cuda")
     indices, weights = fused_gate(logits, bias, 8, strategy=strategy)
-    wanted, wanted_weights, _ = reference(logits, bias, 8)
+    wanted, wanted_weights = noaux_tc_gate(logits.double(), bias.double(), 8)
     assert torch.equal(indices, wanted)
     torch.testing.assert_close(weights.double(), wanted_weights, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
-def test_extreme_logits(strategy: str) -> None:
-    for scale, shift in ((30.0, 0.0), (5.0, -40.0), (1.0, 20.0)):
-        logits = torch.randn(257, 384, device="cuda") * scale + shift
-        indices, weights = fused_gate(logits, torch.zeros(384, device="cuda"), 8, strategy=strategy)
-        scores = logits.double().sigmoid()
-        chosen = scores.gather(1, indices)
-        assert (scores.topk(8).values - chosen).abs().max() < ROUNDING
-        wanted = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-9)
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(("scale", "shift"), [(30.0, 0.0), (5.0, -40.0), (1.0, 20.0)])
+def test_extreme_logits(scale: float, shift: float, strategy: str) -> None:
+    """Scores of 0 and 1 tie: which of them is chosen is open."""
+    logits = torch.randn(257, 384, device="cuda") * scale + shift
+    indices, weights = fused_gate(logits, torch.zeros(384, device="cuda"), 8, strategy=strategy)
+    scores = logits.double().sigmoid()
+    chosen = scores.gather(1, indices)
+    assert (scores.topk(8).values - chosen).abs().max() < ROUNDING
+    wanted = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("strategy", BOTH)
 def test_nan_comes_last_and_infinity_is_a_limit(strategy: str) -> None:
     logits = torch.randn(7, 384, device="cuda")
     bias = torch.randn(384, device="cuda") * 0.1
@@ -119,7 +110,7 @@ def test_nan_comes_last_and_infinity_is_a_limit(strategy: str) -> None:
     assert torch.equal(indices[4], torch.arange(8, device="cuda")) and not weights[4].any()
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("strategy", BOTH)
 def test_padding_has_index_and_weight_zero(strategy: str) -> None:
     logits, bias = torch.randn(1003, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
     logits[900] = float("nan")
@@ -137,7 +128,7 @@ def test_graph_replay_follows_its_inputs(tokens: int) -> None:
     assert_graph_follows(lambda: fused_gate(logits * 2, bias, 8), logits.normal_, replays=5)
 
 
-@pytest.mark.parametrize("strategy", ["warp", "packed"])
+@pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.memory(10)
 def test_offsets_beyond_32_bits(strategy: str) -> None:
     tokens = 2**31 // 384 + 1000

@@ -16,12 +16,11 @@ from torch import Tensor
 from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference, relative
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import tuning
-from kimi_k2.kernels.attention.mla_cuda import attend_parts, by_eights, capacity_of, choose_splits, run
+from kimi_k2.kernels.attention.mla_cuda import by_eights, capacity_of, choose_splits, run
 from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths, supports
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE
 from kimi_k2.kernels.common.build import find_nvcc
-from kimi_k2.kernels.rowwise.decode import absorb_and_store
 from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops import registry
 
@@ -242,18 +241,6 @@ def test_what_is_chosen_without_a_plan() -> None:
     assert all(by_eights(len(lengths), heads, capacity) for lengths, capacity in EIGHTS for heads in HEADS[1:])
 
 
-@pytest.mark.parametrize("splits", [2, 8, 64])
-def test_parts_for_another_launch(splits: int) -> None:
-    """Each normalised over its own rows, with the logarithm of its sum; 8 heads."""
-    lengths = [3000, 70, 0]
-    q, rows, *_, seq_lens = paged_case(lengths, 8, 3072)
-    parts, sums = attend_parts(q, rows, seq_lens, SCALE, splits)
-    shares, there = sums.double().exp2().nan_to_num(0), (sums > -torch.inf)[..., None]
-    joined = torch.where(there, parts.double() * shares[..., None], 0.0).sum(2)
-    assert not there[2].any()
-    assert relative(joined / shares.sum(2, keepdim=True).clamp_min(1), reference(q, rows, lengths)) < EXACT
-
-
 @pytest.mark.parametrize("heads", [8, 64])
 def test_every_e4m3_code(heads: int) -> None:
     """Rows of one code each: the result is its value; NaN of a sequence's own stays NaN."""
@@ -333,29 +320,3 @@ def test_offsets_beyond_32_bits(heads: int) -> None:
     table = torch.arange(pages - 4, pages, dtype=torch.int32, device="cuda").view(1, 4)
     out = attend("split", q, cache, torch.tensor([250], dtype=torch.int32, device="cuda"), table)
     assert relative(out, reference(q, cache[-4:].reshape(1, 256, 576), [250])) < EXACT
-
-
-def test_e4m3_entries_of_the_step_before() -> None:
-    """What `absorb_and_store` writes with a scale is PyTorch's rounding, saturated, and `mla_decode` reads it."""
-    torch.manual_seed(0)
-    batch, heads, capacity, cache_scale = 3, 8, 100, 0.02
-    shapes = (batch, heads * 192), (batch, 576), (heads, 128, 512)
-    q, kv_a, w_uk = (torch.randn(*shape, device="cuda").bfloat16() for shape in shapes)
-    norm, cos, sin = (torch.rand(*shape, device="cuda").bfloat16() for shape in ((512,), (batch, 32), (batch, 32)))
-    norm[:3] = 1000.0
-    positions = torch.tensor([99, 40, 0], device="cuda")
-    slots = positions + torch.arange(0, batch * capacity, capacity, device="cuda")
-    exact = torch.randn(batch, capacity, 576, device="cuda").bfloat16()
-    cache = (exact.float() / cache_scale).clamp(-448, 448).to(E4M3)
-    before = cache.float()
-    absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, exact, 1e-6)
-    query = absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6, cache_scale)
-    rows = torch.arange(batch, device="cuda")
-    wanted = (exact[rows, positions].float() / cache_scale).clamp(-448, 448)
-    found = cache[rows, positions].float()
-    # Half a step of e4m3, and the bfloat16 of what is compared with.
-    assert ((found - wanted).abs() <= wanted.abs() * (2**-4 + 2**-7) + 2**-10).all()
-    before[rows, positions] = found
-    assert torch.equal(cache.float(), before)
-    out = mla_decode(query, cache, (positions + 1).int(), SCALE, None, cache_scale)
-    assert relative(out, reference(query, cache.float() * cache_scale, (positions + 1).tolist())) < EXACT

@@ -5,13 +5,15 @@ The comparison itself also runs on a CPU, at small sizes and in plain operations
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from exact import distance
+from on_hopper import HOPPER, NEEDS_HOPPER
 
 from kimi_k2.bench.kernels.model import decide_routes, synthetic_rank, widened
 from kimi_k2.config import KimiK2Config
@@ -22,12 +24,12 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
 from kimi_k2.parallel.apply import load_rank
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HOPPER else "cpu"
 FP8, INT4 = "kimi-k2-instruct-0905", "kimi-k2-thinking"
 TP8 = Layout(8, target="cuda", experts="stored")
@@ -38,8 +40,9 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 def on_gpu(test: Test) -> Test:
     """Mark a test that needs a Hopper GPU."""
-    marked: Test = pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
-    return marked
+    for mark in NEEDS_HOPPER:
+        test = mark(test)
+    return test
 
 
 def rank_of_many(config: KimiK2Config, layout: Layout = TP8) -> KimiK2ForCausalLM:
@@ -55,11 +58,6 @@ def real(preset: str, layers: int = 3) -> KimiK2Config:
 def small(preset: str) -> KimiK2Config:
     """Sizes that the expert kernels take, and a CPU soon runs."""
     return tiny_config(preset, hidden_size=1024, moe_intermediate_size=256, intermediate_size=512, num_hidden_layers=3)
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @torch.inference_mode()
@@ -99,71 +97,41 @@ def decode_errors(
     return distance(torch.stack(ours), truth), distance(torch.stack(plain), truth), used
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["packed", "bf16 down_proj"])
-@pytest.mark.parametrize("preset", [FP8, INT4])
-def test_the_comparison_at_small_sizes(preset: str, mixed: bool) -> None:
+@pytest.mark.parametrize("config", [small(FP8), small(INT4), W2_BF16.held(small(INT4))], ids=["fp8", "int4", "mixed"])
+def test_the_comparison_at_small_sizes(config: KimiK2Config) -> None:
     """Where no kernel serves these sizes it is DecodeStep's arrangement in bfloat16 that is compared."""
-    if mixed and preset == FP8:
-        pytest.skip("FP8 checkpoints quantize both projections")
-    config = small(preset)
-    model = rank_of_many(
-        W2_BF16.held(config) if mixed else config,
-        Layout(1, target="cuda", experts="stored"),
-    )
+    model = rank_of_many(config, replace(TP8, moe_tp=1))
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         ours, plain, _ = decode_errors(model, 3, steps=3, context=20, cache_dtype=dtype)
-        print(f"\n{preset}, {dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
+        print(f"\n{dtype} cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
         assert 0 < plain < 0.03
         assert ours < 1.5 * plain
 
 
+def rows() -> Iterator[Any]:
+    """Config, layout, batch, and dtype of the cache."""
+    sizes = [(real(FP8), (1, 3, 8)), (real(INT4), (1, 3, 8)), (W2_BF16.held(real(INT4)), (1, 3))]
+    given = [(config, TP8, batch, torch.bfloat16) for config, batches in sizes for batch in batches]
+    for row in (*given, (real(FP8), TP8, 2, torch.float8_e4m3fn)):
+        yield pytest.param(*row, marks=pytest.mark.memory(14))
+    # Expert parallel over four (96 experts of 2048, 16 heads) and undivided (64 heads, half of the experts).
+    for layout, experts in ((replace(TP8, moe_tp=1, moe_ep=4), 384), (replace(TP8, moe_tp=1), 192)):
+        config = real(FP8, 2).model_copy(update={"n_routed_experts": experts})
+        yield pytest.param(config, layout, 1, torch.bfloat16, marks=pytest.mark.memory(46))
+
+
 @on_gpu
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("mixed", [False, True], ids=["packed", "bf16 down_proj"])
-@pytest.mark.parametrize("preset", [FP8, INT4])
-@pytest.mark.memory(14)
-def test_decode_is_no_further_from_float64_than_plain_bfloat16(preset: str, mixed: bool, batch: int) -> None:
-    if mixed and preset == FP8:
-        pytest.skip("FP8 checkpoints quantize both projections")
-    config = real(preset)
-    ours, plain, used = decode_errors(rank_of_many(W2_BF16.held(config) if mixed else config), batch)
-    print(f"\n{preset}, batch {batch}: ours {ours:.2e}, plain bfloat16 {plain:.2e}\n{used}")
+@pytest.mark.parametrize(("config", "layout", "batch", "cached"), rows())
+def test_decode_is_no_further_from_float64_than_plain_bfloat16(
+    config: KimiK2Config, layout: Layout, batch: int, cached: torch.dtype
+) -> None:
+    """Over an e4m3 cache each rounds its own new entries, of which float64's stay what they are."""
+    ours, plain, used = decode_errors(rank_of_many(config, layout), batch, cache_dtype=cached)
+    print(f"\n{layout}, batch {batch}, {cached}: ours {ours:.2e}, plain bfloat16 {plain:.2e}\n{used}")
     assert "plain (" not in next(line for line in used.splitlines() if line.startswith("routed_experts:"))
-    assert ours < 1.2 * plain
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("layout", "experts"),
-    [(Layout(1, 4, target="cuda", experts="stored"), 384), (Layout(1, target="cuda", experts="stored"), 192)],
-)
-@pytest.mark.memory(46)
-def test_other_divisions_of_the_model(layout: Layout, experts: int) -> None:
-    """Expert parallel over four (96 experts of 2048, 16 heads) and undivided (64 heads, half of the experts)."""
-    config = real(FP8, 2).model_copy(update={"n_routed_experts": experts})
-    ours, plain, _ = decode_errors(rank_of_many(config, layout), 1)
-    print(f"\n{layout.moe_tp} x {layout.moe_ep}: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
-    assert ours < 1.2 * plain
-
-
-@on_gpu
-@pytest.mark.memory(14)
-def test_decode_over_an_e4m3_cache() -> None:
-    """Each rounds its own new entries to e4m3, of which float64's stay what they are."""
-    ours, plain, _ = decode_errors(rank_of_many(real(FP8)), 2, cache_dtype=torch.float8_e4m3fn)
-    print(f"\ne4m3 cache: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
-    assert ours < 1.2 * plain
-
-
-@on_gpu
-@pytest.mark.parametrize("preset", [FP8, INT4])
-@pytest.mark.memory(14)
-def test_decode_of_eight(preset: str) -> None:
-    """Beyond four tokens: the FP8 experts round activations to e4m3, which the plain model does not; INT4's do not."""
-    ours, plain, used = decode_errors(rank_of_many(real(preset)), 8)
-    print(f"\n{preset}, batch 8: ours {ours:.2e}, plain bfloat16 {plain:.2e}")
-    assert ("moe_fp8 (" if preset == FP8 else "moe_w4a16 (") in used
-    assert ours < (0.04 if preset == FP8 else 1.2 * plain)
+    # Beyond four tokens the FP8 experts round activations to e4m3, which the plain model does not.
+    rounded = batch > 4 and isinstance(config.quantization, Fp8BlockFormat)
+    assert ours < (0.04 if rounded else 1.2 * plain)
 
 
 @on_gpu
@@ -196,35 +164,6 @@ def test_a_graph_of_plain_experts_is_refused() -> None:
         DecodeStep(model, new_cache(model, 1, 4), graph=True)
     registry.pin("")
     assert bool(DecodeStep(model, new_cache(model, 1, 4), graph=True)(now, now).isfinite().all())
-
-
-@on_gpu
-@torch.inference_mode()
-def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `explain` names the kernels that a free step launches."""
-    registry.load_providers()
-    launched: set[str] = set()
-
-    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*arguments: Any, **keywords: Any) -> Any:
-            launched.add(name)
-            return call(*arguments, **keywords)
-
-        return record
-
-    for operation in registry.TABLE.values():
-        for entry in operation.entries:
-            monkeypatch.setattr(entry, "call", recorded(f"{operation.name}: {entry.name} (", entry.call))
-    model = rank_of_many(small(FP8), Layout(1, target="cuda", experts="stored"))
-    now = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    registry.pin(registry.PLAIN)
-    plain = DecodeStep(model, new_cache(model, 1, 4))(now, now).clone()
-    assert not launched
-    registry.pin("")
-    ours = DecodeStep(model, new_cache(model, 1, 4))(now, now)
-    assert "routed_experts_with_shared: moe_decode (" in launched
-    assert all(name in registry.explain() for name in launched)
-    assert distance(ours, plain.double()) < 0.05
 
 
 @on_gpu

@@ -6,7 +6,8 @@ import pytest
 import torch
 from exact import ROUNDED_ONCE, distance
 from exact import normed as exact_norm
-from on_hopper import NEEDS_HOPPER
+from on_hopper import NEEDS_HOPPER, assert_graph_follows
+from torch import Tensor
 
 from kimi_k2.kernels.router.gate import fused_gate
 from kimi_k2.kernels.router.norm_route import add_norm_route
@@ -16,7 +17,7 @@ from kimi_k2.kernels.rowwise.decode import add_norm
 pytestmark = NEEDS_HOPPER
 
 
-def inputs(tokens: int, hidden: int = 7168, experts: int = 384) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(tokens: int, hidden: int = 7168, experts: int = 384) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     weight = (torch.randn(experts, hidden, device="cuda") * 0.02).bfloat16()
     return x, weight, torch.randn(experts, device="cuda") * 0.05
@@ -55,19 +56,13 @@ def test_one_launch_equals_two(tokens: int, experts: int) -> None:
 def test_graph_of_dependent_launches_follows_its_inputs() -> None:
     """Launches that overlap by programmatic dependence must still see each other's results."""
     x, weight, bias = inputs(16)
-    router_decode(x, weight, bias, 8)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [fused_gate(router_gemm(x * (i + 1), weight), bias, 8) for i in range(8)]
-        outs += [router_decode(x * (i + 1), weight, bias, 8, launches=1) for i in range(8)]
-    for _ in range(5):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        for i in range(8):
-            now = fused_gate(router_gemm(x * (i + 1), weight), bias, 8)
-            for out in (outs[i], outs[i + 8]):
-                assert torch.equal(out[0], now[0]) and torch.equal(out[1], now[1])
+
+    def run() -> tuple[Tensor, ...]:
+        apart = [fused_gate(router_gemm(x * (i + 1), weight), bias, 8) for i in range(8)]
+        joined = [router_decode(x * (i + 1), weight, bias, 8, launches=1) for i in range(8)]
+        return tuple(made for both in apart + joined for made in both)
+
+    assert_graph_follows(run, x.normal_, replays=5)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 11])

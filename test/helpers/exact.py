@@ -71,3 +71,31 @@ def mixture(
         result = middle(F.silu(gate) * up) @ second.T * scores[token, slot, None].double()
         out.index_add_(0, token, outputs(result))
     return outputs(out)
+
+
+def routing(how: str, tokens: int, top_k: int, experts: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Experts of each token, and their scores.
+
+    - whole: drawn evenly.
+    - drawn: with invalid pairs, weights of zero, a padded token and a crowded expert.
+    - same, third: all tokens go to the first one's, or a third of them.
+    - some: pairs that share an expert, and others; crowded: one expert for every pair.
+    - each: experts of 1 to `experts` tokens in random order, one a token.
+    """
+    indices = torch.rand(tokens, experts, device=device).topk(top_k).indices
+    if how == "each":
+        counts = torch.randperm(experts, device=device) + 1
+        indices = torch.repeat_interleave(torch.arange(experts, device=device), counts)[:, None]
+        indices = indices[torch.randperm(len(indices), device=device)].contiguous()
+    scores = torch.rand(indices.shape, device=device) + 0.1
+    if how == "drawn" and tokens > 1:
+        indices[1, 0], scores[0, 1:][-1:] = -1, 0.0
+        indices[2 : tokens // 2, 0] = 5
+        scores[max(2, tokens - 1) :] = 0.0
+    elif how in ("same", "third"):
+        indices[: tokens if how == "same" else tokens // 3] = indices[0].clone()
+    elif how == "some":
+        indices[:, 0], indices[0, 1], indices[-1, -1] = 7, -1, 7
+    elif how == "crowded":
+        indices[:] = 5
+    return indices, scores

@@ -223,16 +223,6 @@ def random_int4(
     return PreparedW4A16(*first, dense, None)
 
 
-def random_routing(
-    tokens: int, top_k: int, experts: int, device: str = "cuda", *, same: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Uniform distinct experts a token, or the same for all tokens, and positive weights that sum to 2.827."""
-    indices = torch.rand(1 if same else tokens, experts, device=device).topk(top_k, dim=-1).indices
-    indices = indices.expand(tokens, -1).contiguous()
-    weights = torch.rand(tokens, top_k, device=device)
-    return indices, (weights / weights.sum(-1, keepdim=True) * 2.827).contiguous()
-
-
 def draw_inputs(
     shape: Shape, routing: Routing, tokens: int, seed: int, bytes_each: float = 0.0
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
