@@ -78,7 +78,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def next_launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def next_launch() -> Callable[[], None]:
     """A launch whose blocks, beside those of the launch before it, ask for their weights all at once.
 
     Reads of shared memory wait behind its loads, for longer than the copy engine takes to fill a stage anew.
@@ -89,7 +89,6 @@ def next_launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     kv_a, norm = torch.randn(batch, 576, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
     cos, sin = torch.randn(2, batch, 32, device="cuda").bfloat16()
     slots, cache = torch.arange(batch, device="cuda") * 4, torch.zeros(batch, 4, 576, device="cuda").bfloat16()
-    monkeypatch.setattr(decode, "ABSORB_GROUPS", range(5, 129))  # the launch with which it was seen
 
     def launch() -> None:
         decode.absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6)

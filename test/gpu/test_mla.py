@@ -39,7 +39,7 @@ def attend(
     """`even`, `plan`, `rounded`, or `split N`, which pins the parts; without N as chosen for the shapes."""
     heads, capacity, plan = q.shape[-2], capacity_of(cache, table), None
     if form.startswith("split"):
-        splits = int(form[5:] or choose_splits(len(q), heads, capacity))
+        splits = int(form[5:] or choose_splits(len(q), capacity))
         return run(q, cache, seq_lens, scale, table, splits, cache_scale, lse=lse)
     if form != "even":
         tokens = q.shape[1] if q.dim() == 4 else 1

@@ -19,7 +19,7 @@ from kimi_k2.kernels.rowwise.prefill import (
     row_norm,
     write_slots,
 )
-from kimi_k2.kernels.vision.rowwise import add_layer_norm, rotated_qkv
+from kimi_k2.kernels.vision.rowwise import add_layer_norm
 from kimi_k2.ops import mla
 from kimi_k2.ops.experts import noaux_tc_gate
 
@@ -131,15 +131,6 @@ def test_next_step_of_sequences_in_pages(machine: Machine, batch: int) -> None:
             step()
         mla.next_step.plain.call(*wanted, 64)
         assert all(torch.equal(found.cpu(), one) for found, one in zip(given, wanted, strict=True))
-
-
-@rows("tokens heads size", gpu=[(1000, 16, 72)], triton=[(5, 16, 72), (3, 3, 16), (1, 1, 4)])
-def test_rotation_of_patches(machine: Machine, tokens: int, heads: int, size: int) -> None:
-    qkv, angles = machine.normal(tokens, 3, heads, size), torch.randn(tokens, 1, size // 2, device=machine.device) * 50
-    cos, sin = angles.cos(), angles.sin()
-    wanted = *(turned(part, cos, sin) for part in qkv[:, :2].unbind(1)), qkv[:, 2].double()
-    for part, right in zip(rotated_qkv(qkv.clone(), cos, sin), wanted, strict=True):
-        assert distance(part, right) < machine.limit(ROUNDED_ONCE)
 
 
 @rows("tokens size", gpu=[(1000, 1152)], triton=[(4, 1152), (3, 33), (1, 8)])

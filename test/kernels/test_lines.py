@@ -64,7 +64,7 @@ PACKS: list[dict[str, Any]] = [
 PLAN = [((2 * 3 + 132 // 4 + 1 + 3 + 132, 4), I32)]  # three contexts, 132 blocks
 CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "absorb": (ENTRY, [(2, 4, 576)], []),
-    "absorb_and_store": (ENTRY, [(2, 4, 576)], []),
+    "absorb_and_store": (ENTRY, [(2, 4, 576)], [{"H": 3}]),
     "add": ({"S": (3, 5, 16)}, [(3, 5, 16)], [{"S": (3, 4)}]),
     "add_norm": (TOKENS, [(3, 512)] * 2, WHOLE),
     "add_norm_apart": (TOKENS, [(3, 512), (3, 512), ((3,), F32)], WHOLE),
@@ -146,10 +146,6 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "vision_packed_attention": (
         {"H": 4, "C": 208, "tokens": 9, "P": 5, "S": 3, "J": 2, "slots": 4, "softmax_scale": 0.1},
         [(9, 4, 72)], [{"C": 200}],
-    ),
-    "vision_rotate_": (
-        {"T": 9, "H": 4, "D": 72}, [],
-        [{"D": 71}, {"qkv": lambda: torch.empty(9, 4, 3, 72, dtype=torch.bfloat16).transpose(1, 2)}],
     ),
     "vision_rotate_and_pack": (
         {"T": 9, "H": 4}, [(3, 4, 9, 208, 8)],

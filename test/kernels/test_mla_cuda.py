@@ -21,7 +21,7 @@ from kimi_k2.kernels.common import build
 @pytest.mark.parametrize("batch", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("capacity", [1, 64, 1000, 131072])
 def test_launch_is_one_wave_of_whole_steps(batch: int, heads: int, capacity: int) -> None:
-    splits = mla_cuda.choose_splits(batch, heads, capacity, 132)
+    splits = mla_cuda.choose_splits(batch, capacity, 132)
     assert 1 <= splits <= max(1, 132 // batch)
     assert (splits - 1) * PAGE < capacity
     assert splits == 1 or capacity > mla_cuda.CUT_FROM

@@ -24,8 +24,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, boo
 
     def run(tokens: int, launches: int = 0, experts: int = 384, sm_count: int = 132) -> list[tuple[str, bool]]:
         made.clear()
-        for module in (fused_gate, router_gemm):
-            monkeypatch.setattr(module, "hopper", lambda *_: ("NVIDIA H200", sm_count))
+        monkeypatch.setattr(fused_gate, "hopper", lambda *_: ("NVIDIA H200", sm_count))
         monkeypatch.setattr(router_gemm, "absent_logits", lambda _: scratch)
         monkeypatch.setattr(router_gemm, "launch_router", product)
         monkeypatch.setattr(router_gemm, "launch_gate", lambda gate, _: made.append(("gate", bool(gate.logits))))

@@ -150,14 +150,6 @@ def test_streams_are_bounded(stand_on: Place) -> None:
     assert not workspace._kept
 
 
-def test_release_is_of_one_device(stand_on: Place) -> None:
-    for device in (0, 1):
-        stand_on(1, device=device)
-        workspace.control(1, 1, CPU)
-    workspace.release(torch.device("cuda", 1))
-    assert [key[0] for key in workspace._kept] == [0]
-
-
 @pytest.mark.parametrize("module", [moe_fp8, moe_w4a16])
 @pytest.mark.parametrize("inter", [256, 2048])
 def test_data_is_bounded(module: Any, inter: int) -> None:

@@ -134,7 +134,7 @@ class Operation(Generic[P, R]):
         self,
         name: str,
         *,
-        takes: Callable[P, bool],
+        takes: Callable[..., bool],
         before: str | None = None,
         joins: Mapping[str, str] | None = None,
         prepare: Callable[..., Any] | None = None,

@@ -65,9 +65,8 @@ def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-@operation
 def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a fused projection, the first two rotated. `qkv` may be overwritten.
+    """Queries, keys and values of a fused projection, the first two rotated.
 
     Args:
         qkv: [T, 3, H, D].
@@ -80,7 +79,6 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, qkv[:, 2]
 
 
-@operation
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, softmax_scale: float) -> Tensor:
     """Attention of every token to all tokens of its own part.
 

@@ -55,8 +55,8 @@ def attend_values(
     """
     (batch, heads) = query.shape[:2]
     capacity = mla_cuda.capacity_of(cache, block_table)
-    requests, few = batch * heads // mla_cuda.FEW_HEADS, mla_cuda.FEW_HEADS
-    splits = mla_cuda.choose_splits(requests, few, capacity, hopper(query.device.index, "attend_values")[1])
+    few, sm_count = mla_cuda.FEW_HEADS, hopper(query.device.index, "attend_values")[1]
+    splits = mla_cuda.choose_splits(batch * heads // few, capacity, sm_count)
     even = plan is None and splits > 1 and mla_cuda.divides_heads(batch, heads, capacity)
     if not (even or (plan is not None and heads == few)) or not capacity:
         latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,27 +37,6 @@ ops_mla.mla_naive_attention.entry(
     takes=mla_prefill.supports_mla_naive_attention,
     batch_invariant="slots from the first one on, without fused multiply-adds",
 )(mla_prefill.mla_naive_attention)
-
-
-def _supports_absorbed(
-    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
-) -> bool:
-    """One new token a sequence, in BF16, of sizes that `mla_decode` takes; the cache in one piece."""
-    if q_latent.shape[1] != 1 or not cache.is_contiguous() or not runs_cuda(cache.device):
-        return False
-    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
-    return mla_decode.supports(query, cache, positions.squeeze(1).int())
-
-
-@ops_mla.mla_absorbed_attention.entry("mla_decode", takes=_supports_absorbed)
-def mla_absorbed_attention(
-    q_latent: Tensor, q_rope: Tensor, cache: Tensor, positions: Tensor, softmax_scale: float
-) -> Tensor:
-    """`mla_decode`; padding attends to slot 0, as in the plain function."""
-    query = torch.cat((q_latent, q_rope), dim=-1).squeeze(1)
-    seq_lens = (positions.squeeze(1).clamp(min=0) + 1).int()
-    out: Tensor = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale)
-    return out.unsqueeze(1)
 
 
 def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None) -> bool:
@@ -134,13 +114,10 @@ ops_mla.attend_values.entry("cuda", takes=attend.supports, joins={"mla_decode": 
 )
 
 
-def _supports_uniform(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> bool:  # fmt: skip
+def _supports_uniform(query: Tensor, *others: Any) -> bool:
     """A few sequences in batch-invariant mode, by its plan."""
-    fits = batch_invariant() and plan is not None and query.shape[1] == mla_cuda.FEW_HEADS
-    return fits and attend.supports(query, cache, seq_lens, w_uv, softmax_scale, plan, block_table)
+    planned = others[4:] and others[4] is not None and query.shape[1] == mla_cuda.FEW_HEADS
+    return bool(planned) and batch_invariant() and attend.supports(query, *others)
 
 
 ops_mla.attend_values.entry(
@@ -160,16 +137,11 @@ ops_mla.absorb_and_store.entry(
 )(query_kernel.absorb)
 
 
-def _takes_q_b(q_b: Weight) -> bool:
+def _supports_query(qkv_a: Tensor, q_norm: Tensor, q_b: Weight, *others: Any) -> bool:
     """FP8 blocks, or BF16."""
-    return q_b.fp8_block == (128, 128) or q_b.quantization is None
-
-
-def _supports_query(
-    qkv_a: Tensor, q_norm: Tensor, q_b: Weight, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
-    w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
-) -> bool:  # fmt: skip
-    return _takes_q_b(q_b) and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+    known = q_b.fp8_block == (128, 128) or q_b.quantization is None
+    w_uk, cache = others[4:6]
+    return known and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
 
 
 @ops_mla.query_and_entry.entry(

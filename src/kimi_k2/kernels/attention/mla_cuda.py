@@ -31,7 +31,7 @@ READ_AGAIN = 2**14
 _Arguments = structure("attention/csrc/mla.cuh", "Arguments")
 
 
-def choose_splits(batch: int, heads: int, capacity: int, sm_count: int = 132) -> int:
+def choose_splits(batch: int, capacity: int, sm_count: int = 132) -> int:
     """Parts of the context for the shapes: one wave of blocks, none with less than one step of 64 rows.
 
     A context of two steps is not worth a merge.
@@ -47,11 +47,6 @@ def capacity_of(cache: Tensor, block_table: Tensor | None) -> int:
 def by_eights(batch: int, heads: int, capacity: int, sm_count: int = 132) -> bool:
     """Whether a block should take 8 heads of a sequence, not all: contexts are short and there are SMs enough."""
     return heads > FEW_HEADS and batch * heads // FEW_HEADS <= sm_count and divides_heads(batch, heads, capacity)
-
-
-def eights(batch: int, heads: int, capacity: int, sm_count: int) -> tuple[int, int, int, int]:
-    """The sizes if every 8 heads are a request."""
-    return batch * heads // FEW_HEADS, FEW_HEADS, capacity, sm_count
 
 
 def divides_heads(batch: int, heads: int, capacity: int) -> bool:

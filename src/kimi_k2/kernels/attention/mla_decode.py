@@ -180,6 +180,6 @@ def _several(
         choice = _even_choice(rows, cache, capacity)
         if choice.eights:  # a request of several tokens is not divided
             sm_count = hopper(q.device.index, "mla_decode")[1]
-            choice = replace(choice, splits=mla_cuda.choose_splits(len(rows), fold.rows, capacity, sm_count))
+            choice = replace(choice, splits=mla_cuda.choose_splits(len(rows), capacity, sm_count))
         out = mla_cuda.run(*arguments, choice.splits, cache_scale, fold.tokens)
     return out.view(batch, -1, heads, LATENT)[:, fold.padding :].contiguous()

@@ -34,8 +34,9 @@ FILES = Files(Path(__file__).parent / "tuning_files", ("heads", "cache"), ("capa
 def even_choice(batch: int, heads: int, capacity: int, sm_count: int) -> AttentionChoice:
     """An even split for the shapes alone."""
     if mla_cuda.by_eights(batch, heads, capacity, sm_count):
-        return AttentionChoice(mla_cuda.choose_splits(*mla_cuda.eights(batch, heads, capacity, sm_count)), True)
-    return AttentionChoice(mla_cuda.choose_splits(batch, heads, capacity, sm_count), False)
+        requests = batch * heads // mla_cuda.FEW_HEADS
+        return AttentionChoice(mla_cuda.choose_splits(requests, capacity, sm_count), True)
+    return AttentionChoice(mla_cuda.choose_splits(batch, capacity, sm_count), False)
 
 
 @functools.lru_cache(maxsize=4096)

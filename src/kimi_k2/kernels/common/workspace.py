@@ -158,14 +158,13 @@ def capture_number(stream: int) -> int:
     return number.value
 
 
-def release(device: torch.device | None = None) -> None:
-    """Give up the control words of a device, or of all; the next launches make them anew.
+def release() -> None:
+    """Give up all control words; the next launches make them anew.
 
     No launch that uses them may be under way: synchronize first. Captured graphs are not affected.
     """
     with _lock:
-        for key in [key for key in _kept if device is None or key[0] == (device.index or 0)]:
-            del _kept[key]
+        _kept.clear()
 
 
 def left_dirty() -> list[str]:

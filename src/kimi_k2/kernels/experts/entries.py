@@ -244,19 +244,10 @@ def _like_a_routed_one(experts: ExpertWeights, shared_gate_up: Weight, shared_do
     return fp8 and shared_down.tensors["weight"].shape == experts.down.tensors["weight"].shape[1:]
 
 
-def _shared_tensors(shared_gate_up: Weight, shared_down: Weight) -> list[Tensor]:
-    """In the order of the kernels' arguments."""
-    return [weight.tensors[name] for weight in (shared_gate_up, shared_down) for name in ("weight", "weight_scale_inv")]
-
-
-def _supports_joined(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> bool:  # fmt: skip
+def _supports_joined(x: Tensor, experts: ExpertWeights, *others: Any) -> bool:
     """What `moe_decode` takes, and a shared expert of the routed ones' width and format."""
-    if not _supports_moe_decode(x, experts, topk_indices, topk_weights):
-        return False
-    return _like_a_routed_one(experts, shared_gate_up, shared_down)
+    *routing, shared_gate_up, shared_down = others
+    return _supports_moe_decode(x, experts, *routing) and _like_a_routed_one(experts, shared_gate_up, shared_down)
 
 
 def with_shared(
@@ -268,7 +259,8 @@ def with_shared(
     `in_parts`: the bits that a step of many tokens has by `moe_fp8` and `block_gemm`.
     """
     routing = _routing(topk_indices, topk_weights)
-    shared, parts = _shared_tensors(shared_gate_up, shared_down), None
+    suffixes, parts = ("weight", "weight_scale_inv"), None
+    shared = [one.tensors[suffix] for one in (shared_gate_up, shared_down) for suffix in suffixes]
     if in_parts:
         _, hidden, inter = experts.down.tensors["weight"].shape
         first = invariant.decode_splits(topk_indices.shape[1], hidden, inter)
@@ -282,16 +274,13 @@ ops_experts.routed_experts_with_shared.entry(
 )(with_shared)
 
 
-def _supports_few(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> bool:  # fmt: skip
+def _supports_few(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, *others: Any) -> bool:
     """In a decode step of batch-invariant mode: what `moe_decode` takes with parts, a shared expert as there."""
+    topk_weights, *shared = others
     if not (batch_invariant() and is_decoding() and _supports_moe_fp8(x, experts, topk_indices, topk_weights)):
         return False
-    _, hidden, inter = experts.down.tensors["weight"].shape
-    same = _like_a_routed_one(experts, shared_gate_up, shared_down)
-    return same and moe_decode.supports_parts(x.shape[0], topk_indices.shape[1] + 1, hidden, inter, x.device)
+    slots, (hidden, inter) = topk_indices.shape[1] + 1, experts.down.tensors["weight"].shape[1:]
+    return _like_a_routed_one(experts, *shared) and moe_decode.supports_parts(len(x), slots, hidden, inter, x.device)
 
 
 ops_experts.routed_experts_with_shared.entry(
@@ -302,20 +291,17 @@ ops_experts.routed_experts_with_shared.entry(
 )(partial(with_shared, in_parts=True))
 
 
-def _supports_few_int4(
-    x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor, shared_gate_up: Weight,
-    shared_down: Weight,
-) -> bool:  # fmt: skip
+def _supports_few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, *others: Any) -> bool:
     """What `moe_w4a16_few` takes, with an unquantized shared expert."""
-    if shared_gate_up.quantization is not None or shared_down.quantization is not None:
+    topk_weights, *shared = others
+    scheme = experts.gate_up.quantization
+    if not isinstance(scheme, Int4GroupFormat) or any(one.quantization is not None for one in shared):
         return False
-    if not isinstance(experts.gate_up.quantization, Int4GroupFormat):
-        return False
-    tokens, top_k = topk_indices.shape
-    if not w4a16_few.has_room(tokens, top_k, experts.gate_up.tensors["weight_packed"].shape[1] // 2):
+    (tokens, top_k), rows = topk_indices.shape, experts.gate_up.tensors["weight_packed"].shape[1]
+    if not w4a16_few.has_room(tokens, top_k, rows // 2):
         return False
     fits = supports_moe_w4a16(x, experts, topk_indices, topk_weights) and _few_int4(x, experts, topk_indices)
-    return fits and w4a16_few.supports_shared(shared_gate_up.tensors["weight"], shared_down.tensors["weight"])
+    return fits and w4a16_few.supports_shared(*(one.tensors["weight"] for one in shared))
 
 
 @ops_experts.routed_experts_with_shared.entry(

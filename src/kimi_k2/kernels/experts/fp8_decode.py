@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import hopper, runs_cuda
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -113,7 +113,6 @@ def moe_decode(
     shared = (shared_gate_up, shared_gate_up_scale_inv, shared_down, shared_down_scale_inv)
     weights = (gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv)
     tokens, top_k, _, _, inter = shape = (*topk_indices.shape, *down_proj.shape)
-    hopper(x.device.index, "moe_decode")
     slots = top_k + (shared_gate_up is not None)
     intermediate = torch.empty(tokens * slots * inter, dtype=torch.float32, device=x.device)
     tensors = (x, topk_indices, topk_weights, expert_map, *weights, *shared, intermediate, out)

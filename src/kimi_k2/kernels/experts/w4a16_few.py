@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import hopper, runs_cuda
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
@@ -117,7 +117,6 @@ def moe_w4a16_few(
     packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     shape = *topk_indices.shape, len(down_proj_packed), x.shape[1], gate_up_proj_packed.shape[1] // 2
     tokens, top_k, _, _, inter = shape
-    hopper(x.device.index, "moe_w4a16_few")
     intermediate = torch.empty(tokens * top_k * inter, dtype=torch.bfloat16, device=x.device)
     shared_intermediate = None
     if shared_down is not None:

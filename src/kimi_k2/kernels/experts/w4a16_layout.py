@@ -11,6 +11,7 @@ rows; in down_proj row 4a + 2h + b of 16 is row 2a + b of half h. Columns are cu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -79,17 +80,8 @@ class PreparedW4A16(NamedTuple):
 def _split_rows(matrix: Tensor, gate_up: bool) -> Tensor:
     """[rows, columns] to [block, tile 4, warp 4, half 2, row 8, columns]."""
     if gate_up:
-        out: Tensor = matrix.unflatten(0, (2, -1, 4, 4, 8)).permute(1, 2, 3, 0, 4, 5)
-    else:
-        out = matrix.unflatten(0, (-1, 4, 4, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5)
-    return out
-
-
-def _join_rows(split: Tensor, gate_up: bool) -> Tensor:
-    """Undo `_split_rows`."""
-    if gate_up:
-        return split.permute(3, 0, 1, 2, 4, 5).flatten(0, 4)
-    return split.unflatten(4, (4, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(0, 5)
+        return matrix.unflatten(0, (2, -1, 4, 4, 8)).permute(1, 2, 3, 0, 4, 5)
+    return matrix.unflatten(0, (-1, 4, 4, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5)
 
 
 # Axes after both splits: block, tile, warp, half row, row, chunk, column half, step, half step, thread, pair.
@@ -101,10 +93,6 @@ _BF16 = (0, 5, 1, 6, 2, 4, 8, 7, 3, 9)
 _SCALES = (0, 5, 1, 2, 4, 6, 3)
 
 
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(axis) for axis in range(len(order)))
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     stored = packed.contiguous().view(torch.uint8)
     return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
@@ -114,51 +102,56 @@ def _words(nibbles: Tensor) -> Tensor:
     return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
 
 
-def _order_words(packed: Tensor, gate_up: bool) -> Tensor:
-    split = _split_rows(_nibbles(packed), gate_up).unflatten(-1, (-1, 2, 4, 2, 4, 2))
-    return _words(split.permute(_WORDS).reshape(packed.shape[0], -1))
+class _Order(NamedTuple):
+    """How one kind of a matrix's values lie in the kernel's order.
+
+    Attributes:
+        columns: that a chunk's are cut into.
+        axes: in memory.
+    """
+
+    columns: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def put(self, values: Tensor, gate_up: bool) -> Tensor:
+        """Values [rows, columns] of the checkpoint."""
+        split = _split_rows(values, gate_up).unflatten(-1, (-1, *self.columns))
+        return split.permute(self.axes).reshape(values.shape)
+
+    def back(self, ordered: Tensor, gate_up: bool) -> Tensor:
+        """Undo `put`."""
+        places = self.put(torch.arange(ordered.numel(), device=ordered.device).view(ordered.shape), gate_up)
+        return (
+            torch.empty_like(ordered).view(-1).index_copy_(0, places.view(-1), ordered.reshape(-1)).view(ordered.shape)
+        )
 
 
-def _restore_words(ordered: Tensor, gate_up: bool) -> Tensor:
-    rows, columns = ordered.shape[0], ordered.shape[1] * 8
-    blocks, chunks = rows // CHUNK_ROWS, columns // CHUNK_COLUMNS
-    split = _nibbles(ordered).reshape(blocks, chunks, 4, 2, 4, 8, 4, 4, 2, 2, 2).permute(_inverse(_WORDS))
-    return _words(_join_rows(split.flatten(5), gate_up))
+_NIBBLES, _DENSE = _Order((2, 4, 2, 4, 2), _WORDS), _Order((2, 2, 4, 2), _BF16)
 
 
-def _order_scales(scale: Tensor, gate_up: bool, groups: int) -> Tensor:
+def _scales(groups: int) -> _Order:
     """`groups`: of a chunk."""
-    split = _split_rows(scale, gate_up).unflatten(-1, (-1, groups))
-    return split.permute(_SCALES).reshape(scale.shape)
+    return _Order((groups,), _SCALES)
 
 
-def _restore_scales(ordered: Tensor, gate_up: bool, groups: int) -> Tensor:
-    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // groups
-    split = ordered.reshape(blocks, chunks, 4, 4, 8, groups, 2).permute(_inverse(_SCALES))
-    return _join_rows(split.flatten(5), gate_up)
+def _put_words(packed: Tensor, gate_up: bool) -> Tensor:
+    return _words(_NIBBLES.put(_nibbles(packed), gate_up))
 
 
-def _order_bf16(weight: Tensor) -> Tensor:
-    split = _split_rows(weight, False).unflatten(-1, (-1, 2, 2, 4, 2))
-    return split.permute(_BF16).reshape(weight.shape)
-
-
-def _restore_bf16(ordered: Tensor) -> Tensor:
-    blocks, chunks = ordered.shape[0] // CHUNK_ROWS, ordered.shape[1] // 32
-    split = ordered.reshape(blocks, chunks, 4, 2, 4, 8, 4, 2, 2, 2).permute(_inverse(_BF16))
-    return _join_rows(split.flatten(5), False)
+def _words_back(ordered: Tensor, gate_up: bool) -> Tensor:
+    return _words(_NIBBLES.back(_nibbles(ordered), gate_up))
 
 
 def checkpoint_order(stored: dict[str, Tensor], gate_up: bool) -> dict[str, Tensor]:
     """One expert's projection from the kernel's order, by suffix: BF16 `weight`, or packed values and scales."""
     name = "weight_packed" if "weight_packed" in stored else "weight"
     if stored[name].dtype == torch.bfloat16:
-        return {name: _restore_bf16(stored[name])}
+        return {name: _DENSE.back(stored[name], False)}
     words, scale = stored[name].view(torch.int32), stored["weight_scale"]
-    groups = CHUNK_COLUMNS // format_of(words, scale).group
+    scales = _scales(CHUNK_COLUMNS // format_of(words, scale).group)
     return stored | {
-        name: _restore_words(words, gate_up).view(stored[name].dtype),
-        "weight_scale": _restore_scales(_bits(scale), gate_up, groups).view(scale.dtype),
+        name: _words_back(words, gate_up).view(stored[name].dtype),
+        "weight_scale": scales.back(_bits(scale), gate_up).view(scale.dtype),
     }
 
 
@@ -173,11 +166,11 @@ def _bits(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
 
 
-def _each(function, tensor: Tensor, *extra: int, in_place: bool = False) -> Tensor:  # type: ignore[no-untyped-def]
+def _each(function: Callable[[Tensor, bool], Tensor], tensor: Tensor, gate_up: bool, in_place: bool = False) -> Tensor:
     """One expert at a time: the temporaries are several times an expert's weights."""
     made = tensor if in_place else torch.empty_like(tensor)
     for source, target in zip(_bits(tensor), _bits(made), strict=True):
-        target.copy_(function(source, *extra))
+        target.copy_(function(source, gate_up))
     return made
 
 
@@ -215,18 +208,19 @@ def prepare_w4a16(
         _checked("down_proj_scale", down_proj_scale, kind.scale, CHUNK_ROWS, CHUNK_COLUMNS // kind.group)
     if kind is not INT4 and (w2_bf16 or down_proj_packed.dtype == torch.bfloat16):
         raise KernelError(f"down_proj_packed in bfloat16 goes with INT4 in groups of {GROUP}")
-    each, groups = functools.partial(_each, in_place=in_place), CHUNK_COLUMNS // kind.group
-    first = (each(_order_words, gate_up_proj_packed, True), each(_order_scales, gate_up_proj_scale, True, groups))
+    each, scales = functools.partial(_each, in_place=in_place), _scales(CHUNK_COLUMNS // kind.group)
+    first = (each(_put_words, gate_up_proj_packed, True), each(scales.put, gate_up_proj_scale, True))
     if down_proj_packed.dtype == torch.bfloat16:
-        return PreparedW4A16(*first, each(_order_bf16, down_proj_packed), None)
+        return PreparedW4A16(*first, each(_DENSE.put, down_proj_packed, False), None)
     assert down_proj_scale is not None
     if not w2_bf16:
-        second = (each(_order_words, down_proj_packed, False), each(_order_scales, down_proj_scale, False, groups))
+        second = (each(_put_words, down_proj_packed, False), each(scales.put, down_proj_scale, False))
         return PreparedW4A16(*first, *second)
     experts, rows, words = down_proj_packed.shape
     dense = torch.empty(experts, rows, words * 8, dtype=torch.bfloat16, device=down_proj_packed.device)
     for packed, scale, target in zip(down_proj_packed, down_proj_scale, dense, strict=True):
-        target.copy_(_order_bf16(dequantize_int4_group(packed, scale, tuple(target.shape), GROUP, torch.bfloat16)))
+        weight = dequantize_int4_group(packed, scale, tuple(target.shape), GROUP, torch.bfloat16)
+        target.copy_(_DENSE.put(weight, False))
     return PreparedW4A16(*first, dense, None)
 
 
@@ -239,10 +233,6 @@ def restore_w4a16(prepared: PreparedW4A16) -> tuple[Tensor, Tensor, Tensor, Tens
     words13, scale13, words2, scale2 = prepared
     if scale2 is None:
         raise KernelError("down_proj_packed is bfloat16: its packed form is gone")
-    groups = CHUNK_COLUMNS // format_of(words13, scale13).group
-    return (
-        _each(_restore_words, words13, True),
-        _each(_restore_scales, scale13, True, groups),
-        _each(_restore_words, words2, False),
-        _each(_restore_scales, scale2, False, groups),
-    )
+    scales = _scales(CHUNK_COLUMNS // format_of(words13, scale13).group)
+    first = _each(_words_back, words13, True), _each(scales.back, scale13, True)
+    return *first, _each(_words_back, words2, False), _each(scales.back, scale2, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,18 +75,15 @@ def _add_linear(name: str, takes: Takes, run: Linear, joins: dict[str, str], **h
         how: further words of both entries.
     """
 
-    def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+    def supports_project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, *_: float) -> bool:
         return takes(x, None, weight, norm_weight)
 
     @ops_linear.project.entry(name, takes=supports_project, joins=joins, **how)
     def project(x: Tensor, weight: Weight, norm_weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
         return run(x, None, weight, norm_weight, eps)[0]
 
-    def supports_add(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor, eps: float) -> bool:
-        return takes(x, delta, weight, norm_weight)
-
     both = {"add_norm": "fused", "project": name, **joins}
-    ops_linear.add_project.entry(name, takes=supports_add, joins=both, **how)(run)
+    ops_linear.add_project.entry(name, takes=lambda *given: takes(*given[:4]), joins=both, **how)(run)
 
 
 def _linear_fits(x: Tensor, delta: Tensor | None, weight: Weight, norm_weight: Tensor | None) -> bool:
@@ -212,26 +210,18 @@ def _dense(x: Tensor, weight: Tensor, parts: int, wide: bool = False) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _fits_dense(x: Tensor, weight: Tensor, few: range) -> bool:
+def _fits_dense(few: range, x: Tensor, weight: Tensor) -> bool:
     """In batch-invariant mode, and so few tokens: of others cuBLAS is as fast or faster."""
     return (batch_invariant() or x.numel() // x.shape[-1] in few) and dense_gemm.supports(x, weight)
 
 
-def _supports_dense(x: Tensor, weight: Tensor) -> bool:
-    return _fits_dense(x, weight, DENSE)
-
-
-def _supports_float32(x: Tensor, weight: Tensor) -> bool:
-    return _fits_dense(x, weight, FLOAT32)
-
-
-@ops_linear.dense_linear.entry("dense_gemm", takes=_supports_dense, batch_invariant=ONE_ORDER)
+@ops_linear.dense_linear.entry("dense_gemm", takes=partial(_fits_dense, DENSE), batch_invariant=ONE_ORDER)
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, for tokens of any dimensions."""
     return _dense(x, weight, _parts(x, weight))
 
 
-@ops_linear.float32_linear.entry("dense_gemm", takes=_supports_float32, batch_invariant=ONE_ORDER)
+@ops_linear.float32_linear.entry("dense_gemm", takes=partial(_fits_dense, FLOAT32), batch_invariant=ONE_ORDER)
 def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`dense_gemm`, as its sums are."""
     parts = _parts(x, weight) if batch_invariant() else dense_gemm.fastest_cluster(1, *weight.shape)

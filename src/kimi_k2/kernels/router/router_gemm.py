@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import Structure, structure
@@ -78,7 +78,6 @@ def launch_router(x: Tensor, weight: Tensor, logits: Tensor, gate: Structure | N
         KernelError: the launch failed, or there is no instance for the sizes.
     """
     plain = GateArguments(tokens=x.shape[0], experts=weight.shape[0], programmatic=1)
-    hopper(x.device.index, "the gate")
     arguments = _RouterArguments(
         gate=plain if gate is None else gate,
         x=x,

@@ -15,26 +15,17 @@ from torch import Tensor
 from kimi_k2.kernels.common.hardware import has_triton, runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.ops.registry import batch_invariant
 
 NOPE, ROPE, RANK = 128, 64, 512
-# Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each of them, which took 22 us
-# for 64 of eight heads.
-ABSORB_APART = 17
-ABSORB_TOKENS = 16  # of a program that multiplies several tokens together
-ABSORB_WIDTH = 32  # columns of such a program
-# Sequences that go by such programs, in one launch with the rest; fewer are multiplied one by one.
-ABSORB_GROUPS = range(5, 129)
-
-
-def _in_groups(heads: int) -> bool:
-    return heads & (heads - 1) == 0  # Triton's ranges are powers of two
+# Sequences from which on W_UK is a batched GEMM of cuBLAS: the launch reads it anew for each group of them.
+ABSORB_APART = 129
+ABSORB_TOKENS = 16  # of a group, multiplied together
+ABSORB_WIDTH = 32  # columns of a program
 
 
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
-    fits = x.is_cuda and x.dtype == torch.bfloat16 and has_triton() and absorb_and_store.fits(w_uk=w_uk, cache=cache)
-    return fits and (_in_groups(len(w_uk)) or not batch_invariant())
+    return x.is_cuda and x.dtype == torch.bfloat16 and has_triton() and absorb_and_store.fits(w_uk=w_uk, cache=cache)
 
 
 def supports_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
@@ -52,7 +43,7 @@ def _kernels() -> Any:
 @kernel_operation(
     "absorb_and_store",
     "q bf16[B,192*H], kv_a bf16[B,576] rows, kv_norm bf16[512], cos bf16[B,32], sin bf16[B,32], slots i64[B],"
-    " w_uk bf16[H,128,512], cache bf16|e4m3[N,P,576] -> query bf16[B,H,576]",
+    " w_uk bf16[H,128,512], cache bf16|e4m3[N,P,576] -> query bf16[B,H,576]; H & (H - 1) == 0",
     mutates_args=("cache",),
 )
 def absorb_and_store(
@@ -86,20 +77,14 @@ def absorb_and_store(
     """
     batch, heads, capacity = q.shape[0], w_uk.shape[0], cache.shape[0] * cache.shape[1]
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
-    if invariant or (batch in ABSORB_GROUPS and _in_groups(heads)):
-        _kernels().absorb_groups[(heads * (RANK // ABSORB_WIDTH) + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
-            q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
-            HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True,
-            num_warps=4, launch_pdl=True,
-        )  # fmt: skip
-        return
-    programs, first = heads * (RANK // 64) + heads + 1, heads * (RANK // 64) if batch >= ABSORB_APART else 0
-    _kernels().absorb[(programs - first, batch)](
-        q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, kv_a.stride(0), capacity, eps, stored,
-        HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=64, OVERLAP=True, FIRST=first,
+    apart = batch >= ABSORB_APART and not invariant
+    jobs = 0 if apart else heads * (RANK // ABSORB_WIDTH)
+    _kernels().absorb[(jobs + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
+        q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
+        HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True, JOBS=jobs,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    if first:
+    if apart:
         nope = q.view(batch, heads, NOPE + ROPE)[..., :NOPE].transpose(0, 1)
         torch.bmm(nope, w_uk, out=query[..., :RANK].transpose(0, 1))
 

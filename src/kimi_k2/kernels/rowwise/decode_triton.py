@@ -9,47 +9,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton takes no annotations but its own.
 @triton.jit
-def absorb(  # type: ignore[no-untyped-def]
-    q, kv, norm, cos, sin, slots, w_uk, query, cache, kv_stride, capacity, eps, stored,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """Programs: WIDTH columns of one head's latent query; then one head's RoPE each; the last, the cache entry.
-
-    The first is number FIRST. OVERLAP: W_UK, which no launch changes, is asked for before the launch that makes q has
-    ended. The entry is stored `stored` times its value, in one of `capacity` slots of all tokens.
-    """
-    job, batch = tl.program_id(0) + FIRST, tl.program_id(1)
-    parts: tl.constexpr = RANK // WIDTH
-    pair = tl.arange(0, ROPE // 2)
-    if job < HEADS * parts:
-        head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
-        row = tl.arange(0, NOPE)
-        w = tl.load(w_uk + (head * NOPE + row[:, None]) * RANK + column[None, :]).to(tl.float32)
-        if OVERLAP:
-            gdc_wait()
-            gdc_launch_dependents()
-        a = tl.load(q + (batch * HEADS + head) * (NOPE + ROPE) + row).to(tl.float32)
-        place = query + (batch * HEADS + head) * (RANK + ROPE) + column
-        tl.store(place, tl.sum(a[:, None] * w, 0).to(query.dtype.element_ty))
-        return
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    c = tl.load(cos + batch * (ROPE // 2) + pair).to(tl.float32)
-    s = tl.load(sin + batch * (ROPE // 2) + pair).to(tl.float32)
-    if job < HEADS * parts + HEADS:
-        head = job - HEADS * parts
-        source = q + (batch * HEADS + head) * (NOPE + ROPE) + NOPE + 2 * pair
-        even, odd = tl.load(source).to(tl.float32), tl.load(source + 1).to(tl.float32)
-        place = query + (batch * HEADS + head) * (RANK + ROPE) + RANK + 2 * pair
-        tl.store(place, (even * c - odd * s).to(query.dtype.element_ty))
-        tl.store(place + 1, (odd * c + even * s).to(query.dtype.element_ty))
-    else:
-        _store_entry(kv, norm, slots, cache, batch, c, s, kv_stride, capacity, eps, stored, ROPE=ROPE, RANK=RANK)
-
-
-@triton.jit
 def _store_entry(  # type: ignore[no-untyped-def]
     kv, norm, slots, cache, token, c, s, kv_stride, capacity, eps, stored,
     ROPE: tl.constexpr, RANK: tl.constexpr,
@@ -72,16 +31,19 @@ def _store_entry(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def absorb_groups(  # type: ignore[no-untyped-def]
+def absorb(  # type: ignore[no-untyped-def]
     q, kv, norm, cos, sin, slots, w_uk, query, cache, batch, kv_stride, capacity, eps, stored,
     HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr, JOBS: tl.constexpr,
 ):  # fmt: skip
-    """`absorb` for groups of TOKENS tokens: programs of WIDTH columns of one head, then one a token for the rest."""
+    """Groups of TOKENS tokens: JOBS programs of WIDTH columns of one head's latent queries, then one a token.
+
+    Those make the heads' RoPE and the cache entry, stored `stored` times its value in one of `capacity` slots. OVERLAP:
+    W_UK, which no launch changes, is asked for before the launch that makes q has ended.
+    """
     job, group = tl.program_id(0), tl.program_id(1)
     parts: tl.constexpr = RANK // WIDTH
-    jobs: tl.constexpr = HEADS * parts
-    if job < jobs:
+    if job < JOBS:
         head, column = job // parts, job % parts * WIDTH + tl.arange(0, WIDTH)
         row, token = tl.arange(0, NOPE), group * TOKENS + tl.arange(0, TOKENS)
         here = (token < batch)[:, None]
@@ -93,7 +55,7 @@ def absorb_groups(  # type: ignore[no-untyped-def]
         place = query + (token[:, None] * HEADS + head) * (RANK + ROPE) + column[None, :]
         tl.store(place, tl.dot(a, w).to(query.dtype.element_ty), here)
         return
-    token = group * TOKENS + job - jobs
+    token = group * TOKENS + job - JOBS
     if token >= batch:
         return
     if OVERLAP:

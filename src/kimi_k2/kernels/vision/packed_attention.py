@@ -122,7 +122,7 @@ PADDING = QUERIES
 SUMS = QUERIES * (HEAD + 2)
 
 
-def supports(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def supports(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments, softmax_scale: float) -> bool:
     """BF16 heads of 72 values on compute capability 9.0, nvcc, nothing to differentiate."""
     return (
         runs_cuda(qkv.device)

@@ -1,4 +1,4 @@
-"""Residual sum and LayerNorm, rotation, and a linear with its GELU, each one launch that touches a value once."""
+"""Residual sum and LayerNorm, and a linear with its GELU, each one launch that touches a value once."""
 
 from __future__ import annotations
 
@@ -55,36 +55,3 @@ def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`ops.vision.gelu_linear`; the GELU is taken of the float32 sum, not of one rounded to x's dtype."""
     # PyTorch offers the epilogue under no public name.
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: SLF001
-
-
-def supports_rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Half precision on a GPU with Triton, contiguous within a token, nothing to differentiate."""
-    return (
-        qkv.is_cuda
-        and qkv.dtype != torch.float32
-        and not (torch.is_grad_enabled() and qkv.requires_grad)
-        and has_triton()
-        and rotate_.fits(qkv=qkv, cos=cos, sin=sin)
-    )
-
-
-def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.vision.rotated_qkv`, in place: what it returns are views of `qkv`."""
-    rotate_(qkv, cos, sin)
-    q, k, v = qkv.unbind(1)
-    return q, k, v
-
-
-# Queries, keys and values of a token side by side.
-@kernel_operation(
-    "vision_rotate_",
-    f"qkv {KINDS}[T,3,H,D] rows, cos f32[T,1,D/2], sin f32[T,1,D/2]; D % 2 == 0; qkv.stride()[1:] == (H * D, D, 1)",
-    mutates_args=("qkv",),
-)
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn each pair of queries and keys by its token's angle, in float32."""
-    tokens, _, heads, size = qkv.shape
-    if tokens:
-        width = 1 << (heads * size - 1).bit_length()
-        sizes = qkv.stride(0), heads * size
-        _kernels().rotate[(tokens,)](qkv, cos, sin, *sizes, HEADS=heads, HALF=size // 2, WIDTH=width, num_warps=4)

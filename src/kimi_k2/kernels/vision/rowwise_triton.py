@@ -27,20 +27,3 @@ def add_layer_norm(  # type: ignore[no-untyped-def]
         tl.load(bias + column, inside, 0.0).to(tl.float32),
     )
     tl.store(normed + at, (apart * inverse * scale + shift).to(normed.dtype.element_ty), inside)
-
-
-# Triton takes no annotations but its own.
-@triton.jit
-def rotate(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, token_stride, pairs, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Queries and keys of one token, in place: `pairs` = 2 * HEADS * HALF neighbouring pairs."""
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, WIDTH)
-    inside = pair < pairs
-    angle = row * HALF + pair % HALF
-    c, s = tl.load(cos + angle, inside, 0.0), tl.load(sin + angle, inside, 0.0)
-    source = qkv + row * token_stride + 2 * pair
-    even, odd = tl.load(source, inside, 0.0).to(tl.float32), tl.load(source + 1, inside, 0.0).to(tl.float32)
-    tl.store(source, (even * c - odd * s).to(qkv.dtype.element_ty), inside)
-    tl.store(source + 1, (odd * c + even * s).to(qkv.dtype.element_ty), inside)
