@@ -248,8 +248,7 @@ def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> C
             return lambda *arguments: compiled(*[one.clone() for one in arguments])
         return compiled
     made, replaced, count = functional(graph, later=kind == "later", without=without)
-    if without != "casts":
-        with_device_casts(made)
+    with_device_casts(made)
     return _overlaid(with_auto_cast(made) if without == "precision" else made, replaced, count)
 
 
@@ -258,8 +257,8 @@ class Lowering:
 
     Args:
         routes: of `route`, the first of which gives the results.
-        without: a rewrite to leave out, see `functional`; also `casts`, AOTAutograd's `epilogue`, and the `precision`
-            of products that --auto-cast=none keeps.
+        without: a rewrite to leave out, see `functional`; also AOTAutograd's `epilogue`, and the `precision` that
+            --auto-cast=none keeps.
 
     Attributes:
         graphs: by what tells the calls apart: shapes, and the values of what is no tensor.

@@ -77,15 +77,20 @@ class Ranks:
 
         Raises:
             ConfigError: the line's groups do not fit `ep_degree`, or divide a sequence's cache; drafts that are not of
-                its Eagle3 head.
+                its Eagle3 head, or scheduled before they are judged.
         """
         from vllm.config import get_current_vllm_config_or_none
         from vllm.distributed.parallel_state import get_dcp_group, get_dp_group, get_tp_group
         from vllm_neuron.parallel.neuron_parallel_state import get_neuron_ep_degree
 
-        drafts = getattr(get_current_vllm_config_or_none(), "speculative_config", None)
-        if drafts is not None and (head := drafts.draft_model_config.hf_config.architectures[0]) not in HEADS:
-            raise ConfigError(f"expected one of {', '.join(HEADS)}, got {head}", field="speculative_config.model")
+        engine = get_current_vllm_config_or_none()  # the worker sets it while the model is made
+        if (drafts := getattr(engine, "speculative_config", None)) is not None:
+            if (head := drafts.draft_model_config.hf_config.architectures[0]) not in HEADS:
+                raise ConfigError(f"expected one of {', '.join(HEADS)}, got {head}", field="speculative_config.model")
+            # A step is then prepared as if all drafts before it had been accepted, and put right inside the graphs of
+            # the line's own models (`async_speculative_decoding`).
+            if engine.scheduler_config.async_scheduling:
+                raise ConfigError("expected false beside drafts: --no-async-scheduling", field="async_scheduling")
         tp, dp, degree = get_tp_group(), get_dp_group(), int(get_neuron_ep_degree())
         if (parts := get_dcp_group().world_size) > 1:
             raise ConfigError(f"expected 1, got {parts}", field="decode_context_parallel_size")
