@@ -263,7 +263,8 @@ NGRAM = {"speculative_config": SimpleNamespace(method="ngram")}
 SPREAD = {"decode_context_parallel_size": 2, "tensor_parallel_size": 8}
 TOGETHER = "which the kernels do not take together"
 OTHER_EXPERTS = "a loader that leaves out other experts than ours"
-LORA: dict[str, Any] = {"lora_config": object()}
+LORA: dict[str, Any] = {"lora_config": SimpleNamespace(target_modules=None)}
+REPLICAS: dict[str, Any] = {"data_parallel_size": 2, "all2all_backend": "naive"}
 PIPELINE, TRANSFER = {"pipeline_parallel_size": 2}, {"kv_transfer_config": object()}
 PAGES = "the kernels take 64"
 NOT_KNOWN = "not known, so it may change what the model computes; remove it if it has no effect"
@@ -326,11 +327,16 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         (BALANCED | redundant(0) | {"enable_ep_weight_filter": True}, OTHER_EXPERTS),
         (FILTERED | {"expert_placement_strategy": "round_robin"}, OTHER_EXPERTS),
         (LORA, None),
-        ({"lora_config": SimpleNamespace(fully_sharded_loras=True)}, "LoRA with fully_sharded_loras"),
+        (
+            {"lora_config": SimpleNamespace(target_modules=[], fully_sharded_loras=True)},
+            "LoRA with fully_sharded_loras",
+        ),
+        ({"lora_config": SimpleNamespace(target_modules=["o_proj", "shared_experts.down_proj"])} | REPLICAS, None),
+        ({"lora_config": SimpleNamespace(target_modules=["mlp.experts"])} | REPLICAS, "LoRA with data parallelism"),
         (LORA | {"tensor_parallel_size": 16}, "LoRA with 4 heads a rank, the kernels add 4 of zeros"),
-        (LORA | {"data_parallel_size": 2, "all2all_backend": "naive"}, "LoRA with data parallelism"),
+        (LORA | REPLICAS, "LoRA with data parallelism"),
         (LORA | PIPELINE, "LoRA with pipeline parallelism"),
-        (LORA | NGRAM, "LoRA with drafts"),
+        (LORA | NGRAM, None),
         ({"speculative_config": SimpleNamespace(method="mtp")}, "drafts by mtp"),
         ({"environment": {support.BATCH_INVARIANT: "1"}}, None),
         (

@@ -95,18 +95,19 @@ def test_nothing_is_lacking(root: Path) -> None:
 
 
 def test_a_renamed_name_is_seen(root: Path, tmp_path: Path) -> None:
-    """Of a copy, in which each module of the tables has its rows by other names."""
-    rows: dict[str, set[str]] = {module: set(names) for module, names in adapter.ATTRIBUTES.items()}
-    for name, row in adapter.NAMES.items():
-        for module in row.modules:
-            rows.setdefault(module, set()).add(name)
-    for module, names in rows.items():
+    """Of a copy, in which each module of the tables has its rows by other names; functions keep those of methods."""
+    rows = [
+        (module, rf"(^[ \t]+(?:async def |def )?|\.)({'|'.join(some)})\b")
+        for module, some in adapter.ATTRIBUTES.items()
+    ]
+    rows += [(module, rf"(\b)({name})\b") for name, row in adapter.NAMES.items() for module in row.modules]
+    for module, pattern in rows:
         file = adapter.file_of(module, root)
         if file.is_file():
             copy = tmp_path / file.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            text = re.sub(rf"\b({'|'.join(names)})\b", r"\1_renamed", file.read_text(encoding="utf-8"))
-            copy.write_text(text, encoding="utf-8")
+            text = (copy if copy.exists() else file).read_text(encoding="utf-8")
+            copy.write_text(re.sub(pattern, r"\1\2_renamed", text, flags=re.MULTILINE), encoding="utf-8")
     version = Path("vllm", "_version.py")
     (tmp_path / version).write_text((root / version).read_text(encoding="utf-8"), encoding="utf-8")
     wanted = {f"{row.modules[0]}: {name}" for name, row in adapter.NAMES.items()}

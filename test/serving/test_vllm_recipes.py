@@ -21,7 +21,7 @@ from typing import Any, Literal
 import engines
 import pytest
 import torch
-from adapters import merge, write_adapter
+from adapters import ATTENTION, MLP, merge, write_adapter
 from engines import OURS, PROCESSORS, SAMPLING, STOCK, WIDE, Served, forced, requests, serve, serve_replicas
 from heads import write_dflash_head, write_following_head
 from judge import Judge
@@ -180,8 +180,9 @@ def replicas(it: Deployment) -> None:
 
     def calls(answer: dict[str, Any], _: str) -> None:
         made = sums(answer)
-        forwards = made["add_project"] // LAYERS
+        forwards = made["routed_experts"] // MOE_LAYERS
         assert made["routed_experts"] == MOE_LAYERS * forwards > 64 * MOE_LAYERS
+        assert made["add_project"] == LAYERS * forwards or it.options.get("enable_lora")
         assert made["routed_experts_with_shared"] == made["next_step"] == 0
 
     it.proofs.append(calls)
@@ -218,20 +219,30 @@ def few_pages(it: Deployment) -> None:
 
 
 def adapters(it: Deployment) -> None:
-    """Every third request has none; the others' touch all that may be, or attention and shared experts alone."""
+    """Every third request has none; the others' touch all that may be, or attention and shared experts alone.
+
+    Replicas' adapters touch no routed experts, and come to each in another order.
+    """
     it.options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    it.usual, model = False, plain(it.plain)
-    both = [write_adapter(model, it.out / "all", 8, 1), write_adapter(model, it.out / "some", 4, 2, experts=False)]
-    for number, one in enumerate(it.job):
-        if number % 3:
-            one["adapter"] = [number % 3, str(both[number % 3 - 1])]
-    it.job[-1]["arrival"] += 200  # the last, which has none, by itself
+    it.usual, model, several = False, plain(it.plain), len(it.jobs) > 1
+    if several:
+        it.options["lora_target_modules"] = [name.rpartition(".")[2] for name in ATTENTION] + list(MLP)
+    both = [
+        write_adapter(model, it.out / "all", 8, 1, experts=not several),
+        write_adapter(model, it.out / "some", 4, 2, experts=False),
+    ]
+    for start, job in enumerate(it.jobs):
+        for number, one in enumerate(job):
+            if which := (number if start == 0 else -number) % 3:
+                one["adapter"] = [which, str(both[which - 1])]
+    if not several:
+        it.job[-1]["arrival"] += 200  # the last, which has none, by itself
     it.wanted = lambda model: expected_of_adapters(model, it.job)
 
     def obeyed(answer: dict[str, Any], _: str) -> None:
         made = sums(answer)
         # The fused one where no token has an adapter.
-        assert made["absorb_and_store"] > made["query_and_entry"] > 0 or not any(made.values())
+        assert made["absorb_and_store"] > made["query_and_entry"] > 0 or several or not any(made.values())
         base = expected(it.plain, "float32", it.job)
         same = [one == other for one, other in zip(answer["tokens"], base, strict=True)]
         assert same == [not number % 3 for number in range(len(same))]
@@ -512,7 +523,8 @@ NAMED: list[Row] = [
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
-    ("thinking", (replicas, shared_out)), ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
+    ("thinking", (replicas, shared_out)), ("thinking", (replicas, adapters)),
+    ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
     # Of published recipes.
     ("bf16", (pipeline, context)), ("bf16", (experts, fp8_cache, eagle3)), ("bf16", (adapters, eagle3)),
     ("bf16", (experts, adapters, reload_weights)), ("nvfp4-packed", (experts,)),

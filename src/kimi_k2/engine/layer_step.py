@@ -306,14 +306,19 @@ class LayerStep:
         indices, weights = routing or self.moe.gate(x)
         if self.place is not None:
             indices = self.place(indices)
-        if self.exchange is not None:
-            gathered = self.exchange.gather([x, indices, weights])
-            routed = self.exchange.scatter(routed_experts(gathered[0], self.experts, *gathered[1:]))
-            return routed if self.dense is None else routed + swiglu(x, *self.dense)
         if self.dense is None:
+            return self.routed_sum(x, indices, weights)
+        if self.exchange is not None:
+            return self.routed_sum(x, indices, weights) + swiglu(x, *self.dense)
+        return routed_experts_with_shared(x, self.experts, indices, weights, *self.dense)
+
+    def routed_sum(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The routed experts' part of `feed_forward` [B, H]; replicas' tokens are exchanged for it."""
+        assert self.experts is not None
+        if self.exchange is None:
             return routed_experts(x, self.experts, indices, weights)
-        gate_up, down = self.dense
-        return routed_experts_with_shared(x, self.experts, indices, weights, gate_up, down)
+        gathered = self.exchange.gather([x, indices, weights])
+        return self.exchange.scatter(routed_experts(gathered[0], self.experts, *gathered[1:]))
 
 
 def through(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch
-from kimi_k2.engine.layer_step import LayerStep, Reduce, Routing
+from kimi_k2.engine.layer_step import Exchange, LayerStep, Reduce, Routing
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MoE
-from kimi_k2.ops.experts import routed_experts, silu_and_mul, sum_by_expert
+from kimi_k2.ops.experts import silu_and_mul, sum_by_expert
 from kimi_k2.ops.linear import Weight, add_norm, dequantize, project, rms_norm
 from kimi_k2.ops.mla import absorb_and_store
 
@@ -95,7 +95,7 @@ class AdaptedStep(LayerStep):
     and with their numbers read back: no CUDA graph can hold such a step.
 
     Args:
-        layer, reduce: see `LayerStep`.
+        layer, reduce, exchange: see `LayerStep`.
         adapters: of the model.
         added: by module of the layer (`self_attn.q_a_proj`, `mlp.shared_experts.down_proj`); those that no adapter may
             touch are left out.
@@ -107,12 +107,13 @@ class AdaptedStep(LayerStep):
         self,
         layer: DecoderLayer,
         reduce: Reduce,
+        exchange: Exchange | None,
         adapters: Adapters,
         added: Mapping[str, LowRank],
         experts: Mapping[str, LowRank],
         touched: set[int],
     ) -> None:
-        super().__init__(layer, reduce)
+        super().__init__(layer, reduce, exchange)
         self.adapters, self.routed, self.touched = adapters, experts, touched
         dense = "mlp.shared_experts." if isinstance(layer.mlp, MoE) else "mlp."
         self.added: dict[str, list[tuple[LowRank, slice]]] = {}
@@ -179,7 +180,7 @@ class AdaptedStep(LayerStep):
             assert made is not None
             return made
         indices, weights = routing or self.moe.gate(x)
-        routed = routed_experts(x, self.experts, indices, weights)
+        routed = self.routed_sum(x, indices, weights)
         rows = [row for row, slot in enumerate(self.adapters.host) if slot in self.touched]
         if rows:
             some = torch.tensor(rows, device=x.device)
@@ -188,7 +189,7 @@ class AdaptedStep(LayerStep):
         return routed if made is None else routed + made
 
     def _adapted(self, x: Tensor, mask: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """`routed_experts` with what adapters add inside each expert."""
+        """The routed experts' sum with what adapters add inside each expert."""
         experts = self.experts
         assert experts is not None
 

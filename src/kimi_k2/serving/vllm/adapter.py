@@ -92,7 +92,6 @@ _NAMES: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     "adapters (LoRA)": {
         "BaseLayerWithLoRA": "vllm.lora.layers",
-        "is_in_target_modules": "vllm.lora.utils",
         "LinearBase": "vllm.model_executor.layers.linear",
     },
     "ranks share out images": {
@@ -323,11 +322,13 @@ VARYING: dict[str, dict[str, tuple[tuple[int, int], tuple[int, int]]]] = {
 
 
 @lru_cache(maxsize=256)
-def defined(file: Path) -> frozenset[str]:
+def defined(file: Path) -> tuple[frozenset[str], frozenset[str]]:
     """Names that a module defines or imports, and attributes that its classes have or set; of its source alone."""
-    if not file.is_file():
-        return frozenset()
-    return frozenset(chain.from_iterable(map(_given, ast.walk(ast.parse(file.read_text(encoding="utf-8"))))))
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) if file.is_file() else []
+    within: list[ast.AST] = [one for node in nodes if isinstance(node, ast.ClassDef) for one in node.body]
+    within += [target for one in within for target in getattr(one, "targets", [getattr(one, "target", one)])]
+    within += [node for node in nodes if isinstance(node, ast.Attribute)]
+    return tuple(frozenset(chain.from_iterable(map(_given, some))) for some in (nodes, within))  # type: ignore[return-value]
 
 
 def _given(node: ast.AST) -> Iterator[str]:
@@ -356,15 +357,18 @@ def version(root: Path) -> tuple[int, int]:
 def lacking(root: Path) -> list[str]:
     """Rows that are not so in the vLLM in `root`, `module: name` each; of its source alone."""
 
-    def has(module: str, name: str) -> bool:
-        return name in defined(file_of(module, root))
+    def has(module: str, name: str, *, attribute: bool = False) -> bool:
+        return name in defined(file_of(module, root))[attribute]
 
     gone = [
         f"{row.modules[0]}: {name}"
         for name, row in NAMES.items()
         if not any(has(module, name) for module in row.modules)
     ]
-    gone += [f"{module}: {name}" for module, names in ATTRIBUTES.items() for name in names if not has(module, name)]
+    gone += [
+        f"{module}: {name}" for module, names in ATTRIBUTES.items() for name in names
+        if not has(module, name, attribute=True)
+    ]  # fmt: skip
     for module, rows in VARYING.items():
         for name, (since, until) in rows.items():
             if has(module, name) != (since <= version(root) <= until):

@@ -25,10 +25,9 @@ from kimi_k2.serving.vllm.adapter import (
     MLACommonMetadata,
     platform,
 )
-from kimi_k2.serving.vllm.lora import may_touch_experts
 from kimi_k2.serving.vllm.ranks import context_ranks
 from kimi_k2.serving.vllm.step import Step, connector, metadata_of, step_of
-from kimi_k2.serving.vllm.support import invariant
+from kimi_k2.serving.vllm.support import invariant, may_touch_experts
 
 NAME = "KIMI_K2_MLA"
 

@@ -17,7 +17,7 @@ from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
 from kimi_k2.serving.paged.model import PagedModel
-from kimi_k2.serving.vllm.adapter import BaseLayerWithLoRA, Deployment, LinearBase, is_in_target_modules
+from kimi_k2.serving.vllm.adapter import BaseLayerWithLoRA, Deployment, LinearBase
 from kimi_k2.serving.vllm.step import adapters_of_tokens
 from kimi_k2.sharding.layout import PlannedTensor
 
@@ -126,7 +126,7 @@ class Loras:
         experts = {} if routed is None else dict(zip(PROJECTIONS, routed.made, strict=False))
         touched = set() if routed is None else routed.touched
         added = {name: one.made[0] for name, one in sites.items() if one.made}
-        return AdaptedStep(layer, self.paged.reduce, self.adapters, added, experts, touched)
+        return AdaptedStep(layer, self.paged.reduce, self.paged.exchange, self.adapters, added, experts, touched)
 
     def empty(self, planned: PlannedTensor, rows: int, columns: int) -> LowRank:
         """Zeros for this rank's part of a linear."""
@@ -190,17 +190,12 @@ def _of_experts(planned: PlannedTensor) -> bool:
     return ".mlp.experts." in planned.name
 
 
-def may_touch_experts(it: Deployment) -> bool:
-    """Whether adapters may touch routed experts: a CUDA graph can hold no step of theirs."""
-    return it.lora is not None and is_in_target_modules(f"model.{EXPERTS}", it.lora_targets, PACKED)
-
-
 def _put(root: nn.Module, name: str, site: nn.Module) -> None:
     *path, last = name.split(".")
     for part in path:
         children = dict(root.named_children())
         if part not in children:
-            children[part] = nn.Module()
+            children[part] = nn.ModuleDict()  # vLLM counts layers
             root.add_module(part, children[part])
         root = children[part]
     root.add_module(last, site)

@@ -154,13 +154,16 @@ class _KimiK2:
         self._seen = tuple(sorted(set(layers)))
 
     @property
-    def model(self) -> Shared:
-        """What a draft's head may share; see `Shared`."""
+    def model(self) -> Any:
+        """What a draft's head may share, see `Shared`; adapters' sites, where there are some, have it too."""
         if self.it.drafts is None:
             raise AttributeError("model")
+        sites = self._modules.get("model")  # type: ignore[attr-defined]  # of nn.Module
         if self._shared is None:
             self._shared = Shared(self.plain, self.config)
-        return self._shared
+            if sites is not None:
+                vars(sites).update(embed_tokens=self._shared.embed_tokens, lm_head=self._shared.lm_head)
+        return self._shared if sites is None else sites
 
     @property
     def lm_head(self) -> Any:

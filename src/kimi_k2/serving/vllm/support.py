@@ -37,6 +37,7 @@ DRAFTS = (None, "ngram", "suffix", "eagle3", "dflash")
 # Backends of --all2all-backend; None for one replica.
 EXCHANGES = (None, "allgather_reducescatter", "naive")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
+REPLICAS = "data parallelism"
 
 
 def layout_of(it: Deployment) -> Layout:
@@ -122,15 +123,24 @@ def _beside_lora(it: Deployment) -> Iterator[tuple[str, bool]]:
     """With what LoRA has not been tried, or is not built."""
     if it.lora is None:
         return
-    yield "drafts", it.drafts is not None
-    yield from _more_than_ranks(it)
+    experts = may_touch_experts(it)
+    for what, holds in _more_than_ranks(it):
+        # A replica numbers its adapters by itself, and does not know the others'.
+        yield what, holds and (experts or what != REPLICAS)
     for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
         yield name, bool(getattr(it.lora, name, False))
 
 
+def may_touch_experts(it: Deployment) -> bool:
+    """Whether adapters may touch routed experts: a CUDA graph can hold no step of theirs."""
+    if it.lora is None:
+        return False
+    return it.lora_targets is None or any(name.rpartition(".")[2] == "experts" for name in it.lora_targets)
+
+
 def _more_than_ranks(it: Deployment) -> Iterator[tuple[str, bool]]:
     """What beside tensor parallelism may have been asked for."""
-    yield "data parallelism", it.replicas > 1
+    yield REPLICAS, it.replicas > 1
     yield "pipeline parallelism", it.stages > 1
     yield "decode context parallelism", it.spread > 1
     yield "expert load balancing", it.balanced
