@@ -104,34 +104,10 @@ def test_each_missing_field_is_named(field: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field", "says"),
     [
-        ({"hidden_size": "7168"}, "hidden_size", "integer"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers", "greater than 0"),
-        ({"num_hidden_layers": 61.5}, "num_hidden_layers", "integer"),
         ({"norm_topk_prob": 1}, "norm_topk_prob", "boolean"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps", "greater than 0"),
-        ({"scoring_func": "softmax"}, "scoring_func", "'sigmoid'"),
-        ({"topk_method": "greedy"}, "topk_method", "'noaux_tc'"),
-        ({"hidden_act": "gelu"}, "hidden_act", "'silu'"),
-        ({"attention_bias": True}, "attention_bias", "False"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings", "False"),
-        ({"model_type": "llama"}, "model_type", "kimi_k2"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads", "num_attention_heads (64)"),
-        ({"n_group": 7}, "n_group", "divisor of n_routed_experts (384)"),
-        ({"topk_group": 2}, "topk_group", "at most n_group (1)"),
-        ({"num_experts_per_tok": 385}, "num_experts_per_tok", "at most the number of experts"),
         ({"n_group": 384, "topk_group": 384}, "n_group", "at least two experts"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim", "even"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers", "no MTP"),
         ({"bos_token_id": 163840}, "bos_token_id", "below 163840"),
-        ({"eos_token_id": [5, -1]}, "eos_token_id", "below 163840"),
-        ({"rope_theta": math.inf}, "rope_theta", "finite"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps", ""),
-        ({"routed_scaling_factor": math.inf}, "routed_scaling_factor", "finite"),
-        ({"rope_scaling": "yarn"}, "rope_scaling", "expected an object or null"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type", "'yarn' or 'default'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings", "missing"),
         ({"rope_scaling": None, "rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.rope_theta", "top-level"),
-        ({"quantization_config": []}, "quantization_config", "expected an object"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method", "'hqq'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits", "missing"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "two block sizes"),
@@ -145,16 +121,7 @@ def test_each_wrong_field_is_named(change: dict[str, Any], field: str, says: str
     assert str(caught.value).startswith("somewhere/config.json: field '")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"text_config": 3}'])
-def test_garbage_files(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        KimiK2Config.from_pretrained(tmp_path)
-
-
-def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        KimiK2Config.from_pretrained(tmp_path)
+def test_no_such_preset() -> None:
     with pytest.raises(ConfigError, match=r"unknown preset 'gpt-5'; expected one of: kimi-k2-instruct"):
         KimiK2Config.from_preset("gpt-5")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from forked import python
 from kimi_k2.api import KimiK2
 from kimi_k2.checkpoint.index import INDEX_NAME
 from kimi_k2.config import KimiK2Config, raw_preset
-from kimi_k2.errors import ConfigError, CorruptHeaderError, KimiK2Error
+from kimi_k2.errors import ConfigError, KimiK2Error
 from kimi_k2.files import parse_json
-from kimi_k2.limits import CONFIG_FIELDS, JSON_NESTING, SAFETENSORS_HEADER_BYTES
-from kimi_k2.model.decoder import KimiK2ForCausalLM
+from kimi_k2.limits import CONFIG_FIELDS, JSON_NESTING
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
@@ -36,20 +33,6 @@ def fp8(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 def edit(directory: Path, **changes: Any) -> None:
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**raw, **changes}))
-
-
-@pytest.mark.parametrize("claimed", [SAFETENSORS_HEADER_BYTES + 1, 20 * 2**30, 2**63])
-def test_a_header_of_20_gib_in_a_sparse_file(fp8: Path, claimed: int) -> None:
-    shard = fp8 / "model-2-of-3.safetensors"
-    with shard.open("wb") as file:
-        file.write(claimed.to_bytes(8, "little"))
-    os.truncate(shard, 21 * 2**30)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    start = time.process_time()
-    with pytest.raises(KimiK2Error, match="header"):
-        KimiK2ForCausalLM.from_pretrained(fp8)
-    assert time.process_time() - start < 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < MEMORY
 
 
 @pytest.mark.parametrize("field", CONFIG_FIELDS)
@@ -73,18 +56,6 @@ def test_layers_times_experts(fp8: Path) -> None:
         KimiK2Config.from_pretrained(fp8)
 
 
-@pytest.mark.parametrize("depth", [JSON_NESTING + 1, 900, 100_000])
-@pytest.mark.parametrize("file", ["config.json", INDEX_NAME])
-@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
-def test_deep_json(fp8: Path, depth: int, file: str, pair: str) -> None:
-    opening, closing = pair[:-1], pair[-1]
-    (fp8 / file).write_text(opening * depth + "1" + closing * depth)
-    with pytest.raises((ConfigError, CorruptHeaderError), match="deep") as caught:
-        KimiK2ForCausalLM.from_pretrained(fp8)
-    assert isinstance(caught.value, ConfigError | CorruptHeaderError)
-    assert caught.value.file == str(fp8 / file)
-
-
 def test_nesting_is_counted() -> None:
     fine = b"[" * JSON_NESTING + b"]" * JSON_NESTING
     assert parse_json(fine)
@@ -100,14 +71,6 @@ def test_a_field_twice_is_refused(fp8: Path, file: str) -> None:
     (fp8 / file).write_text('{"deep": [{"\\u0061b": 1, "ab": 2}], ' + content.lstrip()[1:])
     with pytest.raises(KimiK2Error, match=rf"{re.escape(file)}: not valid JSON: field 'ab' twice"):
         KimiK2.open(fp8).__enter__()
-
-
-def test_a_long_name_of_a_tensor(fp8: Path) -> None:
-    shard = fp8 / "model-2-of-3.safetensors"
-    text = json.dumps({"n" * 5000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
-    with pytest.raises(CorruptHeaderError, match="5000 characters"):
-        KimiK2ForCausalLM.from_pretrained(fp8)
 
 
 LIMITED = """

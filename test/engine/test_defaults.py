@@ -61,7 +61,7 @@ REFUSED: dict[str, list[Any]] = {
     "max_length": [0, 3, True],
     "min_new_tokens": [-1],
     "min_length": [-1],
-    "eos_token_id": [10**6, "x", True, -1],
+    "eos_token_id": [10**6, "x", True, -1, [-1], {"a": 1}, 10**400],
     **{name: [2.0] for name in ("diversity_penalty", "no_repeat_ngram_size", "guidance_scale", "num_beams")},
     **{name: [0.5] for name in ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "max_time")},
     **{name: [[9]] for name in ("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "bad_words_ids")},

@@ -256,66 +256,6 @@ def test_five_hundred_requests(seeing: KimiK2, tmp_path: Path) -> None:
     assert grown < 32 * 2**20
 
 
-def test_under_starlette(checkpoints: dict[str, Path]) -> None:
-    """Each `next` of a StreamingResponse runs on whatever thread of the pool is free; clients leave in the middle."""
-    responses = pytest.importorskip("starlette.responses", reason="needs starlette")
-    import anyio
-
-    model = KimiK2.from_pretrained(checkpoints["fp8"], sampling={"max_new_tokens": 8, "ignore_eos": True})
-    questions = [f"Question {number}" for number in range(5)]
-    alone = [model.generate(question)[0].text for question in questions]
-    counts: Counter[str] = Counter()
-
-    def pieces(question: str) -> Iterator[str]:
-        decoder = model.tokenizer.incremental_decoder()
-        for step in model.generator.stream([model.bare(question).ids], PARAMS, timeout=30):
-            assert step.tokens[0] is not None
-            yield decoder.feed(step.tokens[0])
-        yield decoder.flush()
-
-    async def receive() -> Any:
-        await anyio.sleep_forever()
-
-    async def asked(question: str, leaves: bool) -> str:
-        body = bytearray()
-
-        async def send(message: Any) -> None:
-            body.extend(message.get("body", b""))
-            if leaves and body:
-                raise OSError("the client has left")
-
-        scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "headers": []}
-        await responses.StreamingResponse(pieces(question))(scope, receive, send)
-        return body.decode()
-
-    async def client(number: int) -> None:
-        """A refused one asks again a moment later."""
-        while True:
-            try:
-                assert await asked(questions[number % 5], number % 4 == 3) == alone[number % 5]
-                counts["right"] += 1
-            except BusyError:
-                counts["refused"] += 1
-                await anyio.sleep(0.05)
-                continue
-            except Exception as error:  # of Starlette, whose cause is the client's
-                assert "the client has left" in str(error.__context__ or error)
-                counts["left"] += 1
-            return
-
-    async def everyone() -> None:
-        async with anyio.create_task_group() as group:
-            for number in range(24):
-                group.start_soon(client, number)
-                await anyio.sleep(0.003 * (number % 3))
-
-    anyio.run(everyone)
-    print(f"\n{dict(counts)}")
-    assert (counts["right"], counts["left"]) == (18, 6)
-    gc.collect()
-    assert model.generate(questions[0], timeout=0)[0].text == alone[0]
-
-
 def test_what_comments_asked_for_is_checked(model: KimiK2ForCausalLM, seeing: KimiK2, tmp_path: Path) -> None:
     """Of the public objects: a call out of order, or an argument that would mean something else, is refused by name."""
     text = replace(seeing, media_reader=None)

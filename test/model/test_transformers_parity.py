@@ -81,25 +81,3 @@ def test_router_bias_of_the_synthetic_checkpoint_decides_choices(checkpoints: di
     reference(ids)
     changed = (chosen[0] != chosen[1]).any(dim=-1).float().mean()
     assert changed > 0.5
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 16, 100])
-def test_chunked_prefill_equals_whole(checkpoints: dict[str, Path], chunk_size: int) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
-    lengths = [33, 4, 20]
-    prompts = prompts_of(lengths, model.config.vocab_size)
-    whole_cache, chunk_cache = model.new_cache(3, 33), model.new_cache(3, 33)
-    whole = prefill(model, prompts, whole_cache)
-    chunked = prefill(model, prompts, chunk_cache, chunk_size=chunk_size)
-    torch.testing.assert_close(chunked, whole, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(chunk_cache.data, whole_cache.data, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["fp8", "thinking"])
-def test_weights_kept_quantized_give_the_same_logits(checkpoints: dict[str, Path], name: str) -> None:
-    ids = torch.tensor(prompts_of([12], 768))
-    plain = KimiK2ForCausalLM.from_pretrained(checkpoints[name])
-    kept = KimiK2ForCausalLM.from_pretrained(checkpoints[name], keep_quantized=True)
-    assert torch.equal(plain(ids), kept(ids))
-    size = sum(t.nbytes for t in kept.state_dict().values())
-    assert size < 0.6 * sum(t.nbytes for t in plain.state_dict().values())

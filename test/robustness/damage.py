@@ -26,23 +26,18 @@ class Kind:
 
     Attributes:
         base: the fixture that is damaged; empty for any.
-        damage: changes a private copy before a command runs.
+        damage: changes a private copy before it is read.
         says: what the error names: a file, tensor or field.
-        refused: the commands that must refuse it, by first letter: inspect, plan, convert, generate, dialogue (chat),
-            a capture. The others read nothing that is damaged, or what they read is no damage, and must end as on the
-            sound checkpoint. None where either is right: a refusal, or whatever the changed checkpoint says.
+        refused: what must refuse it, `load` or `convert`; the other reads nothing that is damaged, or what it reads is
+            no damage, and must end as on the sound checkpoint. None where either is right: a refusal, or whatever the
+            changed checkpoint says.
     """
 
     name: str
     base: str
     damage: Damage
     says: str
-    refused: str | None = "icg"
-
-    def refused_by(self, command: str) -> bool | None:
-        """Whether a command must refuse it; None where it may."""
-        letter = command[0]
-        return None if self.refused is None else letter in self.refused
+    refused: tuple[str, ...] | None = ("load", "convert")
 
 
 def private_copy(source: Path, target: Path) -> Path:

@@ -31,6 +31,7 @@ from kimi_k2.checkpoint.index import header_bytes
 
 W = f"{EXPERT}.weight"
 NORM = "model.layers.1.input_layernorm.weight"
+KV_B = "model.layers.1.self_attn.kv_b_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -49,12 +50,13 @@ def named_twice(directory: Path) -> None:
     raw_header(text[:-1] + b"," + again + b"}")(directory)
 
 
-def in_two_shards(directory: Path) -> None:
-    """A tensor of another shard once more in this one."""
+@damaging
+def added(directory: Path, name: str) -> None:
+    """Another tensor, which no index names."""
     path = own(directory / SHARD)
     size = path.stat().st_size - len(header_bytes(path))
     place = {"dtype": "BF16", "shape": [256], "data_offsets": [size, size + 512]}
-    header(lambda entries: entries.update({"model.norm.weight": place}))(directory)
+    header(lambda entries: entries.update({name: place}))(directory)
     edited(SHARD, lambda data: data + bytes(512))(directory)
 
 
@@ -88,7 +90,7 @@ FILES: list[tuple[str, Damage, str]] = [
     ("a header of 100 MB and a byte", claimed_header(100_000_001), SHARD),
     ("a header of 2^63", claimed_header(2**63), SHARD),
     ("swapped with another", swapped, "lm_head.weight"),
-    ("a tensor in two", in_two_shards, "model.norm.weight"),
+    ("a tensor in two", added("model.norm.weight"), "model.norm.weight"),
 ]
 HEADERS: list[tuple[str, Damage]] = [
     ("empty", raw_header(b"")),
@@ -133,14 +135,17 @@ TENSORS: list[tuple[str, Damage, str]] = [
     ("renamed, not in the index", renamed(W, f"{EXPERT}.wait", indexed=False), EXPERT),
     ("a name of 5,000 characters", renamed(W, "n" * 5000, indexed=True), "5000 characters"),
     ("a name with a line's end", renamed(W, f"{EXPERT}.we\night", indexed=True), EXPERT),
-    ("no name", renamed(W, "", indexed=True), SHARD),
+    ("no name", renamed(W, "", indexed=True), EXPERT),
     ("of a layer beyond", renamed(W, "model.layers.99.mlp.up_proj.weight", indexed=True), EXPERT),
     ("of an expert beyond", renamed(W, W.replace("experts.3", "experts.333"), indexed=True), EXPERT[:30]),
-    ("a weight without its scale", without(f"{EXPERT}.weight_scale_inv"), f"{EXPERT}.weight"),
-    ("a scale without its weight", without(W), f"{EXPERT}.weight_scale_inv"),
+    ("a weight without its scale", without(f"{EXPERT}.weight_scale_inv"), f"{EXPERT}.weight_scale_inv"),
+    ("a scale without its weight", without(W), W),
     ("a norm missing", without(NORM), NORM),
     ("a router's bias missing", without(BIAS), BIAS),
     ("transposed", entry(W, shape=[256, 128]), W),
+    ("kv_b transposed", entry(KV_B, shape=[64, 256]), KV_B),
+    ("a bias of two dimensions", entry(BIAS, shape=[4, 4]), BIAS),
+    ("one too many", added("model.layers.1.extra.weight"), "model.layers.1.extra.weight"),
     ("flat", entry(W, shape=[128 * 256]), W),
     ("another FP8", entry(W, dtype="F8_E5M2"), W),
     ("integers", entry(W, dtype="U8"), W),
@@ -195,16 +200,16 @@ def kinds() -> list[Kind]:
     found = [Kind(f"shard: {name}", "fp8", damage, says) for name, damage, says in FILES]
     found += [Kind(f"header: {name}", "fp8", damage, SHARD) for name, damage in HEADERS]
     found += [Kind(f"tensor: {name}", "fp8", damage, says) for name, damage, says in TENSORS]
-    # Headers are all that inspect reads.
-    found += [
-        Kind(f"data: {name}", base, value(tensor, content), tensor, "cg") for base, tensor, content, name in VALUES
-    ]
+    found += [Kind(f"data: {name}", base, value(tensor, content), tensor) for base, tensor, content, name in VALUES]
     # Without its index and with a shard of that name alone, a checkpoint is that one file.
     found.append(Kind("a lone shard that is half the model", "fp8", lone, "missing from the checkpoint"))
-    found.append(Kind("int4: scale missing", "thinking", without(f"{EXPERT}.weight_scale"), f"{EXPERT}.weight_"))
+    found += [
+        Kind(f"int4: {part} missing", "thinking", without(f"{EXPERT}.{part}"), f"{EXPERT}.{part}")
+        for part in ("weight_packed", "weight_scale", "weight_shape")
+    ]
     # The same values in a wider format are a checkpoint too.
-    found.append(Kind("a norm said to be F16", "fp8", entry(NORM, dtype="F16"), "", ""))
-    found.append(Kind("an index with other spaces", "fp8", index(lambda raw: raw), INDEX, ""))
+    found.append(Kind("a norm said to be F16", "fp8", entry(NORM, dtype="F16"), "", ()))
+    found.append(Kind("an index with other spaces", "fp8", index(lambda raw: raw), "", ()))
     return found
 
 

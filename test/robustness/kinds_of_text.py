@@ -154,29 +154,32 @@ def many_shards(raw: dict[str, Any]) -> None:
     raw["weight_map"] = {f"t{number}": f"{number}.safetensors" for number in range(20_000)}
 
 
-INDEXES: list[tuple[str, Damage, str, str]] = [
-    ("weight_map a list", indexed("weight_map", []), INDEX, "icg"),
-    ("weight_map empty", indexed("weight_map", {}), INDEX, "icg"),
-    ("weight_map missing", index(lambda raw: raw.pop("weight_map")), INDEX, "icg"),
-    ("shard a number", shard_of(3), INDEX, "icg"),
-    ("shard null", shard_of(None), INDEX, "icg"),
-    ("shard a list", shard_of([SHARD]), INDEX, "icg"),
-    ("shard above", shard_of("../x.safetensors"), INDEX, "icg"),
-    ("shard absolute", shard_of("/etc/passwd"), INDEX, "icg"),
-    ("shard of another suffix", shard_of("pytorch_model.bin"), INDEX, "icg"),
-    ("shard missing", shard_of("model-9-of-9.safetensors"), "model-9-of-9.safetensors", "icg"),
-    ("shard's name long", shard_of("x" * 5000 + ".safetensors"), INDEX, "icg"),
-    ("shard's name with NUL", shard_of("a\0b.safetensors"), INDEX, "icg"),
-    ("shard's name empty", shard_of(""), INDEX, "icg"),
-    ("another shard", shard_of("model-3-of-3.safetensors"), f"{EXPERT}.weight", "icg"),
-    ("20,000 shards", index(many_shards), INDEX, "icg"),
-    ("a tensor too few", index(lambda raw: raw["weight_map"].pop(f"{EXPERT}.weight")), f"{EXPERT}.weight", "icg"),
-    ("a tensor too many", index(lambda raw: raw["weight_map"].update({"ghost": SHARD})), "ghost", "icg"),
-    ("metadata a string", indexed("metadata", "x"), "", ""),
-    ("total_size a string", indexed("metadata", {"total_size": "x"}), "", ""),
-    ("total_size Infinity", indexed("metadata", {"total_size": math.inf}), "", ""),
-    ("total_size NaN", indexed("metadata", {"total_size": math.nan}), "", ""),
-    ("total_size of another checkpoint", indexed("metadata", {"total_size": -1}), "", ""),
+INDEXES: list[tuple[str, Damage, str]] = [
+    ("weight_map a list", indexed("weight_map", []), INDEX),
+    ("weight_map empty", indexed("weight_map", {}), INDEX),
+    ("weight_map missing", index(lambda raw: raw.pop("weight_map")), INDEX),
+    ("shard a number", shard_of(3), INDEX),
+    ("shard null", shard_of(None), INDEX),
+    ("shard a list", shard_of([SHARD]), INDEX),
+    ("shard above", shard_of("../x.safetensors"), INDEX),
+    ("shard absolute", shard_of("/etc/passwd"), INDEX),
+    ("shard of another suffix", shard_of("pytorch_model.bin"), INDEX),
+    ("shard missing", shard_of("model-9-of-9.safetensors"), "model-9-of-9.safetensors"),
+    ("shard's name long", shard_of("x" * 5000 + ".safetensors"), INDEX),
+    ("shard's name with NUL", shard_of("a\0b.safetensors"), INDEX),
+    ("shard's name empty", shard_of(""), INDEX),
+    ("another shard", shard_of("model-3-of-3.safetensors"), f"{EXPERT}.weight"),
+    ("20,000 shards", index(many_shards), INDEX),
+    ("a tensor too few", index(lambda raw: raw["weight_map"].pop(f"{EXPERT}.weight")), f"{EXPERT}.weight"),
+    ("a tensor too many", index(lambda raw: raw["weight_map"].update({"ghost": SHARD})), "ghost"),
+]
+# Fields that say nothing.
+METADATA: list[object] = [
+    "x",
+    {"total_size": "x"},
+    {"total_size": math.inf},
+    {"total_size": math.nan},
+    {"total_size": -1},
 ]
 
 
@@ -192,7 +195,8 @@ def kinds() -> list[Kind]:
     found.append(Kind("fp8 said of BF16", "bf16", config("quantization_config", {"quant_method": "fp8"}), "block_size"))
     # Without an index a lone model.safetensors is looked for: the directory is named.
     found += [Kind(f"index: {way}", "fp8", damage, "safetensors") for way, damage in of_file(INDEX).items()]
-    found += [Kind(f"index: {name}", "fp8", damage, says, refused) for name, damage, says, refused in INDEXES]
+    found += [Kind(f"index: {name}", "fp8", damage, says) for name, damage, says in INDEXES]
+    found += [Kind(f"index: metadata {content}", "fp8", indexed("metadata", content), "", ()) for content in METADATA]
     return found
 
 

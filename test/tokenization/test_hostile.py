@@ -71,6 +71,9 @@ HOSTILE = {
     "a refusal": ("{{ raise_exception('no system turn') }}", "no system turn"),
     "what is not to be changed": ("{{ messages.clear() }}", "unsafe"),
     "a wrong type": ("{{ 1 + 'a' }}", "unsupported operand"),
+    "an import": ("{% import 'os' as os %}{{ os }}", "no loader"),
+    "an include": ("{% include '/etc/passwd' %}", "no loader"),
+    "nothing": ("", "writes nothing"),
     "class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from plain_tokens import answers, media_rows, parts
 from kimi_k2.api import KimiK2, Prompt
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.engine.vision import MediaRows, VisionEncoder, run_pack
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import MediaError
-from kimi_k2.media.patches import Media, normalised
+from kimi_k2.media.patches import normalised
 from kimi_k2.parity.reference import transformers_features
 
 TOLERANCE = 1e-5
@@ -103,16 +102,6 @@ def test_chunked_prefill_cuts_through_images(model: KimiK2, prompts: list[Prompt
         torch.testing.assert_close(prefill(plain, ids, cache, size, rows), whole, rtol=0, atol=TOLERANCE)
 
 
-def test_the_image_matters(model: KimiK2, prompts: list[Prompt]) -> None:
-    plain, prompt = parts(model)[0], prompts[1]
-    other = replace(prompt, media=(Media(prompt.media[0].grid, 255 - prompt.media[0].patches),))
-    logits = [
-        prefill(plain, [one.ids], plain.new_cache(1, len(one.ids)), media=media_rows(model, [one]))
-        for one in (prompt, other)
-    ]
-    assert float((logits[0] - logits[1]).abs().max()) > 0.01
-
-
 def test_a_token_outside_the_vocabulary(model: KimiK2, prompts: list[Prompt]) -> None:
     """Videos of members with a token of their own, 163840 of 163840."""
     prompt, (plain, encoder) = prompts[3], parts(model)
@@ -130,23 +119,3 @@ def test_tokens_and_images_must_agree(model: KimiK2, prompts: list[Prompt]) -> N
     for media in ((), prompt.media[:-1], (*prompt.media, prompt.media[0])):
         with pytest.raises(MediaError, match="media tokens"):
             media_rows(model, [replace(prompt, media=media)])
-
-
-def test_embeddings_are_kept_by_content(model: KimiK2, prompts: list[Prompt]) -> None:
-    media, tower = prompts[2].media, parts(model)[1].model
-    run: list[int] = []
-
-    def counted(packs: Sequence[Sequence[Media]]) -> list[torch.Tensor]:
-        run.append(sum(map(len, packs)))
-        return [run_pack(tower, pack) for pack in packs]
-
-    encoder = VisionEncoder(tower, run=counted)
-    first = encoder.encode(media)
-    again = encoder.encode(list(reversed(media)))
-    assert run == [4, 0]  # one of five stands there twice
-    assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
-    small = VisionEncoder(tower, cache_bytes=first[0].nbytes, run=counted)
-    small.encode(media)
-    small.encode(media[1:2])
-    assert run[2:] == [4, 1]  # too large to be kept
-    assert all(torch.equal(a, b) for a, b in zip(small.encode(media), first, strict=True))
