@@ -124,7 +124,7 @@ def test_generate_streams_what_the_library_generates(checkpoints: dict[str, Path
     out = generate(
         KimiK2ForCausalLM.from_pretrained(directory), [prompt], SamplingParams(max_new_tokens=6, eos_token_ids=eos)
     )
-    tokens = [token for token in out.token_ids[0] if token not in eos]
+    tokens = [token for token in out[0] if token not in eos]
     assert result.stdout.rstrip("\n") == tokenizer.decode(tokens).rstrip("\n")
     assert "TTFT" in result.stderr
     assert "TPOT" in result.stderr

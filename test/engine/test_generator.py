@@ -40,7 +40,7 @@ def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "SLOTS", 8)
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     generator = Generator(model)
-    wanted = {n: generate(model, PROMPTS, SamplingParams(max_new_tokens=n, ignore_eos=True)).token_ids for n in (4, 9)}
+    wanted = {n: generate(model, PROMPTS, SamplingParams(max_new_tokens=n, ignore_eos=True)) for n in (4, 9)}
     assert tokens_of(generator, 4) == wanted[4]
     kept = generator.prepare(2, 7)[0]
     assert kept.max_length == 8
@@ -69,7 +69,7 @@ def test_a_next_turn_reads_what_is_new(wide: Path, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(module, "prefill", counted)
         reply = [step.tokens[0] for step in generator.stream([prompt], params)]
         monkeypatch.setattr(module, "prefill", original)
-        return reply, generate(generator.model, [prompt], params).token_ids[0]
+        return reply, generate(generator.model, [prompt], params)[0]
 
     with KimiK2.open(wide, keep_cache=True, **options) as session:
         generator = cast(Generator, session.generator)
@@ -93,7 +93,7 @@ def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "SLOTS", 64)
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     generator, params = Generator(model), SamplingParams(max_new_tokens=6, ignore_eos=True)
-    wanted, even = generate(model, RAGGED, params).token_ids, generate(model, EVEN, params).token_ids
+    wanted, even = generate(model, RAGGED, params), generate(model, EVEN, params)
 
     def tokens(prompts: list[list[int]]) -> list[list[int | None]]:
         steps = generator.stream(prompts, params, chunk_size=50)

@@ -117,10 +117,10 @@ def test_greedy_is_token_for_token_that_without(
     while prompts:
         batch = [prompts.pop() for _ in range(min(rng.choice([1, 3, 4]), len(prompts)))]
         setting: dict[str, Any] = rng.choice(GREEDY)
-        replies = generate(model, batch, SamplingParams(max_new_tokens=24, **setting)).token_ids
+        replies = generate(model, batch, SamplingParams(max_new_tokens=24, **setting))
         end = frozenset(reply[rng.randrange(8)] for reply in replies[1:])
         params = SamplingParams(max_new_tokens=rng.choice([1, 2, 9, 14]), eos_token_ids=end, **setting)
-        wanted = generate(model, batch, params).token_ids
+        wanted = generate(model, batch, params)
         oracles = {"half": Oracle(replies, wrong=0.5), "perfect": Oracle(replies)}
         for name, drafter in {**heads, **oracles}.items():
             generator = Generator(model, drafter=drafter, draft_tokens=rng.choice([1, 3, 5]))
@@ -193,7 +193,7 @@ def test_batch_invariant_mode_is_bit_equal(model: KimiK2ForCausalLM) -> None:
     model.batch_invariant = True
     try:
         plain = rows_of(Generator(model).stream(prompts, params))
-        longer = generate(model, prompts, SamplingParams(max_new_tokens=12)).token_ids
+        longer = generate(model, prompts, SamplingParams(max_new_tokens=12))
         for wrong in (0.0, 0.5):
             assert rows_of(Generator(model, drafter=Oracle(longer, wrong)).stream(prompts, params)) == plain
     finally:
@@ -375,9 +375,9 @@ def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_pat
 def test_a_next_turn_is_read_from_where_it_parts(model: KimiK2ForCausalLM) -> None:
     """A kept cache and drafts together: what was rejected is no part of what is kept."""
     params, prompt = SamplingParams(max_new_tokens=7), list(range(5, 25))
-    replies = generate(model, [prompt], SamplingParams(max_new_tokens=20)).token_ids
+    replies = generate(model, [prompt], SamplingParams(max_new_tokens=20))
     generator = Generator(model, keep=True, drafter=Oracle(replies, wrong=0.5))
     reply = speak(generator, [prompt], params)[0]
     prompt = [*prompt, *reply, 7, 8]
-    generator.drafter = Oracle(generate(model, [prompt], SamplingParams(max_new_tokens=20)).token_ids, wrong=0.5)
-    assert speak(generator, [prompt], params)[0] == generate(model, [prompt], params).token_ids[0]
+    generator.drafter = Oracle(generate(model, [prompt], SamplingParams(max_new_tokens=20)), wrong=0.5)
+    assert speak(generator, [prompt], params)[0] == generate(model, [prompt], params)[0]

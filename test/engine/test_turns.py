@@ -25,7 +25,7 @@ from PIL import Image
 
 import kimi_k2
 from kimi_k2.api import KimiK2, Timing
-from kimi_k2.engine.generate import Generator, generate, prefill, stream
+from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.sampler import SamplingParams, Step
 from kimi_k2.errors import BusyError, ConfigError, GenerationError, MediaError, TokenizerError
 from kimi_k2.model import turns
@@ -55,12 +55,12 @@ def elsewhere(run: Callable[[], Any]) -> Any:
 
 def test_streams_in_turn_on_one_thread(model: KimiK2ForCausalLM) -> None:
     generator = Generator(model)
-    wanted = [generate(model, [prompt], PARAMS).token_ids[0] for prompt in PROMPTS[:2]]
+    wanted = [generate(model, [prompt], PARAMS)[0] for prompt in PROMPTS[:2]]
     first, second = (generator.stream([prompt], PARAMS) for prompt in PROMPTS[:2])
     begun = next(first)
     for again in (
         lambda: next(second),
-        lambda: next(stream(model, [[4]], PARAMS)),  # another generator of the model
+        lambda: next(Generator(model).stream([[4]], PARAMS)),  # another generator of the model
         lambda: generator.prepare(1, 8),
         generator.close,
     ):
@@ -71,7 +71,7 @@ def test_streams_in_turn_on_one_thread(model: KimiK2ForCausalLM) -> None:
     copied = copy.deepcopy(model)
     held = generator.stream([[4]], PARAMS)
     next(held)
-    assert generate(copied, [PROMPTS[1]], PARAMS).token_ids[0] == wanted[1], "a copy is another model"
+    assert generate(copied, [PROMPTS[1]], PARAMS)[0] == wanted[1], "a copy is another model"
     assert isinstance(pickle.loads(pickle.dumps(model.turns)), turns.Turns)
 
 
@@ -80,7 +80,7 @@ def test_what_frees_a_model(model: KimiK2ForCausalLM, thread: str) -> None:
     """Its stream's end, `close`, an exception in it, its last reference, also in a circle; from any thread."""
     generator = Generator(model)
     run = elsewhere if thread == "another" else lambda call: call()
-    wanted = generate(model, [PROMPTS[0]], PARAMS).token_ids[0]
+    wanted = generate(model, [PROMPTS[0]], PARAMS)[0]
 
     def opened() -> Iterator[Step]:
         steps = generator.stream([PROMPTS[1]], PARAMS)
@@ -115,7 +115,7 @@ def test_first_come_first_served(model: KimiK2ForCausalLM) -> None:
     generator, order = Generator(model), []
     held = generator.stream([PROMPTS[2]], PARAMS)
     elsewhere(lambda: next(held))
-    wanted = [generate(copy.deepcopy(model), [prompt], PARAMS).token_ids[0] for prompt in PROMPTS]
+    wanted = [generate(copy.deepcopy(model), [prompt], PARAMS)[0] for prompt in PROMPTS]
     found: dict[int, list[int | None]] = {}
 
     def ask(number: int) -> None:
@@ -154,7 +154,7 @@ def test_a_timeout_is_finite(model: KimiK2ForCausalLM, timeout: Any) -> None:
 def test_ranks_are_asked_by_one_thread(model: KimiK2ForCausalLM) -> None:
     """Two threads of a process may come in another order than another process's."""
     generator = Generator(model, reduce=lambda part: part)
-    wanted = generate(model, [[4, 5]], PARAMS).token_ids[0]
+    wanted = generate(model, [[4, 5]], PARAMS)[0]
     with pytest.raises(GenerationError, match="main thread alone"):
         elsewhere(lambda: next(generator.stream([[4, 5]], PARAMS)))
     assert tokens(generator.stream([[4, 5]], PARAMS)) == wanted

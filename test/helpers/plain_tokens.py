@@ -22,7 +22,7 @@ def expected(
     model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     model.kv_cache_dtype = cache or model.kv_cache_dtype
     return [
-        generate(model, [request["prompt"]], SamplingParams(request["new_tokens"], ignore_eos=True)).token_ids[0]
+        generate(model, [request["prompt"]], SamplingParams(request["new_tokens"], ignore_eos=True))[0]
         for request in job
     ]
 
@@ -41,4 +41,4 @@ def media_rows(model: KimiK2, prompts: Sequence[Prompt]) -> MediaRows | None:
 def answers(model: KimiK2, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[int]]:
     """New tokens of a batch whose prompts may have images and videos."""
     ids = [prompt.ids for prompt in prompts]
-    return generate(parts(model)[0], ids, params, media=lambda: media_rows(model, prompts)).token_ids
+    return generate(parts(model)[0], ids, params, media=lambda: media_rows(model, prompts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ transformers = pytest.importorskip("transformers")
 REAL = KimiK2Config.from_preset("kimi-k2-instruct-0905")
 
 
-def random_attention(config: KimiK2Config, form: str, seed: int = 0) -> MultiHeadLatentAttention:
-    attention = MultiHeadLatentAttention(with_format(config, "bf16"), 0, dtype=torch.float64, form=form)
+def random_attention(config: KimiK2Config, seed: int = 0) -> MultiHeadLatentAttention:
+    attention = MultiHeadLatentAttention(with_format(config, "bf16"), 0, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     for parameter in attention.parameters():
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 1.0
@@ -39,14 +40,15 @@ def test_absorbed_equals_naive_in_float64(seed: int, batch: int, new: int, past:
     positions = torch.arange(past + new).expand(batch, -1)
     rotation = RotaryEmbedding(config)(positions, torch.float64)
     outputs = []
-    attention = random_attention(config, "naive", seed)
-    for attention.form in ("naive", "absorbed"):
+    attention = random_attention(config, seed)
+    for absorbed in (False, True):
         cache = LatentCache(config, batch, past + new, dtype=torch.float64)
         for start, stop in ((0, past), (past, past + new)):
             part = slice(start, stop)
             if start < stop:
                 turned = (rotation[0][:, part], rotation[1][:, part])
-                out = attention(x[:, part], positions[:, part], turned, cache, stop)
+                with patch("kimi_k2.model.attention.absorbed_is_cheaper", return_value=absorbed):
+                    out = attention(x[:, part], positions[:, part], turned, cache, stop)
         outputs.append(out)
     difference = float((outputs[0] - outputs[1]).abs().max())
     assert difference <= 1e-12
@@ -94,14 +96,15 @@ def test_decode_equals_transformers_far_into_the_context() -> None:
     raw = {key: value for key, value in raw.items() if key not in ("model_type", "architectures")}
     hf_config = transformers.DeepseekV3Config(**raw, attn_implementation="eager")
     theirs = DeepseekV3Attention(hf_config, 0).double().eval()
-    ours = random_attention(config, "absorbed")
+    ours = random_attention(config)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(1, 6, config.hidden_size, dtype=torch.float64)
     far = torch.tensor([[0, 1, 2, 3, 4, 5]]) + 200_000
     causal = torch.full((1, 1, 6, 6), float("-inf")).triu(1)
     expected = theirs(x, DeepseekV3RotaryEmbedding(hf_config)(x, far), causal)[0]
     # Without a cache our mask counts from position 0; the rotation alone says how far into the context we are.
-    out = ours(x, far - 200_000, RotaryEmbedding(config)(far, torch.float64), None, 6)
+    with patch("kimi_k2.model.attention.absorbed_is_cheaper", return_value=True):
+        out = ours(x, far - 200_000, RotaryEmbedding(config)(far, torch.float64), None, 6)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
@@ -123,8 +126,3 @@ def test_cache_longer_than_the_model_allows() -> None:
     )
     with pytest.raises(ValueError, match="max_position_embeddings 8192"):
         LatentCache(tiny_config(), 1, TINY["max_position_embeddings"] + 1)
-
-
-def test_unknown_attention_form() -> None:
-    with pytest.raises(ValueError, match="expected auto, naive or absorbed"):
-        MultiHeadLatentAttention(tiny_config(), 0, dtype=torch.float32, form="flash")

@@ -43,11 +43,8 @@ def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, le
     out = generate(model, prompts, SamplingParams(max_new_tokens=DECODE_STEPS + 1, ignore_eos=True))
     worst = 0.0
     # One uncached pass of the reference a sequence; what it would choose after each token is what came next.
-    full = [
-        reference(torch.tensor([prompt + tokens])).logits[0]
-        for prompt, tokens in zip(prompts, out.token_ids, strict=True)
-    ]
-    for length, rows, chosen in zip(lengths, full, out.token_ids, strict=True):
+    full = [reference(torch.tensor([prompt + tokens])).logits[0] for prompt, tokens in zip(prompts, out, strict=True)]
+    for length, rows, chosen in zip(lengths, full, out, strict=True):
         assert rows[length - 1 : -1].argmax(dim=-1).tolist() == chosen
 
     # The same steps again, with the logits kept.
@@ -55,7 +52,7 @@ def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, le
     logits = prefill(model, prompts, cache)
     for step in range(DECODE_STEPS + 1):
         if step:
-            tokens = torch.tensor([sequence[step - 1] for sequence in out.token_ids])
+            tokens = torch.tensor([sequence[step - 1] for sequence in out])
             logits = decode_step(model, tokens, torch.tensor(lengths) + step - 1, cache)
         for row, length in enumerate(lengths):
             worst = max(worst, float((logits[row] - full[row][length + step - 1]).abs().max()))

@@ -39,7 +39,7 @@ def run(checkpoint: Path, calls: list[dict[str, Any]], ranks: int = 1, **more: A
 @torch.inference_mode()
 def expected(checkpoint: Path, prompts: list[list[int]], steps: int = STEPS) -> list[list[int]]:
     """Greedy tokens of the plain model."""
-    return generate(plain_model(checkpoint), prompts, SamplingParams(steps, ignore_eos=True)).token_ids
+    return generate(plain_model(checkpoint), prompts, SamplingParams(steps, ignore_eos=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

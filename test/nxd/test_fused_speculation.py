@@ -80,7 +80,7 @@ def batches_of(model: KimiK2ForCausalLM, batch: int, wrong: float | None) -> tup
     batches, expected = [], []
     while prompts:
         some = [prompts.pop() for _ in range(min(rng.randint(1, batch), len(prompts)))]
-        replies = generate(model, some, SamplingParams(20 + DRAFTS, ignore_eos=True)).token_ids
+        replies = generate(model, some, SamplingParams(20 + DRAFTS, ignore_eos=True))
         params = {"max_new_tokens": rng.choice([1, 2, 9, 20])}
         asked: dict[str, Any] = {"prompts": some, "params": params}
         if wrong is not None:

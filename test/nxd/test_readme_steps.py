@@ -71,7 +71,7 @@ class Machine:
 def sure_reply(checkpoint: Path, prompt: list[int]) -> list[int]:
     """Greedy tokens of the plain model up to the first that BF16 could turn: its logit leads by less than 0.15."""
     model = plain_model(checkpoint)
-    tokens = generate(model, [prompt], SamplingParams(STEPS, ignore_eos=True)).token_ids[0]
+    tokens = generate(model, [prompt], SamplingParams(STEPS, ignore_eos=True))[0]
     best = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1].topk(2).values
     leads = (best[:, 0] - best[:, 1] >= 0.15).tolist()
     return tokens[: leads.index(False)] if False in leads else tokens

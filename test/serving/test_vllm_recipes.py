@@ -129,7 +129,7 @@ def expected_of_adapters(directory: Path, job: list[dict[str, Any]]) -> list[lis
         for number, one in enumerate(job):
             if tuple(one.get("adapter") or ()) == adapter:
                 params = SamplingParams(one["new_tokens"], ignore_eos=True)
-                wanted[number] = generate(model, [one["prompt"]], params).token_ids[0]
+                wanted[number] = generate(model, [one["prompt"]], params)[0]
     return [wanted[number] for number in range(len(job))]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol
@@ -144,28 +144,6 @@ def slots_needed(model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], par
             f"({model.config.max_position_embeddings})"
         )
     return needed
-
-
-@dataclass
-class GenerationOutput:
-    """Generated tokens with their timing.
-
-    Attributes:
-        token_ids: new tokens of each sequence, the ending one included.
-        finish_reasons: `stop` (an end token) or `length`, a sequence.
-        ttft: seconds from the call to the first token (prefill and first choice).
-        itl: seconds of every later step.
-    """
-
-    token_ids: list[list[int]]
-    finish_reasons: list[str]
-    ttft: float
-    itl: list[float] = field(default_factory=list)
-
-    @property
-    def tpot(self) -> float:
-        """Mean seconds an output token after the first; NaN if there was only one."""
-        return sum(self.itl) / len(self.itl) if self.itl else float("nan")
 
 
 class Generator:
@@ -369,11 +347,6 @@ class Generator:
             yield step
 
 
-def stream(model: KimiK2ForCausalLM, *args: Any, **named: Any) -> Steps:
-    """`Generator.stream` of a model that nothing is kept for."""
-    return Generator(model).stream(*args, **named)
-
-
 def token_steps(
     lengths: Sequence[int],
     params: SamplingParams,
@@ -414,23 +387,12 @@ def token_steps(
 
 
 def generate(
-    model: KimiK2ForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    chunk_size: int | None = None,
-    media: Callable[[], MediaRows | None] | None = None,
-    timeout: float = TIMEOUT,
-) -> GenerationOutput:
-    """Generate until every sequence has ended; arguments and errors as for `Generator.stream`."""
-    token_ids: list[list[int]] = [[] for _ in prompts]
-    seconds = []
-    for step in stream(model, prompts, params, chunk_size=chunk_size, media=media, timeout=timeout):
-        seconds.append(step.seconds)
-        for sequence, token in zip(token_ids, step.tokens, strict=True):
+    model: KimiK2ForCausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+) -> list[list[int]]:
+    """Each prompt's new tokens, the ending one included; options and errors as for `Generator.stream`."""
+    replies: list[list[int]] = [[] for _ in prompts]
+    for step in Generator(model).stream(prompts, params, **options):
+        for reply, token in zip(replies, step.tokens, strict=True):
             if token is not None:
-                sequence.append(token)
-    reasons = [
-        "stop" if not params.ignore_eos and sequence[-1] in params.eos_token_ids else "length" for sequence in token_ids
-    ]
-    return GenerationOutput(token_ids, reasons, seconds[0], seconds[1:])
+                reply.append(token)
+    return replies

@@ -29,11 +29,7 @@ def absorbed_is_cheaper(config: KimiK2Config, queries: int, length: int) -> bool
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """MLA of one decoder layer.
-
-    Args:
-        form: `auto` takes the form that needs fewer operations at each call, `naive` or `absorbed` pins one.
-    """
+    """MLA of one decoder layer, at each call in the form that needs fewer operations."""
 
     def __init__(
         self,
@@ -42,12 +38,9 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         dtype: torch.dtype,
         keep_quantized: bool = False,
-        form: str = "auto",
     ) -> None:
         super().__init__()
-        if form not in ("auto", "naive", "absorbed"):
-            raise ValueError(f"form: expected auto, naive or absorbed, got {form!r}")
-        self.config, self.layer, self.form = config, layer, form
+        self.config, self.layer = config, layer
         root, heads, hidden = (
             f"model.layers.{layer}.self_attn",
             config.num_attention_heads,
@@ -127,8 +120,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Attention over cached slots, in the form that is cheaper; arguments and result as `mla_naive_attention`'s."""
         config = self.config
         # Which form is cheaper depends on how a prompt is cut: in batch-invariant mode it is always the same one.
-        cheaper = not batch_invariant() and absorbed_is_cheaper(config, q_nope.shape[1], slots.shape[1])
-        if self.form == "absorbed" or (self.form == "auto" and cheaper):
+        if not batch_invariant() and absorbed_is_cheaper(config, q_nope.shape[1], slots.shape[1]):
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
             q_latent = absorb(q_nope, w_uk)
             return value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)

@@ -54,13 +54,11 @@ class HiddenStates:
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    def __init__(
-        self, config: KimiK2Config, layer: int, *, dtype: torch.dtype, keep_quantized: bool, form: str
-    ) -> None:
+    def __init__(self, config: KimiK2Config, layer: int, *, dtype: torch.dtype, keep_quantized: bool) -> None:
         super().__init__()
         module = f"model.layers.{layer}.mlp"
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = MultiHeadLatentAttention(config, layer, dtype=dtype, keep_quantized=keep_quantized, form=form)
+        self.self_attn = MultiHeadLatentAttention(config, layer, dtype=dtype, keep_quantized=keep_quantized)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp: MoE | MLP = (
             MoE(config, module, dtype=dtype, keep_quantized=keep_quantized)
@@ -85,11 +83,11 @@ class DecoderLayer(nn.Module):
 class KimiK2Model(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: KimiK2Config, *, dtype: torch.dtype, keep_quantized: bool, form: str) -> None:
+    def __init__(self, config: KimiK2Config, *, dtype: torch.dtype, keep_quantized: bool) -> None:
         super().__init__()
         self.embed_tokens = Embedding(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, keep_quantized=keep_quantized, form=form)
+            DecoderLayer(config, layer, dtype=dtype, keep_quantized=keep_quantized)
             for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
@@ -127,7 +125,6 @@ class KimiK2ForCausalLM(nn.Module):
         config: validated configuration.
         dtype: of weights and activations (the router's bias and logits stay float32).
         keep_quantized: hold FP8 or INT4 weights as stored and dequantize at use; otherwise dequantize once on load.
-        attention_form: `auto`, `naive` or `absorbed`, see MultiHeadLatentAttention.
 
     Attributes:
         kv_cache_dtype: of new caches; None for `dtype`. The checkpoint's own at first.
@@ -141,7 +138,6 @@ class KimiK2ForCausalLM(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         keep_quantized: bool = False,
-        attention_form: str = "auto",
     ) -> None:
         super().__init__()
         self.config = config
@@ -149,7 +145,7 @@ class KimiK2ForCausalLM(nn.Module):
         self.kv_cache_dtype = kv_cache_dtype("auto", config)
         self.batch_invariant = False
         self.turns = Turns()
-        self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized, form=attention_form)
+        self.model = KimiK2Model(config, dtype=dtype, keep_quantized=keep_quantized)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head.weight.requires_grad_(False)
 
@@ -161,7 +157,6 @@ class KimiK2ForCausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         keep_quantized: bool = False,
-        attention_form: str = "auto",
         on_tensor: Callable[[str, int], None] | None = None,
     ) -> KimiK2ForCausalLM:
         """Stream a checkpoint directory into a new model.
@@ -171,7 +166,6 @@ class KimiK2ForCausalLM(nn.Module):
             dtype: of activations and float weights.
             device: where the model lives.
             keep_quantized: keep weights as they are stored and dequantize them at each use.
-            attention_form: see the class.
             on_tensor: called with (name, bytes) after each tensor, for a progress bar.
 
         Raises:
@@ -183,7 +177,7 @@ class KimiK2ForCausalLM(nn.Module):
         reader = CheckpointReader.for_config(directory, config)
         # Memory is claimed uninitialised on the target, so each weight is written exactly once.
         with torch.device("meta"):
-            model = cls(config, dtype=dtype, keep_quantized=keep_quantized, attention_form=attention_form)
+            model = cls(config, dtype=dtype, keep_quantized=keep_quantized)
         model = model.to_empty(device=device)
         load_checkpoint(model, reader, on_tensor=on_tensor)
         model.prepare()

@@ -275,5 +275,5 @@ def _plain(
 ) -> Trace:
     if greedy:
         sampling = SamplingParams(max_new_tokens=len(inputs.forced))
-        inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling).token_ids[0])
+        inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling)[0])
     return run_plain(model, inputs, combine)
