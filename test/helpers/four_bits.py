@@ -48,18 +48,6 @@ def drawn(format_: StoredFormat, experts: int, inter: int, hidden: int, seed: in
     return ExpertWeights(gate_up, down)
 
 
-def dense_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """float64 [E, 2I, H] and [E, H, I], from float32 that the formats dequantize to."""
-    weights = []
-    for weight in (experts.gate_up, experts.down):
-        assert weight.quantization is not None
-        each = [
-            weight.quantization.dequantize(weight.expert(e).tensors, torch.float32) for e in range(experts.num_experts)
-        ]
-        weights.append(torch.stack(each).double())
-    return weights[0], weights[1]
-
-
 def arguments(experts: ExpertWeights) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `moe_w4a16` takes: the four tensors and NVFP4's own."""
     return entries._four_bit_experts(experts), entries._scales_of_all(experts)

@@ -43,14 +43,6 @@ def test_fp8_dequantization_is_transformers(shape: tuple[int, int], seed: int) -
     assert torch.equal(dequantize_fp8_block(weight, scale), expected)
 
 
-def test_fp8_expert_dimension() -> None:
-    stacked = [random_fp8(256, 128, seed) for seed in range(3)]
-    weight = torch.stack([w.view(torch.uint8) for w, _ in stacked]).view(torch.float8_e4m3fn)
-    out = dequantize_fp8_block(weight, torch.stack([s for _, s in stacked]), dtype=torch.bfloat16)
-    for expert, (w, s) in enumerate(stacked):
-        assert torch.equal(out[expert], dequantize_fp8_block(w, s, dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize("name", [name for name, held in formats().items() if held.method])
 def test_zeros_stay_zero_beside_others(name: str) -> None:
     """A block, a group, a row of them; their scales are none that a check refuses."""

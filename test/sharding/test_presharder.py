@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from forked import python
 from rewritten import tensors_of
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -31,31 +29,9 @@ from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, VISION_FILE, check_made
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults
 
-WORKER = """
-import sys
-import torch
-from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.presharder import Presharder
-torch.set_num_threads(1)
-Presharder(sys.argv[1], sys.argv[2], Layout(2, 2)).run()
-"""
-
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def test_a_disk_too_small_is_found_before_any_work(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The kernel's own refusal: a limit on the size of files stands for the end of the disk."""
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n" + WORKER
-    command = [*python(), "-c", limited, str(checkpoints["fp8"]), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "CheckpointError" in done.stderr
-    assert "cannot reserve" in done.stderr
-    assert "run the same command again" in done.stderr
-    assert not list((tmp_path / "out" / "weights").glob("*.safetensors"))
-    Presharder(checkpoints["fp8"], tmp_path / "out", Layout(2, 2)).run()
 
 
 def test_a_shard_that_goes_away_keeps_finished_layers(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from kimi_k2.sharding.verify import faults
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
-KILLS = int(os.environ.get("KIMI_K2_DRAWS", "6"))
 CORRUPTIONS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
 POINTS = int(os.environ.get("KIMI_K2_DRAWS", "7"))
 LAYOUT = Layout(2, 2)
@@ -507,32 +506,3 @@ def test_looking_through_a_finished_conversion_writes_nothing(source: Path, fini
     (finished / JOURNAL).write_text("left by a kill between the two")
     assert Presharder(source, finished, LAYOUT).run() == json.loads((finished / MANIFEST).read_text())
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
-
-
-def test_killed_at_drawn_times(source: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL by the clock, also while a rerun mends what the kill before left; `KIMI_K2_DRAWS=100` for more of them.
-
-    Forked children need no new imports, so that a hundred take a minute or two.
-    """
-    chooser, expected, killed, finished = random.Random(5), weights_of(whole), 0, 0
-    context = get_context("fork")
-    start = time.perf_counter()
-    Presharder(source, tmp_path / "timed", LAYOUT).run()
-    taken = time.perf_counter() - start
-    while killed < KILLS:
-        output = tmp_path / f"out{killed}"
-        for _ in range(chooser.randrange(1, 4)):
-            job = context.Process(target=Presharder(source, output, LAYOUT).run)
-            job.start()
-            time.sleep(chooser.uniform(0, taken))
-            job.kill()
-            job.join()
-            killed += job.exitcode == -signal.SIGKILL
-        finished += (output / MANIFEST).exists()
-        Presharder(source, output, LAYOUT).run()
-        assert weights_of(output) == expected
-        assert (output / MANIFEST).read_bytes() == (whole / MANIFEST).read_bytes()
-        assert list(faults(output)) == []
-        assert {path.name for path in output.iterdir()} == {"weights", MANIFEST}
-        shutil.rmtree(output)
-    print(f"\n{killed} kills; {finished} conversions had been finished before the last of them")

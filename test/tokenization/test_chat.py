@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from parser_cases import apply_chat_template, render_segments
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.chat import DEFAULT_SYSTEM
 from kimi_k2.tokenization.message import parse_message
@@ -118,14 +117,6 @@ def test_tool_ids_count_over_the_conversation() -> None:
         ("functions.a:0", "a", {"a": 1}), ("functions.b:1", "b", {"a": 1})]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("preset", "style"),
-    [("kimi-k2-instruct-0905", "instruct"), ("kimi-k2-thinking", "thinking"), ("kimi-k2.5", "k2.5")],
-)
-def test_style_of_each_member(preset: str, style: str) -> None:
-    assert KimiK2Config.from_preset(preset).chat_style == style
-
-
 IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
 
@@ -141,12 +132,6 @@ def test_images_are_media_tokens(part: dict[str, Any], style: ChatStyle) -> None
     )
     markup = [segment.text for segment in render_segments([message], style=style) if segment.markup]
     assert markup.count("<|media_pad|>") == 2
-
-
-@pytest.mark.parametrize("part", [{"type": "video"}, {"type": "video_url", "video_url": {"url": "x"}}, {"video": "x"}])
-def test_videos_are_a_placeholder_for_the_processor(part: dict[str, Any]) -> None:
-    segments = render_segments([{"role": "user", "content": [part]}], style="k2.5")
-    assert [segment.markup for segment in segments if segment.text == "<|kimi_k25_video_placeholder|>"] == [True]
 
 
 def orphan(identifier: str, **fields: str) -> dict[str, Any]:

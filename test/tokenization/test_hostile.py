@@ -7,7 +7,6 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,11 @@ from hypothesis import strategies as st
 from parser_cases import apply_chat_template, as_tuples, call, section, tool
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
 from kimi_k2.tokenization import renderer, template
 from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate
-from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 NAMES = special_tokens(1792)
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi <|im_end|>"}]
@@ -102,14 +99,6 @@ DEEP = {
 def test_deep_and_long_templates(name: str) -> None:
     with pytest.raises(TokenizerError, match=r"^chat template: (no valid Jinja template: |expected at most 65536)"):
         ChatTemplate(DEEP[name], NAMES)
-
-
-def test_a_hostile_template_in_a_checkpoint(tmp_path: Path, short_patience: None) -> None:
-    write_synthetic_vocabulary(tmp_path, 512)
-    (tmp_path / "chat_template.jinja").write_text("{% for i in range(10**12) %}{% endfor %}")
-    tokenizer = KimiTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: cannot be rendered: Range too big"):
-        tokenizer.encode_chat(USER)
 
 
 def test_one_long_call_into_c(short_patience: None) -> None:

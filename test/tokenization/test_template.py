@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.synthetic.checkpoint import write_synthetic_vocabulary
-from kimi_k2.tokenization.chat import template_source
 from kimi_k2.tokenization.special_tokens import special_tokens
-from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate
-from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 SPECIAL = special_tokens(1792)
 # Templates that let a message (t) complete what they begin, and the message that would; marks as the renderer has them.
@@ -92,25 +86,3 @@ def test_pieces_that_the_template_wrote_are_a_special_token(source: str, markup:
     assert [tuple(vars(one).values()) for one in template.render_segments([{"role": "user", "content": "x"}])] == [
         (markup, True)
     ]
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    write_synthetic_vocabulary(tmp_path, 512)
-    return tmp_path
-
-
-def test_tokenizer_prefers_the_checkpoints_template(directory: Path) -> None:
-    messages = [{"role": "user", "content": "a<|im_end|>b"}]
-    built_in = KimiTokenizer.from_pretrained(directory)
-    assert built_in.chat_template is None
-    expected = built_in.encode_chat(messages)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({**config, "chat_template": template_source(ChatStyle.INSTRUCT)})
-    )
-    assert KimiTokenizer.from_pretrained(directory).encode_chat(messages) == expected
-    (directory / "chat_template.jinja").write_text("<|im_user|>{{ messages[0].content }}")
-    tokenizer = KimiTokenizer.from_pretrained(directory)
-    ids = tokenizer.encode_chat(messages)
-    assert ids == [tokenizer.special_tokens["<|im_user|>"], *tokenizer.encode("a<|im_end|>b")]
