@@ -63,41 +63,52 @@ def _routed_format(
     return first
 
 
-def _mlp_specs(config: KimiK2Config, module: str, intermediate: int) -> Iterator[TensorSpec]:
-    yield from linear_specs(config, f"{module}.gate_proj", intermediate, config.hidden_size)
-    yield from linear_specs(config, f"{module}.up_proj", intermediate, config.hidden_size)
-    yield from linear_specs(config, f"{module}.down_proj", config.hidden_size, intermediate)
+def _mlp(module: str, width: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield from ((f"{module}.{name}_proj", (width, hidden)) for name in ("gate", "up"))
+    yield f"{module}.down_proj", (hidden, width)
+
+
+def modules(config: KimiK2Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Modules of decoder layer `layer` (from 0) by name, in checkpoint order, and the shapes of their weights.
+
+    [size] of norms, [rows, columns] of Linears and the router, [experts, width, hidden] of the routed experts.
+    """
+    heads, hidden, queries, rank = (
+        config.num_attention_heads, config.hidden_size, config.q_lora_rank, config.kv_lora_rank,
+    )  # fmt: skip
+    yield "input_layernorm", (hidden,)
+    yield "self_attn.q_a_proj", (queries, hidden)
+    yield "self_attn.q_a_layernorm", (queries,)
+    yield "self_attn.q_b_proj", (heads * config.qk_head_dim, queries)
+    yield "self_attn.kv_a_proj_with_mqa", (config.cache_dim, hidden)
+    yield "self_attn.kv_a_layernorm", (rank,)
+    yield "self_attn.kv_b_proj", (heads * (config.qk_nope_head_dim + config.v_head_dim), rank)
+    yield "self_attn.o_proj", (hidden, heads * config.v_head_dim)
+    yield "post_attention_layernorm", (hidden,)
+    if not config.is_moe_layer(layer):
+        yield from _mlp("mlp", config.intermediate_size, hidden)
+        return
+    yield "mlp.gate", (config.n_routed_experts, hidden)
+    yield "mlp.experts", (config.n_routed_experts, config.moe_intermediate_size, hidden)
+    if config.n_shared_experts:
+        yield from _mlp("mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts, hidden)
 
 
 def layer_specs(config: KimiK2Config, layer: int) -> Iterator[TensorSpec]:
     """The stored tensors of decoder layer `layer` (from 0)."""
-    root = f"model.layers.{layer}"
-    attention = f"{root}.self_attn"
-    heads, hidden = config.num_attention_heads, config.hidden_size
-
-    def norm(name: str, size: int) -> TensorSpec:
-        return TensorSpec(f"{name}.weight", torch.bfloat16, (size,))
-
-    yield norm(f"{root}.input_layernorm", hidden)
-    yield from linear_specs(config, f"{attention}.q_a_proj", config.q_lora_rank, hidden)
-    yield norm(f"{attention}.q_a_layernorm", config.q_lora_rank)
-    yield from linear_specs(config, f"{attention}.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
-    yield from linear_specs(config, f"{attention}.kv_a_proj_with_mqa", config.cache_dim, hidden)
-    yield norm(f"{attention}.kv_a_layernorm", config.kv_lora_rank)
-    kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    yield from linear_specs(config, f"{attention}.kv_b_proj", kv_b_rows, config.kv_lora_rank)
-    yield from linear_specs(config, f"{attention}.o_proj", hidden, heads * config.v_head_dim)
-    yield norm(f"{root}.post_attention_layernorm", hidden)
-    if not config.is_moe_layer(layer):
-        yield from _mlp_specs(config, f"{root}.mlp", config.intermediate_size)
-        return
-    yield TensorSpec(f"{root}.mlp.gate.weight", torch.bfloat16, (config.n_routed_experts, hidden))
-    yield TensorSpec(f"{root}.mlp.gate.e_score_correction_bias", torch.float32, (config.n_routed_experts,))
-    for expert in range(config.n_routed_experts):
-        yield from _mlp_specs(config, f"{root}.mlp.experts.{expert}", config.moe_intermediate_size)
-    if config.n_shared_experts:
-        width = config.moe_intermediate_size * config.n_shared_experts
-        yield from _mlp_specs(config, f"{root}.mlp.shared_experts", width)
+    for name, shape in modules(config, layer):
+        module = f"model.layers.{layer}.{name}"
+        if name == "mlp.experts":
+            count, width, hidden = shape
+            for expert in range(count):
+                for part, (rows, columns) in _mlp(f"{module}.{expert}", width, hidden):
+                    yield from linear_specs(config, part, rows, columns)
+        elif len(shape) == 2 and name != "mlp.gate":
+            yield from linear_specs(config, module, *shape)
+        else:
+            yield TensorSpec(f"{module}.weight", torch.bfloat16, shape)
+            if name == "mlp.gate":
+                yield TensorSpec(f"{module}.e_score_correction_bias", torch.float32, shape[:1])
 
 
 def expected_tensors(config: KimiK2Config) -> Iterator[TensorSpec]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from kimi_k2.checkpoint.names import routed_format
+from kimi_k2.checkpoint.names import modules, routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of, unquantized
@@ -100,44 +100,37 @@ def _global_tensors(config: KimiK2Config, layout: Layout) -> Iterator[PlannedTen
     yield PlannedTensor("lm_head.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)
 
 
-def _linears(config: KimiK2Config, layer: int) -> Iterator[tuple[str, int, int, int | None]]:
-    """Of a layer's Linears outside the routed experts: name, output and input size, dimension of these that is cut."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    yield "self_attn.q_b_proj", heads * config.qk_head_dim, config.q_lora_rank, 0
-    yield "self_attn.kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank, 0
-    yield "self_attn.o_proj", hidden, heads * config.v_head_dim, 1
-    mlp, width = "mlp", config.intermediate_size
-    if config.is_moe_layer(layer):
-        if not config.n_shared_experts:
-            return
-        mlp, width = "mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts
-    yield f"{mlp}.gate_proj", width, hidden, 0
-    yield f"{mlp}.up_proj", width, hidden, 0
-    yield f"{mlp}.down_proj", hidden, width, 1
+# Of Linears that ranks divide, the dimension that is cut.
+_CUTS = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
 
 
-def _norms(config: KimiK2Config) -> dict[str, int]:
-    """Size of each RMSNorm by name."""
-    return {
-        "input_layernorm": config.hidden_size,
-        "self_attn.q_a_layernorm": config.q_lora_rank,
-        "self_attn.kv_a_layernorm": config.kv_lora_rank,
-        "post_attention_layernorm": config.hidden_size,
-    }
+def _linears(config: KimiK2Config, layer: int) -> list[tuple[str, tuple[int, int], int | None]]:
+    """Of a layer's Linears outside the routed experts: name, shape, and what is cut; those that are not come first."""
+    found = (
+        (name, (shape[0], shape[1]), _CUTS.get(name.rpartition(".")[2]))
+        for name, shape in modules(config, layer)
+        if len(shape) == 2 and name != "mlp.gate"
+    )
+    return sorted(found, key=lambda one: one[2] is not None)
+
+
+def _norms(config: KimiK2Config, layout: Layout, root: str, layer: int) -> Iterator[PlannedTensor]:
+    for name, shape in modules(config, layer):
+        if len(shape) == 1:
+            yield PlannedTensor(f"{root}.{name}.weight", layout.dtype, shape, layer)
 
 
 def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: ExpertFormat) -> Iterator[PlannedTensor]:
     """A decoder layer's tensors under NeuronKimiK2ForCausalLM's names, experts [E, input, output]."""
     root, ranks, dtype = f"layers.{layer}", layout.ranks, layout.dtype
-    for name, size in _norms(config).items():
-        yield PlannedTensor(f"{root}.{name}.weight", dtype, (size,), layer)
+    yield from _norms(config, layout, root, layer)
     shape = (config.qkv_a_dim, config.hidden_size)
     yield PlannedTensor(f"{root}.self_attn.qkv_a_proj.weight", dtype, shape, layer, 0, 1, ranks)
     kind = layout.attention_tiles(config) if config.is_moe_layer(layer) else ""
     tiled = SOURCES if in_place_of_linears(kind) else ()
-    for name, rows, columns, dim in _linears(config, layer):
-        if name not in tiled and (experts.shared is None or "shared_experts" not in name):
-            yield PlannedTensor(f"{root}.{name}.weight", dtype, (rows, columns), layer, dim, 1, ranks)
+    for name, size, dim in _linears(config, layer):
+        if dim is not None and name not in tiled and (experts.shared is None or "shared_experts" not in name):
+            yield PlannedTensor(f"{root}.{name}.weight", dtype, size, layer, dim, 1, ranks)
     if not config.is_moe_layer(layer):
         return
     if kind:
@@ -194,16 +187,11 @@ def _cuda_layer(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[Pl
         ConfigError: a rank's slice would cut a scale block.
     """
     root, ranks = f"model.layers.{layer}", layout.dense
-    for name, size in _norms(config).items():
-        yield PlannedTensor(f"{root}.{name}.weight", layout.dtype, (size,), layer)
-    replicated = (
-        ("self_attn.q_a_proj", config.q_lora_rank, config.hidden_size, None),
-        ("self_attn.kv_a_proj_with_mqa", config.cache_dim, config.hidden_size, None),
-    )
-    for name, rows, columns, dim in (*replicated, *_linears(config, layer)):
+    yield from _norms(config, layout, root, layer)
+    for name, shape, dim in _linears(config, layer):
         parts = 1 if dim is None else ranks
         stored_format = format_of(config.quantization, f"{root}.{name}")
-        for spec in _held(stored_format, layout, f"{root}.{name}", (rows, columns), dim, parts):
+        for spec in _held(stored_format, layout, f"{root}.{name}", shape, dim, parts):
             yield PlannedTensor(*spec, layer, *_divided(spec, dim, parts))
     if not config.is_moe_layer(layer):
         return
