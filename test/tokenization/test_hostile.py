@@ -78,9 +78,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_typed_errors(name: str, short_patience: None) -> None:
     source, says = HOSTILE[name]
-    with pytest.raises(
-        TokenizerError, match=rf"^chat template: (cannot be rendered|no valid Jinja template): .*({says})"
-    ):
+    with pytest.raises(TokenizerError, match=rf"^chat template: .*({says})"):
         ChatTemplate(source, NAMES).render_segments(USER)
 
 
