@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.engine.draft_length import OPERATIONS, DraftLength, step_cost
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
-    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
 
 
 def test_lengths_follow_acceptance_and_the_batch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,6 @@ from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import Sampler, SamplingParams
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
-    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
 
 
 def test_presence_and_frequency_count_the_reply_alone() -> None:

@@ -33,26 +33,14 @@ DRAWS = 250 * DRAWN
 SEEDS = range(10 if os.environ.get("KIMI_K2_SLOW") else 1)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
-    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
-
-
-class Oracle:
+class Oracle(NgramDrafter):
     """Knows the replies; each token that it drafts is wrong with a chance."""
-
-    aux_layers: tuple[int, ...] = ()
-    cost = 0.0
 
     def __init__(self, replies: list[list[int]], wrong: float = 0.0) -> None:
         self.replies, self.wrong, self.random = replies, wrong, random.Random(1)
 
     def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
         self.said = [0] * len(prompts)
-
-    def read(self, *_: object) -> None: ...
-
-    def close(self) -> None: ...
 
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
         tokens = torch.zeros(len(wanted), max(wanted), dtype=torch.int64)
@@ -200,11 +188,8 @@ def test_batch_invariant_mode_is_bit_equal(model: KimiK2ForCausalLM) -> None:
         model.batch_invariant = False
 
 
-class Table:
+class Table(NgramDrafter):
     """A target and a draft whose logits follow from the last token alone."""
-
-    aux_layers: tuple[int, ...] = ()
-    cost = 0.0
 
     def __init__(self, seed: int, vocabulary: int = 64, spread: float = 1.5) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -213,12 +198,6 @@ class Table:
 
     def verify(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.target[tokens], None
-
-    def start(self, *_: object) -> None: ...
-
-    def read(self, *_: object) -> None: ...
-
-    def close(self) -> None: ...
 
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
         token = torch.tensor([own[-1] if own else 0 for own in last.tokens])

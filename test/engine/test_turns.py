@@ -38,11 +38,6 @@ PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(20, 50)), [3], [8, 8, 8, 8, 8, 8]]
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
-    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
-
-
 def tokens(steps: Iterator[Step]) -> list[int | None]:
     return [step.tokens[0] for step in steps]
 

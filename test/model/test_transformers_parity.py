@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain import decode_step
+from plain import along
 
-from kimi_k2.engine.generate import generate, prefill
+from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parity.reference import MissingLibraryError, load_transformers_model
@@ -41,21 +41,15 @@ def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, le
     prompts = prompts_of(lengths, model.config.vocab_size)
 
     out = generate(model, prompts, SamplingParams(max_new_tokens=DECODE_STEPS + 1, ignore_eos=True))
-    worst = 0.0
     # One uncached pass of the reference a sequence; what it would choose after each token is what came next.
     full = [reference(torch.tensor([prompt + tokens])).logits[0] for prompt, tokens in zip(prompts, out, strict=True)]
     for length, rows, chosen in zip(lengths, full, out, strict=True):
         assert rows[length - 1 : -1].argmax(dim=-1).tolist() == chosen
-
-    # The same steps again, with the logits kept.
-    cache = model.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
-    logits = prefill(model, prompts, cache)
-    for step in range(DECODE_STEPS + 1):
-        if step:
-            tokens = torch.tensor([sequence[step - 1] for sequence in out])
-            logits = decode_step(model, tokens, torch.tensor(lengths) + step - 1, cache)
-        for row, length in enumerate(lengths):
-            worst = max(worst, float((logits[row] - full[row][length + step - 1]).abs().max()))
+    worst = max(
+        float((logits[row] - full[row][length + step - 1]).abs().max())
+        for step, logits in enumerate(along(model, prompts, out))
+        for row, length in enumerate(lengths)
+    )
     print(f"\n{name} {lengths}: max |logit difference| {worst:.2e} on logits up to {full[0].abs().max():.2f}")
     assert worst <= TOLERANCE
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pictures import drawn, write_video
 from PIL import Image
-from plain import decode_step
+from plain import along
 from plain_tokens import answers, media_rows, parts
 
 from kimi_k2.api import KimiK2, Prompt
@@ -77,16 +77,10 @@ def test_mixed_batch(model: KimiK2, prompts: list[Prompt], reference: Any) -> No
     assert [len(prompt.media) for prompt in prompts] == [0, 1, 5, 3]
     plain, out = parts(model)[0], answers(model, prompts, SamplingParams(DECODE_STEPS + 1, ignore_eos=True))
     full = [reference_logits(reference, prompt, new) for prompt, new in zip(prompts, out, strict=True)]
-    lengths = [len(prompt.ids) for prompt in prompts]
-    cache = plain.new_cache(len(prompts), max(lengths) + DECODE_STEPS)
-    logits = prefill(plain, [prompt.ids for prompt in prompts], cache, media=media_rows(model, prompts))
-    worst = 0.0
-    for step in range(DECODE_STEPS + 1):
-        if step:
-            tokens = torch.tensor([new[step - 1] for new in out])
-            logits = decode_step(plain, tokens, torch.tensor(lengths) + step - 1, cache)
-        for row, length in enumerate(lengths):
-            expected = full[row][length + step - 1]
+    ids, worst = [prompt.ids for prompt in prompts], 0.0
+    for step, logits in enumerate(along(plain, ids, out, media=media_rows(model, prompts))):
+        for row, own in enumerate(ids):
+            expected = full[row][len(own) + step - 1]
             worst = max(worst, float((logits[row] - expected).abs().max()))
             assert int(expected.argmax()) == out[row][step]
     print(f"\nmax |logit difference| {worst:.2e} on logits up to {max(float(one.abs().max()) for one in full):.2f}")
