@@ -107,35 +107,28 @@ def used() -> Counter[str]:
     return found
 
 
+@pytest.mark.parametrize("pins", ["", "plain"])
 @torch.inference_mode()
-def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str]) -> None:
+def test_explain_names_every_launch_of_a_step(wide: Path, launched: Counter[str], pins: str) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
+    registry.pin(pins)
     step, now = (DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64))
-    registry.pin("")
+    registry.pin(pins)
     launched.clear()
     step(now, now)
-    kernels = Counter({name: count for name, count in used().items() if not name.endswith("=plain")})
-    assert kernels == launched
+    named = used()
+    assert launched == Counter({name: count for name, count in named.items() if not name.endswith("=plain")})
+    if pins:
+        assert not launched
+        for operation in ("add_project", "query_and_entry", "absorb_and_store", "attend_values", "mla_decode", "route"):
+            assert named[f"{operation}=plain"], operation
+        return
     layers = len(model.model.layers)
     for joined in ("query_and_entry=cuda", "attend_values=cuda"):
         assert launched[joined] == layers
     assert launched["add_project=fused_linear"] == layers + 1  # and the head
     assert launched["attention_plan=mla_plan"] == 1, "one plan serves all layers"
     assert launched["add_norm_route=cuda"] == launched["routed_experts_with_shared=moe_decode"] == layers - 1
-
-
-@torch.inference_mode()
-def test_a_step_pinned_to_plain_launches_no_kernel_of_ours(wide: Path, launched: Counter[str]) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    registry.pin("plain")
-    step, now = (DecodeStep(model, new_cache(model, 2, 4)), torch.zeros(2, dtype=torch.int64))
-    launched.clear()
-    step(now, now)
-    assert not launched
-    named = used()
-    assert {name.partition("=")[2] for name in named} == {"plain"}
-    for operation in ("add_project", "query_and_entry", "absorb_and_store", "attend_values", "mla_decode", "route"):
-        assert named[f"{operation}=plain"], operation
 
 
 class Computed(TorchDispatchMode):
