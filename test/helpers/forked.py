@@ -14,7 +14,7 @@ import gc
 import json
 import os
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -45,44 +45,37 @@ def python() -> list[str]:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a program for each connection, until killed."""
-    sys.path = [str(Path(entry).absolute()) for entry in sys.path]
+    """Fork a process for each connection, until killed."""
+    sys.path = [str(Path(one).absolute()) for one in sys.path]
     for name in IMPORTED:
         __import__(name)
     gc.freeze()
     listener = socket.socket(fileno=descriptor)
-    events = selectors.DefaultSelector()
-    events.register(listener, selectors.EVENT_READ)
-    programs: dict[int, tuple[int, socket.socket]] = {}  # by either's descriptor: process and connection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
-        for key, _ in events.select():
-            if key.fileobj is listener:
-                client, _ = listener.accept()
-                asked, files = _asked(client)
-                if not (pid := os.fork()):
-                    _end(_become(asked, files))
-                for file in files:
-                    os.close(file)
-                ended = os.pidfd_open(pid)
-                client.sendall(b"%d\n" % pid)
-                for watched in (ended, client.fileno()):
-                    programs[watched] = pid, client
-                    events.register(watched, selectors.EVENT_READ)
-                continue
-            pid, client = programs[key.fd]
-            if key.fd == client.fileno():  # the client is gone, or about to be
-                events.unregister(key.fd)
-                os.kill(pid, signal.SIGKILL)  # not yet waited for, so still its number
-                continue
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            for watched in (key.fd, client.fileno()):
-                programs.pop(watched)
-                if watched in events.get_map():
-                    events.unregister(watched)
-            with contextlib.suppress(OSError):
-                client.sendall(b"%d\n" % status)
-            client.close()
-            os.close(key.fd)
+        client, _ = listener.accept()
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _attend(client)
+            os._exit(0)
+        client.close()
+
+
+def _attend(client: socket.socket) -> None:
+    """Fork a client's program, and tell its end, or end it with the client."""
+    asked, files = _asked(client)
+    if not (pid := os.fork()):
+        _end(_become(asked, files))
+    for file in files:
+        os.close(file)
+    client.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, client], [], [])[0]:  # the client is gone, or about to be
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        client.sendall(b"%d\n" % status)
 
 
 def _asked(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
