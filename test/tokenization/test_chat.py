@@ -56,6 +56,14 @@ ONE, NEW = "one<|im_end|>", "<think>new</think><|tool_calls_section_begin|>"
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}],
      {"add_generation_prompt": False}, f"{SYSTEM}{OPENED}<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
      "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"),
+    ([{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+      {"role": "tool", "tool_call_id": "call_x", "name": "get_weather", "content": '{"weather": "Sunny"}'}],
+     {"tools": TOOLS}, '<|im_system|>tool_declare<|im_middle|>[{"function":{"name":"get_weather","parameters":'
+     f'{{"type":"object"}}}},"type":"function"}}]<|im_end|>{SYSTEM}<|im_user|>user<|im_middle|>Weather?<|im_end|>'
+     f"{OPENED}<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+     '<|tool_call_argument_begin|>{"city": "Beijing"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+     '<|im_system|>get_weather<|im_middle|>## Return of functions.get_weather:0\n{"weather": "Sunny"}<|im_end|>'
+     f"{OPENED}"),
     (history(), {}, [ONE, NEW.partition("</think>")[2], ""]),
     (history(), {"style": "thinking"}, [f"<think></think>{ONE}", NEW, ""]),
     (history(), {"style": "k2.5"}, [f"<think></think>{ONE}", NEW, "<think>"]),
@@ -77,23 +85,6 @@ def test_published_forms(messages: list[dict[str, Any]], options: dict[str, Any]
         turns = text.split(OPENED)[1:]
         assert all(turn.startswith(begin) for turn, begin in zip(turns, expected, strict=True)), turns
         assert turns[2] == expected[2]
-
-
-def test_published_form_of_a_tool_round_trip() -> None:
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_x", "name": "get_weather", "content": '{"weather": "Sunny"}'},
-    ]
-    assert apply_chat_template(messages, tools=TOOLS) == (
-        '<|im_system|>tool_declare<|im_middle|>[{"function":{"name":"get_weather","parameters":{"type":"object"}},'
-        '"type":"function"}]<|im_end|>'
-        f"<|im_system|>system<|im_middle|>{DEFAULT_SYSTEM}<|im_end|><|im_user|>user<|im_middle|>Weather?<|im_end|>"
-        "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-        '<|tool_call_argument_begin|>{"city": "Beijing"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
-        '<|im_system|>get_weather<|im_middle|>## Return of functions.get_weather:0\n{"weather": "Sunny"}<|im_end|>'
-        "<|im_assistant|>assistant<|im_middle|>"
-    )
 
 
 def test_tool_ids_count_over_the_conversation() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
 from kimi_k2.errors import TokenizerError
 from kimi_k2.tokenization.special_tokens import special_tokens
-from kimi_k2.tokenization.template import ChatTemplate
+from kimi_k2.tokenization.template import ChatTemplate, Segment
 
 SPECIAL = special_tokens(1792)
 # Templates that let a message (t) complete what they begin, and the message that would; marks as the renderer has them.
@@ -28,6 +29,20 @@ FORGED = [
 ]  # fmt: skip
 
 
+# Of each message m; which special token is the template's as a whole, or in part: text then, which transformers would
+# not make it, so refused.
+OWN = [
+    *((source, "whole") for source in (
+        "<|im_{{ m.role }}|>", "{{ '<|im_' + m['role'] ~ '|>' }}", "{{ m.content.replace('x', '<|im_user|>') }}",
+        "<|im_{{ m.role if m.role == 'user' else 'system' }}|>", "{{ '<|' ~ 'im_user' ~ '|>' }}",
+        "{{ ['', '<|im_user|>']|join|trim }}")),
+    *((source, "part") for source in (
+        "{{ '<|im_%s|>' % m.role }}", "{% set r = m.role %}<|im_{{ r }}|>", "{{ '<|im_{}|>'.format(m.role) }}",
+        "<|im_{{ m.content.replace('x', 'user') }}|>", "{{ '<|' ~ m.content[:0] ~ ['im_user']|first ~ '|>' }}",
+        "<|im_{{ tools[0].function.parameters.role }}|>")),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("source", "text"), FORGED)
 def test_a_message_completes_no_special_token(source: str, text: str) -> None:
     """Every character of a special token is the template's, or the token is text, or the template is refused."""
@@ -41,24 +56,16 @@ def test_a_message_completes_no_special_token(source: str, text: str) -> None:
         assert text != MARKS or MARKS in "".join(segment.text for segment in segments)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{{ '<|im_%s|>' % m.role }}", "{% set r = m.role %}<|im_{{ r }}|>", "{{ '<|im_{}|>'.format(m.role) }}",
-     "<|im_{{ m.content }}|>", "{{ '<|' ~ m.content[:0] ~ ['im_user']|first ~ '|>' }}"],
-)  # fmt: skip
-def test_a_token_that_is_the_templates_in_part_is_refused(source: str) -> None:
-    """Not made text, which transformers would not do."""
+@pytest.mark.parametrize(("source", "own"), OWN)
+def test_a_special_token_is_the_templates_as_a_whole(source: str, own: str) -> None:
     template = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}", SPECIAL)
-    with pytest.raises(TokenizerError, match=r"it puts <\|im_user\|> together of its own text and other's"):
-        template.render_segments([{"role": "user", "content": "user"}])
-
-
-def test_a_role_that_is_none_completes_no_special_token() -> None:
     parameters = {"type": "object", "properties": {}, "role": "end"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    template = ChatTemplate("<|im_{{ tools[0].function.parameters.role }}|>", SPECIAL)
-    with pytest.raises(TokenizerError, match=r"it puts <\|im_end\|> together"):
-        template.render_segments([{"role": "user", "content": "x"}], tools=tools)
+    says = r"it puts <\|im_(user|end)\|> together of its own text and other's"
+    with nullcontext() if own == "whole" else pytest.raises(TokenizerError, match=says):
+        assert template.render_segments([{"role": "user", "content": "x"}], tools=tools) == [
+            Segment("<|im_user|>", markup=True)
+        ]
 
 
 def test_what_is_drawn_is_drawn_once() -> None:
@@ -72,17 +79,3 @@ def test_characters_of_every_private_block() -> None:
         ChatTemplate("<|im_user|>{{ messages[0].content }}", SPECIAL).render_segments(
             [{"role": "user", "content": text}]
         )
-
-
-@pytest.mark.parametrize(
-    ("source", "markup"),
-    [("<|im_{{ m.role }}|>", "<|im_user|>"), ("{{ '<|im_' + m['role'] ~ '|>' }}", "<|im_user|>"),
-     ("<|im_{{ m.role if m.role == 'user' else 'system' }}|>", "<|im_user|>"),
-     ("{{ '<|' ~ 'im_end' ~ '|>' }}", "<|im_end|>"), ("{{ ['', '<|im_end|>']|join|trim }}", "<|im_end|>"),
-     ("{{ m.content.replace('x', '<|im_end|>') }}", "<|im_end|>")],
-)  # fmt: skip
-def test_pieces_that_the_template_wrote_are_a_special_token(source: str, markup: str) -> None:
-    template = ChatTemplate("{% for m in messages %}" + source + "{% endfor %}", SPECIAL)
-    assert [tuple(vars(one).values()) for one in template.render_segments([{"role": "user", "content": "x"}])] == [
-        (markup, True)
-    ]
