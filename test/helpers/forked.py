@@ -71,7 +71,7 @@ def _attend(client: socket.socket) -> None:
         os.close(file)
     client.sendall(b"%d\n" % pid)
     ended = os.pidfd_open(pid)
-    if ended not in select.select([ended, client], [], [])[0]:  # the client is gone, or about to be
+    if ended not in select.select([ended, client.fileno()], [], [])[0]:  # the client is gone, or about to be
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
