@@ -2,9 +2,9 @@
 
 vLLM's are asked for by names that this module makes when they are asked for: so the import in each worker patches it.
 `Amx` has vLLM believe in AMX, without which its MLA on a CPU takes whole prompts and pages of 16; `Spread` also lets
-block tables of a CPU store tokens of caches that are spread over ranks. `Refused0`, `Refused1` and so on have the
-second of two ranks refuse a run of a decode step while graphs are recorded, 0 none; `RefusedPiece` has it refuse the
-third size of steps with prompts.
+block tables of a CPU store tokens of caches that are spread over ranks; `Balanced` lets experts be moved there.
+`Refused0`, `Refused1` and so on have the second of two ranks refuse a run of a decode step while graphs are recorded, 0
+none; `Piece0` and so on a run of a piece of steps with prompts. On a CPU a stand-in records both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k2.engine.graphs import GraphRecorder, Recorded
+from kimi_k2.engine.graphs import Recorded
 
-PIECE = 10  # of the pieces in their order: the second of the third size, of three layers
+WIDEST = 256  # tokens of a step in pieces on a CPU
 SIZES = [1, 2, 4]
 MEMORY = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current",
           "peak": "allocated_bytes.all.peak"}  # fmt: skip
@@ -120,21 +120,49 @@ def spread() -> None:
     BlockTable.compute_slot_mapping = compute_slot_mapping
 
 
-def refused_piece() -> None:
-    """The first rank has by then captured sums that the second has not."""
-    from vllm.distributed.parallel_state import get_tp_group
+class Event:
+    """Stands for a GPU's."""
 
-    record, pieces = GraphRecorder.__call__, count(1)
+    def __init__(self, **_: Any) -> None:
+        self.record = self.synchronize = lambda *_: None
+        self.elapsed_time = lambda _: 0.0
 
-    def refusing(self: GraphRecorder, work: Any) -> Any:
-        def broken() -> Any:
-            work()
-            raise RuntimeError("refused by the second rank")
 
-        refuses = next(pieces) == PIECE and get_tp_group().rank_in_group == 1
-        return record(self, broken if refuses else work)
+def balanced() -> None:
+    """vLLM's own balancer, which its runner on a CPU does not make.
 
-    GraphRecorder.__call__ = refusing  # type: ignore[method-assign]
+    Its function that looks up and counts experts is a kernel for GPUs; that one alone is written again here, as vLLM
+    describes it.
+    """
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.model_executor.layers.fused_moe.router import base_router
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def look_up_and_count(
+        topk_ids: Tensor,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+        record_enabled: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """Which of an expert's copies serves a token goes by the token's place."""
+        place = torch.arange(len(topk_ids))[:, None] * 2654435769 & 0xFFFFFFFF
+        found = logical_to_physical_map[topk_ids, place % logical_replica_count[topk_ids]]
+        if record_enabled:
+            expert_load_view += torch.bincount(found.flatten(), minlength=len(expert_load_view)).int()
+        return found
+
+    def load_model(self: Any, **named: Any) -> None:
+        load(self, **named)
+        self._moe_model, self.eplb_state = self.model, EplbState(self.parallel_config, self.device)
+        self.eplb_state.add_model(self.model, self.model_config)
+
+    vars(base_router)["eplb_map_to_physical_and_record"] = look_up_and_count
+    vars(torch)["Event"] = vars(torch.cuda)["Event"] = Event
+    CPUModelRunner.load_model = load_model
 
 
 class Exchanges:
@@ -225,19 +253,54 @@ def refused(run: int) -> None:
         vars(torch.cuda)["synchronize"] = lambda *_: None
 
 
+def piece(run: int) -> None:
+    """The first rank may by then have recorded sums that the second has not."""
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.platforms import current_platform
+
+    from kimi_k2.ops import collective
+    from kimi_k2.serving.vllm.model import KimiK2ForVllm
+    from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
+    from kimi_k2.serving.vllm.ranks import least_of_ranks
+
+    runs, exchanges, make, forward = count(1), Exchanges(), PromptGraphs._piece, KimiK2ForVllm.forward
+
+    def refusing(self: PromptGraphs, *given: Any) -> Any:
+        if next(runs) == run and get_tp_group().rank_in_group == 1:
+            raise RuntimeError("refused by the second rank")
+        return make(self, *given)
+
+    class Graphs(PromptGraphs):
+        def __call__(self, *given: Any) -> Any:
+            print("a step with prompts is replayed", flush=True)
+            return super().__call__(*given)
+
+    def first(self: Any, *given: Any, **named: Any) -> Any:
+        if not self._recorded:  # vLLM's worker on a CPU measures no memory
+            self._recorded = True
+            graphs = Graphs(self.steps, self.plain.model.norm, WIDEST, Again(exchanges.captured), least_of_ranks)
+            reason = graphs.capture()
+            print(f"no graph of pieces: {reason}", flush=True)
+            self._graphs = None if reason else graphs
+        return forward(self, *given, **named)
+
+    PromptGraphs._piece = refusing  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+        vars(collective)["dist"] = exchanges
+        KimiK2ForVllm.forward = first  # type: ignore[method-assign]
+
+
 PATCHES: dict[str, Callable[..., None]] = {
-    "Amx": amx,
-    "Spread": spread,
-    "RefusedPiece": refused_piece,
-    **{f"Refused{run}": refused for run in (0, 1, 3)},
-}
+    "Amx": amx, "Spread": spread, "Balanced": balanced, "Refused": refused, "Piece": piece,
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """See the module."""
     if name == "Forced":
         return forced()
-    if name not in PATCHES:
+    patch = name.rstrip("0123456789")
+    if patch not in PATCHES:
         raise AttributeError(name)
-    PATCHES[name](*map(int, name.removeprefix("Refused") if name[-1].isdigit() else ""))
+    PATCHES[patch](*map(int, filter(None, [name.removeprefix(patch)])))
     return type(name, (), {})

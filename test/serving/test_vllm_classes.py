@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,22 +10,18 @@ import engines
 import pytest
 import torch
 from in_workers import Again
-from processes import run_together
 from torch import Tensor
 
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.experts import route
 from kimi_k2.serving.vllm.adapter import Deployment
-from kimi_k2.sharding.layout import STORED, Layout
-from kimi_k2.sharding.presharder import Presharder
 
 engines.need("vllm")
 
 PAGE = 4
 TOKENS, LAYERS = 6, 3
 HELD = 12345  # bytes
-WORKER = Path(__file__).with_name("rank_worker.py")
 
 
 def held(entered: dict[str, Any], name: str = "one") -> Any:
@@ -94,33 +88,6 @@ def test_rows_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = [one.as_subclass(OnGpu) for one in (x, indices, weights)]
     for found, wanted in zip(ranks.Exchange().gather(given), (x, indices, weights), strict=True):
         assert torch.equal(found, torch.cat((wanted, wanted)))
-
-
-@pytest.mark.parametrize(("name", "redundant"), [("thinking", 0), ("wide", 2)])
-def test_experts_moved(name: str, redundant: int, checkpoints: dict[str, Path], wide: Path, tmp_path: Path) -> None:
-    """By vLLM's own balancer: layers compute what they did. INT4; FP8 blocks, some experts held twice."""
-    given = tmp_path / "meeting", {**checkpoints, "wide": wide}[name], redundant
-    run_together([[sys.executable, WORKER, "balanced", rank, *given] for rank in range(2)], timeout=300)
-
-
-@pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2)], ids=["cut", "shared out"])
-def test_steps_with_prompts_of_two_ranks(
-    moe_tp: int, moe_ep: int, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """Replayed on both or on neither: the plain model's hidden states."""
-    source, converted, out = checkpoints["thinking"], tmp_path / "ranks", tmp_path / "out"
-    Presharder(source, converted, Layout(moe_tp, moe_ep, target="cuda", experts=STORED)).run()
-    given = out, source, converted, moe_tp, moe_ep
-    run_together([[sys.executable, WORKER, "replayed", rank, *given] for rank in range(2)], timeout=300)
-    first, second = (torch.load(f"{out}-{rank}") for rank in range(2))
-    reasons = [[reason for reason, _ in one["refused"]] for one in (first, second)]
-    assert reasons[0] == ["48 tokens: another rank cannot"] * 2
-    assert reasons[1] == ["48 tokens: cannot be recorded", "48 tokens: does not take it"]
-    for one in (first, second):  # sums are made where all ranks are, none in what one of them may not reach
-        for _, sums in one["refused"]:
-            assert [shape[0] for shape in sums] == [64, 48, 32, 16]
-        assert one["replays"] == 5
-        assert max(one["errors"]) < 2e-5
 
 
 class Graphs:

@@ -180,7 +180,7 @@ FORMS: dict[str, Form] = {
     "shared out": Form({**TWO, "enable_expert_parallel": True}, {PIECES: 2}, gpus=2),
     "drafts of two": Form(TWO, {"drafter are prepared by vLLM: a head of several ranks": 2, "decode steps of up to": 2},
                           gpus=2, prepare=drafts("llama", 1024), stock=False),
-    "one cannot capture": Form({**TWO, "worker_extension_cls": "in_workers.RefusedPiece"},
+    "one cannot capture": Form({**TWO, "worker_extension_cls": "in_workers.Piece20"},
                                {"384 tokens: another rank cannot": 1, PIECES: 0,
                                 "384 tokens: refused by the second rank": 1}, gpus=2, stock=False),
     "caches moved": Form(gpus=2, prepare=moved, again={}),

@@ -415,17 +415,33 @@ def connector(it: Deployment) -> None:
         it.says("External Cache Hit")
 
 
-def pieces(it: Deployment) -> None:
+def balanced(it: Deployment) -> None:
+    """By vLLM's own balancer, with some experts held twice, or none."""
+    tensor(it)
+    shared_out(it)
+    it.options |= {"enable_eplb": True, "worker_extension_cls": "in_workers.Balanced"}
+    it.options["eplb_config"] = {
+        "window_size": 2, "step_interval": 8, "num_redundant_experts": it.draw.choice([0, 2]), "use_async": False,
+        "communicator": "torch_nccl",
+    }  # fmt: skip
+    it.says("Rearranging experts")
+
+
+def pieces(it: Deployment, run: int = 0) -> None:
     """The pieces that are CUDA graphs on a GPU, padded; steps of decodes alone run as they do.
 
-    All requests come at once, so that a step has several prompts.
+    All requests come at once, so that a step has several prompts. The second of two ranks may refuse a run: of a size's
+    trial, or of its record.
     """
-    it.told["pieces"], it.usual = 256, False
+    it.options["worker_extension_cls"], it.usual = f"in_workers.Piece{run}", False
     for one in it.job:
         one["arrival"] = 0
 
-    def replayed(answer: dict[str, Any], _: str) -> None:
-        assert 2 <= answer["replays"] < answer["steps"]
+    def replayed(answer: dict[str, Any], log: str) -> None:
+        count = log.count("a step with prompts is replayed")
+        assert not count if run else it.ranks <= count < answer["steps"] * it.ranks
+        reasons = re.findall("no graph of pieces: [0-9]+ tokens: (.*)", log)
+        assert sorted(reasons) == (["another rank cannot", "refused by the second rank"] if run else [])
 
     it.proofs.append(replayed)
 
@@ -501,13 +517,22 @@ def refused(run: int) -> Flag:
     return flag
 
 
+def refused_piece(run: int) -> Flag:
+    def flag(it: Deployment) -> None:
+        tensor(it)
+        pieces(it, run)
+
+    flag.__name__ = f"refused_piece{run}"
+    return flag
+
+
 Row = tuple[str, tuple[Flag, ...]]
 FLAGS: list[Flag] = [
     tensor, pipeline, context, experts, parts, prefixes, pages, few_pages, adapters, ngram, eagle3, fp8_cache,
     invariant, ahead, reload_weights, connector,
 ]  # fmt: skip
-REFUSED = [refused(run) for run in (0, 1, 3)]
-SEVERAL = (tensor, pipeline, context, experts, *REFUSED)
+REFUSED = [*(refused(run) for run in (0, 1, 3)), *(refused_piece(run) for run in (10, 13))]
+SEVERAL = (tensor, pipeline, context, experts, balanced, *REFUSED)
 # Of vLLM's own: either says the same of an argument, or of the tokens that answers have.
 CLASH: list[set[Flag]] = [
     {context, few_pages}, {ngram, eagle3}, {adapters, fp8_cache}, {ngram, prefixes}, {eagle3, pages},
@@ -523,12 +548,18 @@ NAMED: list[Row] = [
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
+    *(("thinking", (flag, pieces)) for flag in (tensor, experts)), ("wide", (balanced,)),
+    ("thinking", (balanced, reload_weights)),
     ("thinking", (replicas, shared_out)), ("thinking", (replicas, adapters)),
     ("thinking", (adapters, reload_weights)), ("thinking", (prefixes, context)),
     # Of published recipes.
     ("bf16", (pipeline, context)), ("bf16", (experts, fp8_cache, eagle3)), ("bf16", (adapters, eagle3)),
     ("bf16", (experts, adapters, reload_weights)), ("nvfp4-packed", (experts,)),
 ]  # fmt: skip
+# Of several ranks, and run all the same: what each asks of several is asked nowhere else.
+QUICK: list[Row] = [
+    ("thinking", flags) for flags in ((tensor, pieces), (balanced, reload_weights), (prefixes, context))
+]
 
 
 def combinations(count: int) -> list[Row]:
@@ -629,7 +660,7 @@ def test_row(row: Row, models: Models, tmp_path: Path) -> None:
     An engine that does not start has to be one that does not start without our model either, for the same reason.
     """
     name, flags = row
-    if any(flag in SEVERAL for flag in flags) and not os.environ.get("KIMI_K2_SLOW"):
+    if any(flag in SEVERAL for flag in flags) and row not in QUICK and not os.environ.get("KIMI_K2_SLOW"):
         pytest.skip("KIMI_K2_SLOW=1 starts up to four ranks for each")
     alone, (model, judged) = len({*flags} - {ahead, shared_out}) < 2, models(name)
     job = requests(SEED, max(8, DRAWS)) if alone else requests(SEED, 4, new_tokens=16)

@@ -3,8 +3,7 @@
 Usage: vllm_requests.py MODEL REQUESTS.json RESULT.json; REQUESTS has `dtype`, `requests` (each may have `sampling`,
 arguments of vLLM's SamplingParams, `adapter`, its number and directory, and `media`, lists of files, an image or the
 frames of a chunk of a video, of which the prompt has a token each) and `options`, which are EngineArgs'. With several
-ranks the calls counted are none: the workers make them. With `pieces`, steps of so many new tokens at most run in the
-pieces that are CUDA graphs on a GPU; `replays` counts such steps, `preempted` the requests whose pages were taken back.
+ranks the calls counted are none: the workers make them. `preempted` counts the requests whose pages were taken back.
 With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each; `again` has
 these tokens; what a connector has `stored` is of no use then. With `steps` the engine is asked so many times. With
 `parts` prompts may come in parts. `draft` and `accepted` count drafts' tokens, `verified` and `drafted` steps and
@@ -24,34 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_workers import Again, amx
+from in_workers import amx
 from safetensors.torch import load_file
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
-def run_in_pieces(widest: int) -> list[int]:
-    """Have the model do so; the list counts steps."""
-    from kimi_k2.serving.vllm import model
-    from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
-
-    count = [0]
-
-    class Counted(PromptGraphs):
-        def __call__(self, *given: Any) -> Any:
-            count[0] += 1
-            return super().__call__(*given)
-
-    forward = model.KimiK2ForVllm.forward
-
-    def first(self: Any, *given: Any, **named: Any) -> Any:
-        if self._graphs is None:  # vLLM's worker on a CPU measures no memory
-            self._graphs = Counted(self.steps, self.plain.model.norm, widest, Again())
-            self._graphs.capture()
-        return forward(self, *given, **named)
-
-    model.KimiK2ForVllm.forward = first  # type: ignore[method-assign]
-    return count
 
 
 def count_verified(engine: Any) -> Counter[str]:
@@ -100,6 +75,19 @@ def ahead() -> None:
     CpuPlatform.check_and_update_config = classmethod(checked)
     vars(torch.cuda).update(stream=lambda _: nullcontext(), current_stream=Now, Stream=Now)
     vars(torch)["Event"] = Now
+
+
+def balance_on_cpu() -> None:
+    """Have vLLM take a configuration that it has for GPUs alone."""
+    from vllm.config import parallel
+
+    class Gpu:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
+
+    current_platform = parallel.current_platform
+    if current_platform.is_cpu():
+        vars(parallel)["current_platform"] = Gpu()
 
 
 def count_preempted() -> list[str]:
@@ -154,13 +142,13 @@ def main(model: str, job_file: str, result_file: str) -> None:
     preempted = count_preempted()
     if job.get("ahead"):
         ahead()
-    replays = run_in_pieces(job["pieces"]) if job.get("pieces") else [0]
+    if job["options"].get("enable_eplb"):
+        balance_on_cpu()
     usual = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
     arguments = EngineArgs(model=model, dtype=job["dtype"], **{**usual, **job["options"]})
     engine = LLMEngine.from_engine_args(arguments)
     verified = count_verified(engine)
     result = serve(engine, job["requests"], job.get("steps", 0)) | {
-        "replays": replays[0],
         "preempted": len(preempted),
         "again": [],
     }
