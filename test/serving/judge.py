@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.vision import MediaRows
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
@@ -40,15 +41,16 @@ class Judge:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = KimiK2ForCausalLM.from_pretrained(directory, device=self.device, dtype=dtype)
 
-    def logprobs(self, prompt: list[int], tokens: list[int]) -> Tensor:
-        """[tokens, vocab_size]."""
+    def logprobs(self, prompt: list[int], tokens: list[int], rows: MediaRows | None = None) -> Tensor:
+        """[tokens, vocab_size]; a prompt may have media."""
         given = torch.tensor([prompt + tokens[:-1]], device=self.device)
-        logits: Tensor = self.model(given)
+        media = None if rows is None else (rows.padded(given.shape[1]).to(self.device), rows.features)
+        logits: Tensor = self.model(given, media=media)
         return logits[0, len(prompt) - 1 :].log_softmax(-1).cpu()
 
-    def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
+    def gaps(self, prompt: list[int], tokens: list[int], rows: MediaRows | None = None) -> Tensor:
         """How far below the best token each chosen one is."""
-        logprobs = self.logprobs(prompt, tokens)
+        logprobs = self.logprobs(prompt, tokens, rows)
         return logprobs.amax(-1) - logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
     def errors(self, prompt: list[int], tokens: list[int], said: list[float]) -> Tensor:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from engines import ON_GPU, OURS, serve
 from heads import write_following_head
-from judge import ROUNDING, SIZES
+from judge import ROUNDING, SIZES, Judge
 from pictures import chunks_of_frames
 from plain_tokens import answers, media_rows, parts
 from scripted import write_hf_tokenizer
@@ -37,6 +37,7 @@ if importlib.import_module("vllm").__version__.startswith("0.24"):
     pytest.skip("vLLM 0.24 takes the image processor that a checkpoint brings along", allow_module_level=True)
 
 NEW_TOKENS = 24
+GREEDY = SamplingParams(NEW_TOKENS, ignore_eos=True)
 # vLLM's trial run has a picture of 3000 x 3000 pixels.
 LIMITS: dict[str, Any] = {"max_patches": 400, "max_patches_a_frame": 100}
 # Heads of the published tower's size, which its attention's kernels take; few of them, and few layers.
@@ -90,11 +91,6 @@ def prompt_of(model: KimiK2, images: list[Path], video: bool = False) -> Prompt:
     return model.prompt([{"role": "user", "content": [*content, {"type": "text", "text": "What?"}]}])
 
 
-def answer_of(model: KimiK2, prompt: Prompt) -> list[int]:
-    """The plain model's greedy one."""
-    return answers(model, [prompt], SamplingParams(NEW_TOKENS, ignore_eos=True))[0]
-
-
 def request(model: KimiK2, prompt: Prompt, media: list[list[Path]]) -> dict[str, Any]:
     """For vllm_requests.py: vLLM makes as many of each media token as the image has."""
     pad = parts(model)[1].config.image_token_id
@@ -105,19 +101,13 @@ def request(model: KimiK2, prompt: Prompt, media: list[list[Path]]) -> dict[str,
     return {"prompt": short, "media": paths, "new_tokens": NEW_TOKENS, "arrival": 0}
 
 
-def gaps_of(model: KimiK2, prompt: Prompt, tokens: list[int]) -> torch.Tensor:
-    """How far below the plain model's best token each one of an answer is."""
-    whole, length = parts(model)[0], len(prompt.ids)
-    ids, rows = [*prompt.ids, *tokens[:-1]], media_rows(model, [prompt])
-    media = None if rows is None else (rows.padded(len(ids)).to(whole.lm_head.weight.device), rows.features)
-    logits = whole(torch.tensor([ids], device=whole.lm_head.weight.device), media=media)
-    logprobs = logits[0, length - 1 :].float().log_softmax(-1).cpu()
-    return torch.Tensor(logprobs.amax(-1) - logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
-
-
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
-ROWS: list[Any] = [("bf16", {}, False), ("int4", {}, False), pytest.param("bf16", SHARED_OUT, False, marks=SLOW)]
-ROWS.append(pytest.param("int4", GPU_OPTIONS, True, marks=engines.on_hoppers()))
+DRAFTS = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}, "block_size": 32}
+ROWS: list[Any] = [
+    ("bf16", {}, False), ("int4", {}, False), ("bf16", DRAFTS, False),
+    pytest.param("bf16", SHARED_OUT, False, marks=SLOW),
+    pytest.param("int4", GPU_OPTIONS, True, marks=engines.on_hoppers()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fmt", "options", "on_gpu"), ROWS)
@@ -126,7 +116,8 @@ def test_same_tokens_as_the_plain_model(
 ) -> None:
     """Text alone, one image, three images, one of them again, a video behind an image; all in one batch.
 
-    On a GPU but for rounding, of which an answer to another image is not.
+    Also with an Eagle3 head that knows what often follows a token: steps of ours, and drafts in them. On a GPU but for
+    rounding, of which an answer to another image is not.
     """
     import numpy as np
     from PIL import Image
@@ -146,35 +137,28 @@ def test_same_tokens_as_the_plain_model(
         prompts.append(prompt_of(model, images, bool(video)))
         media = [*([path] for path in images), *([video[:4], video[4:]] if video else [])]
         job.append(request(model, prompts[-1], media))
-    answer, log = serve(tmp_path / "model", "bfloat16" if on_gpu else "float32", job, tmp_path, **OPTIONS, **options)
+    given, drafted = {**OPTIONS, **options}, "speculative_config" in options
+    wanted = [] if on_gpu else answers(model, prompts, GREEDY)
+    if drafted:
+        write_following_head(tmp_path / "head", parts(model)[0], wanted, dtype=torch.float32, head_dim=64)
+        given["speculative_config"] = {**options["speculative_config"], "model": str(tmp_path / "head")}
+    dtype = "bfloat16" if on_gpu else "float32"
+    answer, log = serve(tmp_path / "model", dtype, job, tmp_path, told={"parts": drafted}, **given)
     assert OURS in log
     assert answer["prompts"] == [list(prompt.ids) for prompt in prompts]
+    assert not drafted or (answer["verified"] == answer["drafted"] >= NEW_TOKENS / 4 and answer["accepted"] > 0)
     if not on_gpu:
-        assert answer["tokens"] == [answer_of(model, prompt) for prompt in prompts]
+        assert answer["tokens"] == wanted
         return
-    gaps = [float(gaps_of(model, *one).mean()) for one in zip(prompts, answer["tokens"], strict=True)]
-    print(f"largest mean gap {max(gaps):.4f}")
-    assert max(gaps) < ROUNDING
+    judge, answered = Judge(tmp_path / "model"), answer["tokens"]
     another = prompt_of(model, draw(tmp_path, "another", (90, 60)))
-    assert float(gaps_of(model, another, answer["tokens"][1]).mean()) > 2 * gaps[1] + 0.01
-
-
-def test_drafts_behind_images(tmp_path: Path) -> None:
-    """An Eagle3 head that knows what often follows a token; steps of ours, and drafts in them, behind every prompt."""
-    write_checkpoint(tmp_path / "model", "bf16")
-    files, model = draw_images(tmp_path), KimiK2.from_pretrained(tmp_path / "model")
-    asked = [[], files[:1], files, files[2:]]
-    prompts = [prompt_of(model, images) for images in asked]
-    wanted = [answer_of(model, prompt) for prompt in prompts]
-    job = [request(model, prompt, [[path] for path in images]) for prompt, images in zip(prompts, asked, strict=True)]
-    write_following_head(tmp_path / "head", parts(model)[0], wanted, dtype=torch.float32, head_dim=64)
-    drafts = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    options = {"speculative_config": drafts, "block_size": 32, **OPTIONS}
-    answer, log = serve(tmp_path / "model", "float32", job, tmp_path, told={"parts": True}, **options)
-    assert OURS in log
-    assert (answer["prompts"], answer["tokens"]) == ([list(prompt.ids) for prompt in prompts], wanted)
-    assert answer["verified"] == answer["drafted"] >= NEW_TOKENS / 4
-    assert answer["accepted"] > 0
+    gaps = [
+        float(judge.gaps(list(prompt.ids), tokens, media_rows(model, [prompt])).mean())
+        for prompt, tokens in zip([*prompts, another], [*answered, answered[1]], strict=True)
+    ]
+    print(f"largest mean gap {max(gaps[:-1]):.4f}")
+    assert max(gaps[:-1]) < ROUNDING
+    assert gaps[-1] > 2 * gaps[1] + 0.01
 
 
 @pytest.mark.skipif(ON_GPU, reason="answers in float32")
@@ -196,8 +180,6 @@ def test_images_over_http(tmp_path: Path) -> None:
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
             prompt = prompt_of(model, images)
-            assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (
-                list(prompt.ids),
-                answer_of(model, prompt),
-            )
+            assert answer.prompt_token_ids == list(prompt.ids)
+            assert [answer.choices[0].token_ids] == answers(model, [prompt], GREEDY)
         assert OURS in (tmp_path / "log").read_text()
