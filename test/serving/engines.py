@@ -70,12 +70,12 @@ def forced(tokens: list[int]) -> dict[str, Any]:
     return {"extra_args": {"forced": tokens}}
 
 
-def requests(seed: int, count: int = 8, new_tokens: int = 64) -> list[dict[str, Any]]:
-    """Prompts of 3 to 90 tokens, arriving 0 to 9 engine steps apart; four at most run at once."""
+def requests(seed: float | str, count: int = 8, new_tokens: int = 64, longest: int = 90) -> list[dict[str, Any]]:
+    """Prompts of 3 tokens and more, arriving 0 to 9 engine steps apart; four at most run at once."""
     draw = random.Random(seed)
     arrival, made = 0, []
     for _ in range(count):
-        prompt = [draw.randrange(512) for _ in range(draw.randint(3, 90))]
+        prompt = [draw.randrange(512) for _ in range(draw.randint(3, longest))]
         made.append({"prompt": prompt, "new_tokens": new_tokens, "arrival": arrival})
         arrival += draw.randint(0, 9)
     return made
@@ -90,34 +90,36 @@ def serve(
     environment: Mapping[str, str] | None = None,
     timeout: float = 600,
     told: Mapping[str, Any] | None = None,
+    worker: Path = WORKER,
     **options: Any,
 ) -> Served:
-    """What vllm_requests.py answers, and its log.
+    """What a worker answers, and its log.
 
     Args:
         directory: the model's.
         dtype: of what it computes in.
         job: requests.
-        tmp_path: for files; the engine's log is among them.
+        tmp_path: for files.
         environment: added to this process's.
         timeout: seconds.
-        told: what vllm_requests.py itself is told.
-        options: of vLLM's EngineArgs.
+        told: what the worker itself is told.
+        worker: vllm_requests.py, or SGLang's, whose processes may end by a signal.
+        options: of the engine.
     """
-    asked, result = tmp_path / "asked.json", tmp_path / "result.json"
+    asked, result, log = (tmp_path / name for name in ("asked.json", "result.json", "log"))
     asked.write_text(json.dumps({"dtype": dtype, "requests": job, "options": options, **(told or {})}))
-    engine = subprocess.Popen(
-        [sys.executable, str(WORKER), str(directory), str(asked), str(result)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, **ON_CPU, **(environment or {})},
-    )  # fmt: skip
+    with log.open("w") as written:
+        engine = subprocess.Popen(
+            [sys.executable, str(worker), str(directory), str(asked), str(result)],
+            stdout=written, stderr=written, start_new_session=True, env={**os.environ, **ON_CPU, **(environment or {})},
+        )  # fmt: skip
     try:
-        log, _ = engine.communicate(timeout=timeout)
+        engine.wait(timeout)
     finally:  # ranks that wait for each other outlive the engine
         end(engine)
-    assert engine.returncode == 0, log[-8000:]
+    assert result.exists() and (worker != WORKER or engine.returncode == 0), log.read_text()[-8000:]
     answer: dict[str, Any] = json.loads(result.read_text())
-    return answer, log
+    return answer, log.read_text()
 
 
 def serve_replicas(

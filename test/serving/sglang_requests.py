@@ -1,8 +1,9 @@
 """Run in a process of its own: serve requests that arrive while others are served; JSON in, JSON out.
 
-`sglang_requests.py MODEL_DIR JOB RESULT`; the job is {dtype, rounds: [[{prompt, new_tokens, arrival}]], options}, where
-arrival is in seconds after the round's start. The result is {tokens, cached} by round and request, and by
-rank: {calls, steps}, where steps are [sequences with one new token, prompts] and calls are by operation and entry.
+`sglang_requests.py MODEL_DIR JOB RESULT`; the job is {dtype, requests: [[{prompt, new_tokens, arrival}]] by round,
+options}, where arrival is in 60ths of a second after the round's start. The result is {tokens, cached} by round and
+request, and by rank: {calls, steps}, where steps are [sequences with one new token, prompts] and calls are by operation
+and entry.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
     """The answers to one round's requests."""
 
     async def ask(one: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(one["arrival"])
+        await asyncio.sleep(one["arrival"] / 60)
         sampling = {"temperature": 0, "max_new_tokens": one["new_tokens"], "ignore_eos": True}
         answer: dict[str, Any] = await engine.async_generate(input_ids=one["prompt"], sampling_params=sampling)
         return answer
@@ -77,7 +78,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
     engine = sglang.Engine(
         model_path=model, device="cpu", dtype=job["dtype"], skip_tokenizer_init=True, log_level="info", **options
     )
-    rounds = [engine.loop.run_until_complete(serve(engine, requests)) for requests in job["rounds"]]
+    rounds = [engine.loop.run_until_complete(serve(engine, requests)) for requests in job["requests"]]
     ranks = [json.loads(path.read_text()) for path in sorted(Path(result_file).parent.glob("*.rank.[0-9]"))]
     result = {
         "tokens": [[one["output_ids"] for one in answers] for answers in rounds],

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from sglang_stand_ins import CALLED, environment_with_stand_ins
 
 engines.need("sglang")
 
-WORKER = Path(__file__).with_name("sglang_requests.py")
 LAYERS, MOE_LAYERS = 3, 2
 OURS = "operations are ours, plain ones, since this is a CPU"
 NEW_TOKENS = 64
@@ -28,45 +25,16 @@ NEW_TOKENS = 64
 BEST = 0.03
 
 
-def requests(draw: random.Random, count: int = 8, most: int = 90) -> list[dict[str, Any]]:
-    """Prompts of 3 tokens and more, arriving within a second; four at most run at once."""
-    return [
-        {
-            "prompt": [draw.randrange(512) for _ in range(draw.randint(3, most))],
-            "new_tokens": NEW_TOKENS,
-            "arrival": draw.random(),
-        }
-        for _ in range(count)
-    ]
-
-
 # The first steps of a process are slow, so that all of a round would come during them.
-WARM = requests(random.Random(0), count=1)
+WARM = engines.requests(0, count=1)
 
 
 def behind(first: list[dict[str, Any]], tokens: list[list[int]], draw: random.Random) -> list[dict[str, Any]]:
     """Requests that begin with earlier ones and parts of their answers."""
-    made = requests(draw, len(first))
+    made = engines.requests(draw.random())
     for one, before, answered in zip(made, first, tokens, strict=True):
         one["prompt"] = [*before["prompt"], *answered[: draw.randrange(NEW_TOKENS)], *one["prompt"]]
     return made
-
-
-def serve(
-    directory: Path, dtype: str, rounds: list[list[dict[str, Any]]], tmp_path: Path, **options: Any
-) -> tuple[dict[str, Any], str]:
-    """What sglang_requests.py answers, and its log."""
-    asked, result, log = tmp_path / "asked.json", tmp_path / "result.json", tmp_path / "log"
-    asked.write_text(json.dumps({"dtype": dtype, "rounds": rounds, "options": options}))
-    environment = environment_with_stand_ins(tmp_path / "stand_ins")
-    command = [sys.executable, str(WORKER), str(directory), str(asked), str(result)]
-    with log.open("w") as written:
-        done = subprocess.run(command, stdout=written, stderr=written, env=environment, timeout=600)
-    text = log.read_text()
-    assert result.exists(), (done.returncode, text[-4000:])
-    assert CALLED not in text
-    answer: dict[str, Any] = json.loads(result.read_text())
-    return answer, text
 
 
 def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], answer: dict[str, Any], at: int) -> None:
@@ -125,11 +93,14 @@ def test_same_tokens_as_the_plain_model(
         config = json.loads((directory / "config.json").read_text())
         config["vision_config"] |= {key.removeprefix("vt_"): size for key, size in config["vision_config"].items()}
         (directory / "config.json").write_text(json.dumps(config))
-    first = requests(draw, most=200 if options == PARTS else 90)
+    first = engines.requests(name, longest=200 if options == PARTS else 90)
     wanted = expected(directory, dtype, first)
     second = behind(first, wanted, draw)
-    answer, log = serve(directory, dtype, [WARM, first, second], tmp_path, **options)
-    assert log.count(OURS) == 1
+    answer, log = engines.serve(
+        directory, dtype, [WARM, first, second], tmp_path, worker=Path(__file__).with_name("sglang_requests.py"),
+        environment=environment_with_stand_ins(tmp_path / "stand_ins"), **options,
+    )  # fmt: skip
+    assert log.count(OURS) == 1 and CALLED not in log
     assert len(answer["ranks"]) == ranks
     whole = "chunked_prefill_size" not in options and ranks == 1 and name != "k2.5"
     assert answer["tokens"][1] == wanted or not whole
