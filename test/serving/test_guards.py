@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,21 +41,6 @@ WORKER = (*STEPS, *MODEL)
 K2 = "DeepseekV3ForCausalLM"
 CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32}
 SCHEME = {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
-
-
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
-    """A module with these names alone, and the packages that it is in."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        path = ".".join(parts[:end])
-        if not hasattr(sys.modules.get(path), "fake"):
-            made = ModuleType(path)
-            vars(made).update(fake=True, __path__=[])
-            monkeypatch.setitem(sys.modules, path, made)
-            if end > 1:
-                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], made)
-    vars(sys.modules[name]).update(names)
-    return sys.modules[name]
 
 
 def model(**changed: Any) -> SimpleNamespace:
@@ -86,7 +72,7 @@ class Anything(type):
 
 
 class FakeVllm:
-    """Modules with all names that ours import, but for those that are taken away.
+    """All names that ours take of the adapter, but for those that are taken away.
 
     Attributes:
         registered: architectures, as they come.
@@ -101,27 +87,26 @@ class FakeVllm:
             self.registered.append(architecture)
             models[architecture] = SimpleNamespace(class_name=target.rpartition(":")[2])
 
-        worker = {"compile_or_warm_up_model": lambda self: "warm"}
         given = {
             "ModelRegistry": SimpleNamespace(models=models, register_model=register),
             "MODELS_CONFIG_MAP": self.configs,
-            "CPUWorker": type("CPUWorker", (), worker),
+            "CPUWorker": type("CPUWorker", (), {"compile_or_warm_up_model": lambda self: "warm"}),
             "EngineArgs": type("EngineArgs", (), {"create_engine_config": lambda self: self.additional_config}),
             "VerifyAndUpdateConfig": type("Stock", (), {"verify_and_update_config": lambda config: None}),
         }
-        for name in taken_of_vllm(*(path.stem for path in HERE.glob("*.py"))):
-            named = {name: given[name] if name in given else Anything(name, (), {})}
-            fake_module(monkeypatch, adapter.NAMES[name].modules[0], **named)
+        for name in adapter.NAMES:
+            monkeypatch.setitem(vars(adapter), name, given[name] if name in given else Anything(name, (), {}))
         self.on("vllm.platforms.cpu")
         self.derive_worker_from("JSONDecoder")
 
     def on(self, platform: str, **named: Any) -> None:
         """A platform of a module's."""
         named = {"is_cuda": lambda _: False, "is_cpu": lambda _: True, "__module__": platform, **named}
-        sys.modules["vllm.platforms"].current_platform = type("Platform", (), named)()  # type: ignore[attr-defined]
+        self.monkeypatch.setitem(vars(adapter), "current_platform", type("Platform", (), named)())
 
     def without(self, name: str) -> None:
-        delattr(sys.modules[adapter.NAMES[name].modules[0]], name)
+        self.monkeypatch.delitem(vars(adapter), name)
+        self.monkeypatch.setitem(adapter.NAMES, name, adapter.Row("", ("json.nowhere",)))
 
     def derive_worker_from(self, name: str) -> None:
         """A class whose source there is, or is not."""
@@ -138,21 +123,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 def fresh() -> Iterator[Callable[[str], Any]]:
     """Imports modules of the plugin anew, and forgets them."""
     package = sys.modules[plugin.__package__ or ""]
-    before = {name: module for name, module in sys.modules.items() if name.startswith(f"{package.__name__}.")}
-    attributes = dict(vars(package))
-
-    def imported(name: str) -> Any:
+    with patch.dict(sys.modules), patch.dict(vars(package)):
         for module in (*WORKER, "registered", "worker"):
             sys.modules.pop(f"{package.__name__}.{module}", None)
             vars(package).pop(module, None)
-        return importlib.import_module(f"{package.__name__}.{name}")
-
-    yield imported
-    for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
-        del sys.modules[name]
-    sys.modules.update(before)
-    vars(package).clear()
-    vars(package).update(attributes)
+        yield lambda name: importlib.import_module(f"{package.__name__}.{name}")
+        others = {name: one for name, one in sys.modules.items() if not name.startswith(f"{package.__name__}.")}
+    sys.modules.update(others)
 
 
 @pytest.fixture
@@ -173,9 +150,8 @@ def test_the_model_is_vllms_without_a_name(
         vllm.without(gone)
     with caplog.at_level(logging.WARNING):
         module = fresh("registered")
-    stock = sys.modules["vllm.model_executor.models.deepseek_v2"]
-    assert (module.KimiK2ForVllm is stock.DeepseekV3ForCausalLM) == bool(gone)
-    assert (module.KimiK25TextForVllm is stock.DeepseekV2ForCausalLM) == bool(gone)
+    for ours, theirs in (("KimiK2ForVllm", K2), ("KimiK25TextForVllm", "DeepseekV2ForCausalLM")):
+        assert (getattr(module, ours) is getattr(adapter, theirs)) == bool(gone)
     assert caplog.text.count("all operations are vLLM's, since it has changed: ") == bool(gone)
     assert gone in caplog.text
     assert gone or module.KimiK2ForVllm.__module__ == "kimi_k2.serving.vllm.model"
@@ -225,11 +201,9 @@ def test_another_platform_keeps_its_models_and_worker(vllm: FakeVllm) -> None:
     assert vllm.registered == [] and not vllm.configs
 
 
-def test_parsers_managers_gone(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for module in ("vllm.tool_parsers", "vllm.reasoning"):  # a real one, where another test has loaded it
-        monkeypatch.delitem(sys.modules, module, raising=False)
+def test_parsers_managers_gone(vllm: FakeVllm, caplog: pytest.LogCaptureFixture) -> None:
+    for manager in ("ToolParserManager", "ReasoningParserManager"):
+        vllm.without(manager)
     with caplog.at_level(logging.WARNING):
         plugin.register_parsers()
     assert caplog.text.count("no parser kimi_k2_stream") == 2
@@ -450,9 +424,8 @@ def test_models_that_are_not_ours_keep_vllms_worker(changed: dict[str, Any], vll
 def test_arguments_that_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked on the command line is in the configuration of every process."""
     plugin.register()
-    stock = sys.modules["vllm.engine.arg_utils"].EngineArgs
     fields: Any = [("attention_backend", str, None), ("additional_config", dict, None)]
-    arguments = dataclasses.make_dataclass("Given", fields, bases=(stock,))
+    arguments = dataclasses.make_dataclass("Given", fields, bases=(vars(adapter)["EngineArgs"],))
     given, own = arguments(attention_backend="TRITON_MLA"), {"more": 1}
     one = deployment(**CPU, additional_config=given.create_engine_config())
     assert support.refusal(one) == "--attention-backend TRITON_MLA"
@@ -598,7 +571,7 @@ class FakeSglang:
         def registers(held: dict[str, Any]) -> Any:
             return lambda name: lambda found: held.setdefault(name, found)
 
-        arguments = "sglang.srt.arg_groups"
+        arguments, made = "sglang.srt.arg_groups", dict[str, ModuleType]()
         for module, names in {
             f"{arguments}.choices": {
                 "ATTENTION_BACKEND_CHOICES": self.choices,
@@ -624,7 +597,10 @@ class FakeSglang:
                 "get_platform": lambda: SimpleNamespace(device_capability=self.capability),
             },
         }.items():
-            fake_module(monkeypatch, module, **names)
+            parts = module.split(".")
+            for end in range(1, len(parts) + 1):
+                monkeypatch.setitem(sys.modules, path := ".".join(parts[:end]), made.setdefault(path, ModuleType(path)))
+            vars(made[module]).update(names)
 
 
 @pytest.fixture
