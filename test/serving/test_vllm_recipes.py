@@ -155,7 +155,7 @@ def context(it: Deployment) -> None:
     it.options["dcp_kv_cache_interleave_size"] = it.draw.choice([1, 4])
     it.options.setdefault("block_size", 16)
     it.told["parts"] = True
-    it.says("prepared by vLLM: decode context parallelism")
+    it.says("prepared by vLLM: ")  # with a pipeline by that reason
 
 
 def experts(it: Deployment) -> None:
