@@ -84,7 +84,7 @@ def requests(seed: float | str, count: int = 8, new_tokens: int = 64, longest: i
 def serve(
     directory: Path,
     dtype: str,
-    job: list[dict[str, Any]],
+    job: list[Any],
     tmp_path: Path,
     *,
     environment: Mapping[str, str] | None = None,

@@ -284,7 +284,7 @@ def piece(run: int) -> None:
             self._graphs = None if reason else graphs
         return forward(self, *given, **named)
 
-    PromptGraphs._piece = refusing  # type: ignore[method-assign]
+    PromptGraphs._piece = refusing  # type: ignore[method-assign, assignment]
     if current_platform.is_cpu():
         vars(collective)["dist"] = exchanges
         KimiK2ForVllm.forward = first  # type: ignore[method-assign]

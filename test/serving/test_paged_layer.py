@@ -49,8 +49,10 @@ def test_prompts_in_parts(
     if not together:
         monkeypatch.setattr(batch, "MOST_SLOTS", 0)
     torch.manual_seed(0)
-    directory, dtype = {**checkpoints, "wide": wide}[name], torch.float32 if heads else None
-    whole, model = (KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=True, dtype=dtype) for _ in range(2))
+    directory = {**checkpoints, "wide": wide}[name]
+    whole, model = (
+        KimiK2ForCausalLM.from_pretrained(directory, keep_quantized=True, dtype=torch.float32) for _ in range(2)
+    )
     model.prepare()
     steps, config = list[LayerStep](), model.config
     caches = [torch.randn(PAGES, PAGE, config.cache_dim) for _ in model.model.layers]  # what others left
