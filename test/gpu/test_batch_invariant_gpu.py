@@ -22,13 +22,12 @@ from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared
-from kimi_k2.ops.linear import Weight, add_project, dense_linear, dequantize
+from kimi_k2.ops.linear import Weight, add_project, dequantize
 from kimi_k2.ops.mla import absorb_and_store, attend_values, attention_plan
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -329,13 +328,3 @@ def test_prompts_in_drawn_chunks(model: KimiK2ForCausalLM, cached: torch.dtype) 
     for read in reads.values():
         read.close()
     print(f"{DRAWN} drawn sets of prompts: every logit and cache entry bit-equal")
-
-
-def test_what_has_no_entry_is_refused() -> None:
-    x, weight = torch.randn(2, 64, device="cuda"), torch.randn(8, 64, device="cuda")
-    with pytest.raises(KernelError, match="batch-invariant mode: no entry of dense_linear"):
-        dense_linear(x, weight)
-    registry.pin("dense_linear=plain")
-    with pytest.raises(KernelError, match="batch-invariant"):
-        dense_linear(x.to(BF16), weight.to(BF16))
-    registry.pin("")

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from on_hopper import NEEDS_HOPPER, assert_graph_follows
+from on_hopper import NEEDS_HOPPER
 from torch import Tensor
 
 from kimi_k2.kernels.router.gate import PACKED_EXPERTS, fused_gate
@@ -120,12 +120,6 @@ def test_padding_has_index_and_weight_zero(strategy: str) -> None:
         whole = fused_gate(logits, bias, 8, strategy=strategy)
         assert torch.equal(indices[:valid], whole[0][:valid]) and torch.equal(weights[:valid], whole[1][:valid])
         assert not indices[valid:].any() and not weights[valid:].any()
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 5000])
-def test_graph_replay_follows_its_inputs(tokens: int) -> None:
-    logits, bias = torch.randn(tokens, 384, device="cuda"), torch.randn(384, device="cuda") * 0.1
-    assert_graph_follows(lambda: fused_gate(logits * 2, bias, 8), logits.normal_, replays=5)
 
 
 @pytest.mark.parametrize("strategy", BOTH)

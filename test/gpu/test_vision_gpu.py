@@ -50,7 +50,7 @@ def test_packed_attention(lengths: list[int]) -> None:
     qkv = torch.randn(tokens, 3, 16, 72, generator=generator, device="cuda").bfloat16()
     angles = torch.randn(tokens, 1, 36, generator=generator, device="cuda") * 50
     cos, sin = angles.cos(), angles.sin()
-    segments = Segments(lengths, "cuda")
+    segments = Segments(lengths)
     rotated = [part.bfloat16().float() for part in rotated_qkv(qkv.float(), cos, sin)]
     wanted = segment_attention(rotated[0], rotated[1], rotated[2], segments, scale)
     packed = rotate_and_pack(qkv, cos, sin)
@@ -77,7 +77,7 @@ def test_packed_attention_of_scores_that_grow() -> None:
     qkv[:, 1] *= torch.linspace(-4, 4, tokens, device="cuda").bfloat16()[:, None, None]
     qkv[:, 2] = torch.randn(tokens, 16, 72, device="cuda").bfloat16()
     cos, sin = torch.ones(tokens, 1, 36, device="cuda"), torch.zeros(tokens, 1, 36, device="cuda")
-    segments = Segments([tokens], "cuda")
+    segments = Segments([tokens])
     assert rotated_attention.choose(qkv, cos, sin, segments, 1.0).name == "wgmma"
     q, k, v = qkv.float().unbind(1)
     wanted = segment_attention(q, k, v, segments, 1.0)

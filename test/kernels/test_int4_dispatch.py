@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.experts import entries
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.model.decoder import KimiK2ForCausalLM, load_checkpoint
 from kimi_k2.model.moe import Experts
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.linear import Weight
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -89,22 +84,3 @@ def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: py
     plain = experts_of(KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
     plain.prepare(torch.bfloat16)
     assert takers(x, plain) == []
-
-
-@pytest.mark.parametrize(("tokens", "priority"), [(8, 0), (16, -1), (64, -1), (65, 0)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_whose_blocks_go_first(tokens: int, priority: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of an unquantized shared expert, of some numbers of tokens."""
-    asked = []
-
-    def beside(aside: object, here: object, device: torch.device, priority: int = 0) -> tuple[Tensor, Tensor]:
-        asked.append(priority)
-        return torch.ones(2, 8), torch.ones(2, 8)
-
-    monkeypatch.setattr(entries, "beside", beside)
-    weight = Weight({"weight": torch.ones(8, 8)}, Fp8BlockFormat() if fp8 else None)
-    experts = ExpertWeights(weight, weight)
-    routing = torch.zeros(tokens, 1, dtype=torch.int64), torch.zeros(tokens, 1)
-    out = entries.experts_beside_shared(torch.ones(tokens, 8), experts, *routing, weight, weight)
-    assert torch.equal(out, torch.full((2, 8), 2.0))
-    assert asked == [0 if fp8 else priority]

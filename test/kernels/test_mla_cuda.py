@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,17 +42,6 @@ def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads: int, splits: in
     q, cache = torch.zeros(1, heads, 576, dtype=torch.bfloat16), torch.zeros(1, 640, 576).to(dtype)
     with pytest.raises(KernelError, match=r"expected a multiple of 8 heads, .*bfloat16, two parts"):
         mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, splits)
-
-
-@pytest.mark.parametrize(("batch", "heads", "capacity", "wanted"), [
-    (64, 8, 131072, True),  # nothing is read again
-    (1, 16, 8192, True),
-    (4, 16, 8192, False),
-    (1, 64, 8192, False),
-    (1, 12, 64, False),
-])  # fmt: skip
-def test_heads_are_divided_where_little_is_read_again(batch: int, heads: int, capacity: int, wanted: Any) -> None:
-    assert mla_cuda.divides_heads(batch, heads, capacity) == wanted
 
 
 @pytest.mark.parametrize(("batch", "heads", "capacity", "wanted"), [

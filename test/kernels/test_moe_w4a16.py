@@ -11,6 +11,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common import build
+from kimi_k2.kernels.experts import fp8, w4a16
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import (
     RECORD,
@@ -19,7 +20,6 @@ from kimi_k2.kernels.experts.w4a16 import (
     moe_w4a16,
     supports,
     takes_decode,
-    workspace_sizes,
 )
 from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
@@ -79,20 +79,22 @@ def test_weights_that_cannot_be_prepared_are_named(checkpoint: Checkpoint, place
         prepare_w4a16(*given)
 
 
+@pytest.mark.parametrize("module", [fp8, w4a16])
 @pytest.mark.parametrize("fused", [True, False])
-def test_workspace_covers_the_worst_routing(fused: bool) -> None:
+def test_workspace_covers_the_worst_routing(fused: bool, module: Any) -> None:
     rows = 16 if fused else 32
-    sizes = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(fused, rows, 2, 2, 1))
+    sizes = module.workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(fused, rows, 2, 2, 1))
     tiles = max(320, -(-320 // rows))  # all pairs on distinct experts, or all on one
     assert sizes["flags"][0] >= tiles * 4
     assert sizes["partial"][0] >= tiles * 4 * 2 * rows * 256
     assert sizes["contrib"] == (320 * 2 * 7168, torch.float32 if fused else torch.bfloat16)
-    # A token's 128 columns as a record: two e4m3 codes a value, offsets and a factor.
-    assert sizes["inter_q"] == (320 * 4 * (2 * 128 + 32), torch.uint8)
-    assert sizes["xs"] == (40 * 56 * (2 * 128 + 32), torch.uint8)
-    many = workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(False, 64, 1, 1, 1))
-    assert many["inter_q"] == (320 * 512, torch.bfloat16)
-    assert many["pair_slot"] == (320, torch.int32)  # by which the sums find a pair's output
+    assert sizes["count2"][0] == (40 if fused else 1) * 28  # a counter a slab of 256, and a token where tokens finish
+    if module is w4a16:  # a token's 128 columns as a record: two e4m3 codes a value, offsets and a factor
+        assert sizes["inter_q"] == (320 * 4 * (2 * 128 + 32), torch.uint8)
+        assert sizes["xs"] == (40 * 56 * (2 * 128 + 32), torch.uint8)
+        many = module.workspace_sizes(40, 8, 384, 7168, 512, ExpertChoice(False, 64, 1, 1, 1))
+        assert many["inter_q"] == (320 * 512, torch.bfloat16)
+        assert many["pair_slot"] == (320, torch.int32)  # by which the sums find a pair's output
 
 
 def test_record_is_as_long_as_cuda_has_it() -> None:

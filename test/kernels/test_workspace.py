@@ -167,11 +167,6 @@ def test_data_is_bounded(module: Any, inter: int) -> None:
         assert len(ranges) <= -(-tokens // 16384), "16,384 tokens fit"
 
 
-def test_ten_prompts_of_different_lengths_ask_for_one_size() -> None:
-    sizes = {layouts(moe_fp8, tokens, ExpertChoice(False, 64, 1, 1, 2))[0].bytes for tokens in range(3000, 3010)}
-    assert len(sizes) == 1
-
-
 def test_few_sizes_over_all_lengths() -> None:
     """So that the allocator finds blocks again; none is more than an eighth too large."""
     needs = [

@@ -11,16 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_k2.ops import mla, registry
-from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.mla import (
     SLOTS_AT_ONCE,
     Ragged,
-    attend_values,
-    gather_pages,
     mla_decode,
     mla_ragged_attention,
     next_step,
-    query_and_entry,
     store_slots,
 )
 
@@ -40,14 +36,6 @@ def scattered(
     table = order.view(len(lengths), width).int()
     pages[order] = whole.view(-1, PAGE, DIM)
     return whole, pages, table
-
-
-@pytest.mark.parametrize("lengths", [[1], [4, 5, 13], [16, 1, 7, 9]])
-def test_same_as_in_one_piece(lengths: list[int]) -> None:
-    whole, pages, table = scattered(lengths)
-    query, seq_lens = torch.randn(len(lengths), 3, DIM, dtype=torch.float64), torch.tensor(lengths, dtype=torch.int32)
-    found = mla_decode(query, pages, seq_lens, 0.3, RANK, None, table)
-    torch.testing.assert_close(found, mla_decode(query, whole, seq_lens, 0.3, RANK), rtol=1e-12, atol=1e-12)
 
 
 def test_padding_is_finite() -> None:
@@ -85,32 +73,6 @@ def test_stored_where_it_belongs(dtype: torch.dtype) -> None:
     wanted = before.view(-1, DIM)
     wanted[17], wanted[6] = entries[0].to(dtype).float(), entries[2].to(dtype).float()
     assert torch.equal(cache.float().view(-1, DIM), wanted)
-
-
-def test_gathered_in_order() -> None:
-    whole, pages, table = scattered([9, 16])
-    assert torch.equal(gather_pages(pages, table, 9), whole[:, :9])
-
-
-def test_step_same_as_in_one_piece() -> None:
-    """From attention's first GEMM to its values; the last sequence is padding."""
-    lengths, heads, nope = [5, 13, 8], 3, 6
-    whole, pages, table = scattered(lengths)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    slots = torch.tensor([int(table[i, (n - 1) // PAGE]) * PAGE + (n - 1) % PAGE for i, n in enumerate(lengths)])
-    own = torch.arange(3) * whole.shape[1] + seq_lens - 1
-    slots[2] = own[2] = -1
-    qkv_a, w_uk = torch.randn(3, 16 + DIM).double(), torch.randn(heads, nope, RANK).double()
-    q_b = Weight({"weight": torch.randn(heads * (nope + ROPE), 16).double()})
-    norms, (cos, sin) = (torch.rand(16).double(), torch.rand(RANK).double()), torch.randn(2, 3, ROPE // 2).double()
-    wanted = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, own, w_uk, whole, 1e-6, 1e-6)
-    before = pages.clone()
-    found = query_and_entry(qkv_a, norms[0], q_b, norms[1], cos, sin, slots, w_uk, pages, 1e-6, 1e-6)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    assert int((pages != before).any(-1).sum()) == 2  # slots written
-    w_uv = torch.randn(heads, 5, RANK).double()
-    found = attend_values(found, pages, seq_lens, w_uv, 0.3, None, table)
-    torch.testing.assert_close(found, attend_values(wanted, whole, seq_lens, w_uv, 0.3), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("store", [store_slots, mla._store_unread])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exact import distance
 from forked import python
 from processes import run_together
 from torch import Tensor
@@ -33,11 +34,6 @@ def run_ranks(source: Path, work: Path, layout: Layout, where: str) -> list[tupl
     arguments = [source, converted, layout.moe_tp, layout.moe_ep, work / "rendezvous", out, where]
     run_together([[*python(), WORKER, "generate", rank, *arguments] for rank in range(layout.ranks)], timeout=600)
     return [(ids, logits, stepped) for ids, logits, stepped in torch.load(out)]
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -22,20 +21,11 @@ class Segments:
 
     Attributes:
         lengths: of each part, in order.
-        longest: of them.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
-        self.longest = max(self.lengths)
-        self.device = device
         self._derived: dict[Hashable, Any] = {}
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """int32 [parts + 1] on the device: where each part begins, and the end of the last."""
-        lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
-        return uploaded(lengths.cumsum(0, dtype=torch.int32), self.device)
 
     def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What a kernel makes of the lengths, made once."""

@@ -249,7 +249,7 @@ class VisionTower(nn.Module):
         key = (device, *grids)
         if key not in self._layouts:
             cos, sin = rotation(self.config, grids, device)
-            segments = Segments([grid.patches for grid in grids], device)
+            segments = Segments([grid.patches for grid in grids])
             self._layouts[key] = (cos.unsqueeze(1), sin.unsqueeze(1)), segments
         self._layouts.move_to_end(key)
         while len(self._layouts) > KEPT_LAYOUTS:
