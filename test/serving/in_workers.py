@@ -2,7 +2,8 @@
 
 vLLM's are asked for by names that this module makes when they are asked for: so the import in each worker patches it.
 `Amx` has vLLM believe in AMX, without which its MLA on a CPU takes whole prompts and pages of 16; `Spread` also lets
-block tables of a CPU store tokens of caches that are spread over ranks; `Balanced` lets experts be moved there.
+block tables of a CPU store tokens of caches that are spread over ranks; `Balanced` lets experts be moved there, and
+with `CutPages` vLLM cuts its pages.
 `Refused0`, `Refused1` and so on have the second of two ranks refuse a run of a decode step while graphs are recorded, 0
 none; `Piece0` and so on a run of a piece of steps with prompts. On a CPU a stand-in records both.
 """
@@ -247,10 +248,18 @@ def refused(run: int) -> None:
     if current_platform.is_cpu():
         vars(collective)["dist"] = exchanges
         vars(module)["GraphRecorder"] = Recorder
-        Runner.against = lambda self, mode: against(self, "FULL")  # type: ignore[method-assign]
+        Runner.against = lambda self, mode, page: against(self, "FULL", page)  # type: ignore[method-assign]
         Runner.on_gpu = True  # type: ignore[method-assign, assignment]
         vars(module)["decode_steps"] = on_gpu  # the worker imports it late
         vars(torch.cuda)["synchronize"] = lambda *_: None
+
+
+def cut_pages() -> None:
+    """Our attention says that its kernels take pages of 16, as on a GPU of 64."""
+    from kimi_k2.serving.vllm.attention import LatentBackend
+
+    amx()
+    LatentBackend.get_supported_kernel_block_sizes = staticmethod(lambda *_: [16])  # type: ignore[method-assign, assignment]
 
 
 def piece(run: int) -> None:
@@ -291,7 +300,7 @@ def piece(run: int) -> None:
 
 
 PATCHES: dict[str, Callable[..., None]] = {
-    "Amx": amx, "Spread": spread, "Balanced": balanced, "Refused": refused, "Piece": piece,
+    "Amx": amx, "Spread": spread, "Balanced": balanced, "CutPages": cut_pages, "Refused": refused, "Piece": piece,
 }  # fmt: skip
 
 

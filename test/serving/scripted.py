@@ -52,9 +52,9 @@ def write_hf_tokenizer(directory: Path) -> None:
         assert fast.encode(text) == tokenizer.encode(text, allow_special=True)
 
 
-def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking") -> None:
+def write_random_checkpoint(directory: Path, model: str = "kimi-k2-thinking", **sizes: int) -> None:
     """Random weights, in BF16, with a tokenizer."""
-    write_synthetic_checkpoint(directory, with_format(tiny_config(model), "bf16"), seed=11)
+    write_synthetic_checkpoint(directory, with_format(tiny_config(model, **sizes), "bf16"), seed=11)
     write_hf_tokenizer(directory)
 
 

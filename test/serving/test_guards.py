@@ -277,7 +277,8 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         ({"block_size": 64, "user_specified_block_size": True}, None),
         (CPU | {"model": {"kv_lora_rank": 64}}, None),
         ({"dtype": torch.float16}, "torch.float16, the kernels take torch.bfloat16"),
-        ({"block_size": 128, "user_specified_block_size": True}, f"pages of 128 tokens, {PAGES}"),
+        ({"block_size": 128, "user_specified_block_size": True}, None),
+        ({"block_size": 96, "user_specified_block_size": True}, f"pages of 96 tokens, {PAGES}"),
         ({"user_specified_block_size": ...}, f"pages of 16 tokens, {PAGES}"),  # of a version that does not say
         ({"model": {"num_attention_heads": 128, "num_key_value_heads": 128}}, "128 heads a rank"),
         ({"model": {"kv_lora_rank": 256}}, "attention of sizes (256, 64, 128, 128)"),

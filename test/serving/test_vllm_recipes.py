@@ -213,6 +213,14 @@ def pages(it: Deployment) -> None:
     it.options["block_size"] = it.draw.choice([16, 32, 64, 128])
 
 
+def cut_pages(it: Deployment) -> None:
+    """Which the kernels take in parts."""
+    parts(it)
+    it.options |= {"block_size": 64, "worker_extension_cls": "in_workers.CutPages"}
+    it.usual = False
+    it.says("decode steps are prepared by vLLM: pages of 64 tokens in parts of 16")
+
+
 def few_pages(it: Deployment) -> None:
     it.told["parts"] = True
     it.options |= {"block_size": 16, "num_gpu_blocks_override": 26, "enable_prefix_caching": False}
@@ -544,7 +552,8 @@ NAMED: list[Row] = [
     *((name, ()) for name in FOUR_BITS),
     *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16", "nvfp4")),
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
-    *(("thinking", (flag,)) for flag in (one_left, sampled, processors, connector, replicas, adapters, *REFUSED)),
+    *(("thinking", (flag,)) for flag in (one_left, cut_pages, sampled, processors, connector, replicas, adapters)),
+    *(("thinking", (flag,)) for flag in REFUSED),
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),

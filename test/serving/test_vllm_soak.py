@@ -1,13 +1,15 @@
 """A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
 
 KIMI_K2_SOAK_SECONDS sets how long (30); a sixth of it, at most 300, runs before anything is compared. KIMI_K2_SLOW=1
-adds two data-parallel ranks with experts shared out, and a cache so small that requests lose their pages. With -s a
-line a minute says what was met and held. On a GPU the server runs there.
+adds two data-parallel ranks with experts shared out, a cache so small that requests lose their pages, and prompts of up
+to 100,000 tokens (a CPU's: 700) that fill the cache, by our model and by vLLM's own. With -s a line a minute says what
+was met and held. On a GPU the server runs there.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import threading
@@ -20,7 +22,7 @@ from typing import Any
 
 import engines
 import pytest
-from engines import ON_GPU, OURS
+from engines import ON_GPU, OURS, STOCK, WIDE
 from judge import ROUNDING, Judge, write_slice
 from plain_tokens import expected
 from scripted import write_hf_tokenizer, write_random_checkpoint
@@ -33,6 +35,7 @@ LONGEST = 2048  # --max-model-len of the server
 # start late; bytes of PyTorch's allocator.
 MORE = {"resident": 64 * 2**20, "files": 6, "threads": 8, "allocated": 64 * 2**20}
 REFUSED = (400, 404, 422)
+NEW = 48  # tokens of an answer
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -54,6 +57,7 @@ class Soak:
     def __init__(self, url: str, clients: int, known: list[tuple[list[int], list[int]]], judge: Judge | None) -> None:
         self.url, self.clients, self.known, self.judge, self.lock = url, clients, known, judge, threading.Lock()
         self.met, self.problems, self.largest = Counter[str](), list[str](), 0.0
+        self.kinds = [*[self.answer] * 4, *[self.given_up] * 2, self.huge, *[self.refused] * 3]
 
     def held(self, release: str = "") -> dict[str, float]:
         """By all of the server's processes; its allocator gives back what it holds unused first, if asked."""
@@ -83,9 +87,8 @@ class Soak:
 
     def client(self, seed: int, until: float) -> None:
         draw = random.Random(seed)
-        kinds = [*[self.answer] * 4, *[self.given_up] * 2, self.huge, *[self.refused] * 3]
         while time.monotonic() < until and not self.problems:
-            kind = draw.choice(kinds)
+            kind = draw.choice(self.kinds)
             try:
                 kind(draw)
             except Exception as error:
@@ -152,6 +155,41 @@ class Soak:
         return self.metric("vllm:num_requests_running") == self.metric("vllm:num_requests_waiting") == 0
 
 
+class FullCache(Soak):
+    """Prompts of which a few fill the cache: each answer is what it was alone, and has no NaN.
+
+    Args:
+        url: of the server.
+        clients: how many.
+        prompts: whose answers alone are asked for first.
+    """
+
+    def __init__(self, url: str, clients: int, prompts: list[list[int]]) -> None:
+        super().__init__(url, clients, [], None)
+        self.kinds, self.fullest = [self.same, self.same, self.given_up], 0.0
+        self.alone = [(prompt, self.said(prompt)) for prompt in prompts]
+        self.known = [(prompt, []) for prompt in prompts]
+
+    def said(self, prompt: list[int]) -> list[tuple[int, dict[str, float]]]:
+        """Tokens, and the five likeliest at each place."""
+        with self.ask(prompt, NEW, logprobs=5, return_tokens_as_token_ids=True) as answer:
+            choice = json.load(answer)["choices"][0]
+        return list(zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True))
+
+    def same(self, draw: random.Random) -> None:
+        """Up to where rounding may have chosen another of two tokens."""
+        prompt, alone = draw.choice(self.alone)
+        self.fullest = max(self.fullest, self.metric("vllm:kv_cache_usage_perc"))
+        for at, ((token, likely), (found, others)) in enumerate(zip(alone, self.said(prompt), strict=True)):
+            said = f"{found} for {token} at {at} behind {len(prompt)} tokens, {others} for {likely}"
+            self.problems += [said] * (not all(map(math.isfinite, others.values())))
+            if found != token:
+                gap = likely[f"token_id:{token}"] - likely.get(f"token_id:{found}", -math.inf)
+                self.problems += [said] * (gap > (ROUNDING if ON_GPU else 1e-3))
+                self.met["rounded otherwise"] += 1
+                return
+
+
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
 
 
@@ -208,3 +246,28 @@ def test_random_requests(
         soak.answer(draw)
         assert soak.problems == []
         assert len(soak.met) == 4 or SECONDS < 20
+
+
+@pytest.mark.parametrize("whose", [pytest.param("ours", marks=SLOW), pytest.param("stock", marks=SLOW)])
+def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (ENVIRONMENT | (STOCK if whose == "stock" else {})).items():
+        monkeypatch.setenv(name, value)
+    directory, draw = tmp_path / "model", random.Random(0)
+    longest, page = (100_000, 64) if ON_GPU else (700, 16)
+    if ON_GPU:
+        write_slice(directory)
+        write_hf_tokenizer(directory)
+    else:
+        write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
+    lengths = [draw.randint(longest // 2, longest - NEW) for _ in range(6)]
+    prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
+    options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest)]
+    options += ["--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
+    with engines.serving(directory, tmp_path / "log", *options) as url:
+        soak = FullCache(url, 8, prompts)
+        soak.run(SECONDS)
+        preempted = soak.metric("vllm:num_preemptions_total")
+        print(f"{whose}: {dict(soak.met)} in {SECONDS:.0f} s; cache {soak.fullest:.3f} full, {preempted:.0f} preempted")
+        assert soak.problems == []
+        assert soak.fullest > 0.9 and soak.met["same"] > 8 and preempted > 0
+    assert (f"kimi-k2: {OURS}" in (tmp_path / "log").read_text()) == (whose == "ours")

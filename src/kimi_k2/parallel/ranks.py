@@ -174,11 +174,10 @@ class Rank:
         if kind is None:
             leave_ranks()
         elif _WATCHES:
-            cause = error.__cause__ if isinstance(error, KimiK2Error) else error
-            lost = _WATCHES[-1].lost() if isinstance(cause, RuntimeError) and _is_of_peers(cause) else None
+            lost = _WATCHES[-1].lost() if isinstance(error, RuntimeError) and _is_of_peers(error) else None
             _WATCHES.pop().stop()
             if lost is not None:
-                raise RankLostError(f"rank {self.number} on {gethostname()}: {lost}") from cause
+                raise RankLostError(f"rank {self.number} on {gethostname()}: {lost}") from error
 
 
 # Of the ranks that this process has joined: one at most.

@@ -121,7 +121,7 @@ def replaying(replay: Callable[[], Any], made: tuple[Tensor, ...]) -> Forward:
 
 def decode_steps(runner: Runner, model: Any, kind: type[DecodeSteps] = DecodeSteps) -> DecodeSteps | None:
     """Of a kind, as a deployment allows them; a line says so. Every rank must call this: all have them, or none."""
-    reason = against_decode_steps(runner.it) or runner.against(model.graph_mode)
+    reason = against_decode_steps(runner.it) or runner.against(model.graph_mode, model.held[0].cache.shape[1])
     if not least_of_ranks(reason is None):
         logger.info("kimi-k2: decode steps are prepared by vLLM: %s", reason or "on another rank")
         return None

@@ -73,8 +73,14 @@ class Runner:
         """Whether its device is one."""
         return bool(self.of.device.type == "cuda")
 
-    def against(self, mode: str) -> str | None:
-        """Why it is to prepare all steps itself, with CUDA graphs in a mode of vLLM's; None if they can be ours."""
+    def against(self, mode: str, page: int) -> str | None:
+        """Why it is to prepare all steps itself; None if they can be ours.
+
+        Args:
+            mode: of vLLM's CUDA graphs.
+            page: slots a page of the cache.
+        """
+        table = self.of.input_batch.block_table[0]
         lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(self.of, name)]
         for reason, holds in (
             ("its second model runner", self._second),
@@ -82,6 +88,7 @@ class Runner:
             ("what its runner hands to sampling has changed", ExecuteModelState._fields != STATE),
             ("prompts as embeddings", bool(getattr(self.of, "enable_prompt_embeds", False))),
             ("several caches", len(self.of.kv_cache_config.kv_cache_groups) != 1),
+            (f"pages of {table.block_size} tokens in parts of {page}", table.block_size != page),
             (f"cudagraph_mode {mode}", self.on_gpu and not mode.startswith("FULL")),
         ):
             if holds:

@@ -9,6 +9,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.kernels.router.gate import PACKED_EXPERTS
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.serving.paged.heads import kernel_heads
@@ -193,5 +194,6 @@ def _refusal_of_gpu(it: Deployment, config: KimiK2Config) -> str | None:
     together = padded * it.spread
     if kernel_heads(together) != together and kernel_heads(heads):
         return f"decode context parallelism of {together} heads, which the kernels do not take together"
-    page = it.page if it.page_is_asked else None  # else the backend's pages are taken
+    # Else the backend's pages are taken; vLLM cuts larger ones into these.
+    page = it.page if it.page_is_asked and it.page % PAGE else None
     return refusal_of_gpu(config, ranks, it.dtype, page, is_hopper())
