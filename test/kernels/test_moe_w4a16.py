@@ -54,7 +54,7 @@ def test_prepared_weights_are_the_same_bytes_in_another_order(checkpoint: Checkp
 
 def test_mixed_mode_holds_the_dequantized_weights(checkpoint: Checkpoint) -> None:
     prepared = prepare_w4a16(*checkpoint, w2_bf16=True)
-    dense = dequantize_int4_group(checkpoint[2], checkpoint[3], (H, INTER), dtype=torch.bfloat16)
+    dense = dequantize_int4_group(checkpoint[2], checkpoint[3], dtype=torch.bfloat16)
     assert prepared.down_proj_scale is None
     given = prepare_w4a16(*checkpoint[:2], dense, None)
     assert torch.equal(given.down_proj_packed, prepared.down_proj_packed)

@@ -23,7 +23,6 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.sharding import presharder
-from kimi_k2.sharding.experts import input_first
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import JOURNAL, MANIFEST, VISION_FILE, check_made_for, load_manifest, made_layout
 from kimi_k2.sharding.presharder import Presharder
@@ -216,23 +215,3 @@ def test_tower_is_kept_and_verified(checkpoints: dict[str, Path], tmp_path: Path
 def test_models_without_a_tower_have_no_such_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert "vision" not in Presharder(checkpoints["thinking"], tmp_path, Layout(1)).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "weights"]
-
-
-DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [8, 96, 1024])
-@pytest.mark.parametrize("columns", [1, 48, 300, 1536])
-@pytest.mark.parametrize("count", [1, 2])
-def test_input_first(dtype: torch.dtype, rows: int, columns: int, count: int) -> None:
-    draw = torch.Generator().manual_seed(rows + columns)
-    size = dtype.itemsize
-    drawn = torch.randint(0, 256, (count, rows, columns * size), dtype=torch.uint8, generator=draw)
-    matrices = list(drawn.view(dtype))
-    for parts in (1, 2, 8):
-        made = input_first(*matrices, parts=parts)
-        assert made.dtype == dtype
-        cut = [matrix.unflatten(0, (parts, rows // parts)) for matrix in drawn.unflatten(2, (columns, size))]
-        expected = torch.cat(cut, dim=1).transpose(1, 2)
-        assert torch.equal(made.contiguous().view(torch.uint8).unflatten(-1, (-1, size)), expected)

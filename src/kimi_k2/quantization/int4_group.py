@@ -41,51 +41,27 @@ def pack_int4(values: Tensor) -> Tensor:
 
 
 def unpack_int4(weight_packed: Tensor, columns: int) -> Tensor:
-    """Unpack int32 [..., N, ceil(K / 8)] to int8 [..., N, K] with K = `columns`, values in -8..7.
-
-    Raises:
-        ValueError: `weight_packed` is not int32 or has another number of words.
-    """
-    words = -(-columns // VALUES_PER_WORD)
-    if weight_packed.dtype != torch.int32:
-        raise ValueError(f"weight_packed: expected int32, got {weight_packed.dtype}")
-    if weight_packed.shape[-1] != words:
-        raise ValueError(f"weight_packed: expected {words} words for {columns} columns, got {weight_packed.shape[-1]}")
+    """Unpack int32 [..., N, ceil(K / 8)] to int8 [..., N, K] with K = `columns`, values in -8..7."""
     return unpack_nibbles(weight_packed)[..., :columns].view(torch.int8) - OFFSET
 
 
 def dequantize_int4_group(
-    weight_packed: Tensor,
-    weight_scale: Tensor,
-    weight_shape: Tensor | tuple[int, int],
-    group_size: int = 32,
-    dtype: torch.dtype = torch.float32,
+    weight_packed: Tensor, weight_scale: Tensor, group_size: int = 32, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Unpack and multiply every group by its scale.
 
     Args:
-        weight_packed: int32 [..., N, ceil(K / 8)].
+        weight_packed: int32 [..., N, K / 8].
         weight_scale: bfloat16 or float32 [..., N, K / group_size].
-        weight_shape: (N, K), as a tuple or the checkpoint's int32 tensor of two elements.
         group_size: input columns that share a scale.
         dtype: of the result; the product is formed in float32 and rounded once.
 
     Returns:
         [..., N, K] in `dtype`.
-
-    Raises:
-        ValueError: a shape or dtype disagrees with `weight_shape`.
     """
-    rows, columns = (int(size) for size in weight_shape)
-    if weight_packed.shape[-2] != rows:
-        raise ValueError(f"weight_packed: expected {rows} rows (weight_shape), got {weight_packed.shape[-2]}")
-    if columns % group_size or weight_scale.shape[-2:] != (rows, columns // group_size):
-        raise ValueError(
-            f"weight_scale: expected [..., {rows}, {columns} / {group_size}], got {list(weight_scale.shape)}"
-        )
-    values = unpack_int4(weight_packed, columns).to(torch.float32).unflatten(-1, (-1, group_size))
-    values *= weight_scale.to(torch.float32).unsqueeze(-1)
-    out: Tensor = values.flatten(-2).to(dtype)
+    values = unpack_int4(weight_packed, weight_scale.shape[-1] * group_size).to(torch.float32)
+    grouped = values.unflatten(-1, (-1, group_size)).mul_(weight_scale.to(torch.float32).unsqueeze(-1))
+    out: Tensor = grouped.flatten(-2).to(dtype)
     return out
 
 
@@ -103,8 +79,6 @@ def quantize_int4_group(
         (weight_packed int32 [..., N, K / 8], weight_scale [..., N, K / group_size], weight_shape int32 [2]).
     """
     rows, columns = weight.shape[-2:]
-    if columns % group_size:
-        raise ValueError(f"weight: expected a multiple of {group_size} columns, got {columns}")
     groups = weight.to(torch.float32).unflatten(-1, (-1, group_size))
     amax = groups.abs().amax(dim=-1)
     scale = torch.where(amax > 0, amax / MAX_VALUE, torch.ones_like(amax)).to(scale_dtype)
@@ -181,12 +155,7 @@ class Int4GroupFormat(PackedFormat):
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """See `dequantize_int4_group`."""
-        packed, scale = stored["weight_packed"], stored["weight_scale"]
-        if "weight_shape" in stored:
-            rows, columns = stored["weight_shape"].tolist()
-        else:
-            rows, columns = packed.shape[-2], scale.shape[-1] * self.group_size
-        return dequantize_int4_group(packed, scale, (rows, columns), self.group_size, dtype)
+        return dequantize_int4_group(stored["weight_packed"], stored["weight_scale"], self.group_size, dtype)
 
     def quantize(self, weight: Tensor) -> Stored:
         """See `quantize_int4_group`."""
@@ -204,8 +173,8 @@ class Int4GroupFormat(PackedFormat):
             return scale_factors(math.prod(shape), std / _VALUE_STD, own).to(torch.bfloat16).view(shape)
 
         def words(size: int) -> Tensor:
-            nibbles = torch.randint(1, 16, (size, 4, 2), dtype=torch.uint8, generator=own)
-            return (nibbles[..., 0] | (nibbles[..., 1] << 4)).view(torch.int32).view(-1)
+            nibbles = torch.randint(1, 16, (size * VALUES_PER_WORD,), dtype=torch.uint8, generator=own)
+            return pack_nibbles(nibbles).view(torch.int32)
 
         shape = (rows, -(-columns // VALUES_PER_WORD))
         return filled(math.prod(shape), torch.int32, words).view(shape)

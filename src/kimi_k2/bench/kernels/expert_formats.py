@@ -124,8 +124,7 @@ def int4_experts(weights: PreparedW4A16, **more: Any) -> RandomExperts:
     def dequantized(expert: int) -> tuple[Tensor, Tensor]:
         packed, scale, down, down_scale = (part[0] for part in checkpoint(weights, slice(expert, expert + 1)))
         first, second = (
-            dequantize_int4_group(words, each, (words.shape[0], words.shape[1] * 8), GROUP, torch.float32).double()
-            for words, each in ((packed, scale), (down, down_scale))
+            dequantize_int4_group(words, each, GROUP).double() for words, each in ((packed, scale), (down, down_scale))
         )
         return first, second
 

@@ -219,7 +219,7 @@ def prepare_w4a16(
     experts, rows, words = down_proj_packed.shape
     dense = torch.empty(experts, rows, words * 8, dtype=torch.bfloat16, device=down_proj_packed.device)
     for packed, scale, target in zip(down_proj_packed, down_proj_scale, dense, strict=True):
-        weight = dequantize_int4_group(packed, scale, tuple(target.shape), GROUP, torch.bfloat16)
+        weight = dequantize_int4_group(packed, scale, GROUP, torch.bfloat16)
         target.copy_(_DENSE.put(weight, False))
     return PreparedW4A16(*first, dense, None)
 
