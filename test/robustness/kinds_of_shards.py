@@ -51,13 +51,15 @@ def named_twice(directory: Path) -> None:
 
 
 @damaging
-def added(directory: Path, name: str) -> None:
-    """Another tensor, which no index names."""
+def added(directory: Path, name: str, *, indexed: bool = False) -> None:
+    """Another tensor, in the index too or not."""
     path = own(directory / SHARD)
     size = path.stat().st_size - len(header_bytes(path))
     place = {"dtype": "BF16", "shape": [256], "data_offsets": [size, size + 512]}
     header(lambda entries: entries.update({name: place}))(directory)
     edited(SHARD, lambda data: data + bytes(512))(directory)
+    if indexed:
+        index(lambda raw: raw["weight_map"].update({name: SHARD}))(directory)
 
 
 def swapped(directory: Path) -> None:
@@ -145,7 +147,7 @@ TENSORS: list[tuple[str, Damage, str]] = [
     ("transposed", entry(W, shape=[256, 128]), W),
     ("kv_b transposed", entry(KV_B, shape=[64, 256]), KV_B),
     ("a bias of two dimensions", entry(BIAS, shape=[4, 4]), BIAS),
-    ("one too many", added("model.layers.1.extra.weight"), "model.layers.1.extra.weight"),
+    ("one too many", added("model.layers.1.extra.weight", indexed=True), "implies no such tensor"),
     ("flat", entry(W, shape=[128 * 256]), W),
     ("another FP8", entry(W, dtype="F8_E5M2"), W),
     ("integers", entry(W, dtype="U8"), W),
