@@ -84,10 +84,11 @@ def test_the_line_without_nxdi_gets_its_own_options(checkpoints: dict[str, Path]
     assert "--no-enable-prefix-caching" in whole.words
     assert whole.environment == {}
     preset = tmp_path / "host.yaml"
-    sampling = "  on_device_sampling_config: null\n  enable_structured_outputs: false\n"
+    sampling = "  on_device_sampling_config: null\n  enable_structured_outputs: false\n  kv_cache_dtype: fp8\n"
     preset.write_text(f"like: trn2-native-tp4-ep16\ntorch_native:\n{sampling}")
     host = command.vllm_command(checkpoints["fp8"], "neuron", preset=str(preset))
     assert "--no-async-scheduling" in host.words  # which needs the device's sampler
+    assert value(host.words, "--kv-cache-dtype") == "fp8" and "--kv-cache-dtype" not in made.words
 
 
 def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: Path) -> None:
