@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kimi_k2.engine.batch import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
+from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MLP
@@ -70,7 +71,10 @@ def test_prompts_and_steps_agree_with_the_plain_model(
     # What is stored as two Linears and read as one is held once, where no scale's block straddles the two.
     mlp, (gate_up, _) = model.model.layers[0].mlp, step.layers[0].dense or (None, None)
     assert isinstance(mlp, MLP) and gate_up is not None
+    again = LayerStep(step.layers[0].layer, lambda x: x).dense  # of the same model: no copy
+    assert again is not None
     for suffix, tensor in gate_up.tensors.items():
+        assert again[0].tensors[suffix].data_ptr() == tensor.data_ptr()
         for linear in (mlp.gate_proj, mlp.up_proj):
             own = linear.stored().tensors[suffix]
             assert own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

@@ -38,9 +38,11 @@ def supports_mla_naive_attention(
     return (
         is_hopper(q_nope.device)
         and has_triton()
-        and mla_prefill.fits(q_nope=q_nope, q_rope=q_rope, cache=cache)
-        and kv_b.dtype == torch.bfloat16
+        and q_nope.dtype == q_rope.dtype == cache.dtype == kv_b.dtype == torch.bfloat16
+        and (q_nope.shape[-1], q_rope.shape[-1]) == (NOPE, ROPE)
         and tuple(kv_b.shape[1:]) == (NOPE + VALUE, RANK)
+        and cache.shape[-1] == RANK + ROPE
+        and cache.stride(-1) == 1
     )
 
 

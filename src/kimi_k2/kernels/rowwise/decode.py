@@ -30,7 +30,7 @@ def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 
 def supports_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
     """Whether `add_norm` takes them: BF16 on a Hopper GPU with nvcc."""
-    return add_norm.fits(x=x, delta=delta, weight=weight) and runs_cuda(x.device)
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and runs_cuda(x.device)
 
 
 @functools.cache
