@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.engine.graphs import Recorded
+from kimi_k2.engine.prompt_step import padded_width
 
 WIDEST = 256  # tokens of a step in pieces on a CPU
 SIZES = [1, 2, 4]
@@ -280,9 +281,11 @@ def piece(run: int) -> None:
         return make(self, *given)
 
     class Graphs(PromptGraphs):
-        def __call__(self, *given: Any) -> Any:
+        def __call__(self, x: Tensor, *given: Any) -> Any:
             print("a step with prompts is replayed", flush=True)
-            return super().__call__(*given)
+            made, padding = super().__call__(x, *given), slice(len(x), padded_width(len(x)))
+            assert not self.x[padding].any() and not self.values[padding].any()  # whatever ran before
+            return made
 
     def first(self: Any, *given: Any, **named: Any) -> Any:
         if not self._recorded:  # vLLM's worker on a CPU measures no memory

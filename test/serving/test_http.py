@@ -13,8 +13,6 @@ import pytest
 from scripted import write_scripted_checkpoint
 from sglang_stand_ins import CALLED, environment_with_stand_ins
 
-from kimi_k2.tokenization.lexer import SPELLINGS
-
 openai = pytest.importorskip("openai")
 USER: Any = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}]
@@ -62,76 +60,69 @@ def chat(client: Any, **options: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
-def said(message: Any) -> tuple[str, str, str]:
-    """Reasoning, content, and arguments of calls, each of one name or none."""
-    reasoning = getattr(message, "reasoning", None) or getattr(message, "reasoning_content", None) or ""
-    calls = message.tool_calls or ()
-    return reasoning, message.content or "", "".join(call.function.arguments or "" for call in calls)
+def said(*messages: Any) -> tuple[str, str, str, list[tuple[str, str]]]:
+    """Reasoning, content, arguments, ids and names of calls; of a whole message, or of a stream's changes together."""
+    reasoning = [getattr(one, "reasoning", None) or getattr(one, "reasoning_content", None) or "" for one in messages]
+    calls = [call for one in messages for call in one.tool_calls or ()]
+    named = [(call.id, call.function.name) for call in calls if call.function.name]
+    arguments = "".join(call.function.arguments or "" for call in calls)
+    return "".join(reasoning), "".join(one.content or "" for one in messages), arguments, named
 
 
-def together(chunks: list[Any]) -> tuple[tuple[str, ...], str]:
-    """What a stream says, and why it ended."""
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert {choice.finish_reason for choice in choices[:-1]} <= {None}
-    return tuple(map("".join, zip(*(said(choice.delta) for choice in choices), strict=True))), choices[-1].finish_reason
+def answers(client: Any, stream: bool, **options: Any) -> list[tuple[Any, str]]:
+    """What each choice says, and why it ended."""
+    answer = chat(client, stream=stream, **options)
+    if not stream:
+        return [(said(one.message), one.finish_reason) for one in sorted(answer.choices, key=lambda one: one.index)]
+    found: list[Any] = [[] for _ in range(options.get("n", 1))]
+    for chunk in answer:
+        for choice in chunk.choices:
+            found[choice.index].append(choice)
+    assert {choice.finish_reason for choices in found for choice in choices[:-1]} <= {None}
+    return [(said(*(one.delta for one in choices)), choices[-1].finish_reason) for choices in found]
 
 
-def test_tool_calls(either: Any) -> None:
-    choice = chat(either).choices[0]
-    assert (said(choice.message), choice.finish_reason) == (("Why", "So", "{}"), "tool_calls")
-    [call] = choice.message.tool_calls
-    assert (call.type, call.function.name) == ("function", "run") and call.id
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls(either: Any, stream: bool) -> None:
+    [((*texts, [(call_id, name)]), reason)] = answers(either, stream)
+    assert (texts, name, reason) == (["Why", "So", "{}"], "run", "tool_calls")
+    assert call_id
 
 
-def test_tool_calls_as_a_stream(either: Any) -> None:
-    chunks = list(chat(either, stream=True))
-    assert together(chunks) == (("Why", "So", "{}"), "tool_calls")
-    changes = [change for chunk in chunks for change in chunk.choices[0].delta.tool_calls or ()]
-    assert [(change.index, change.function.name) for change in changes if change.function.name] == [(0, "run")]
-
-
-def test_ids_of_calls_and_counts_of_tokens(client: Any) -> None:
+def test_counts_of_tokens(client: Any) -> None:
     """vLLM 0.24 does not count those of reasoning."""
-    answer, chunks = chat(client), list(chat(client, stream=True))
-    changes = [change for chunk in chunks for change in chunk.choices[0].delta.tool_calls or ()]
-    assert [call.id for call in answer.choices[0].message.tool_calls] == ["run:0"]
-    assert [change.id for change in changes if change.id] == ["run:0"]
-    details = answer.usage.completion_tokens_details
-    assert answer.usage.completion_tokens == TOKENS and (details is None or details.reasoning_tokens == 2)
+    usage = chat(client).usage
+    details = usage.completion_tokens_details
+    assert usage.completion_tokens == TOKENS and (details is None or details.reasoning_tokens == 2)
 
 
 def test_a_forced_call_is_after_the_reasoning(client: Any) -> None:
     """The grammar that forces a call begins where the reasoning ends."""
-    reasoning, content, _ = said(chat(client, tool_choice="required").choices[0].message)
+    reasoning, content, *_ = said(chat(client, tool_choice="required").choices[0].message)
     assert reasoning == "Why" and "So" not in content
+
+
+CALLED_ONCE = ("{}", [("run:0", "run")])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("options", "wanted", "reason"),
     [
-        ({"tool_choice": "none"}, ("Why", "Sorun:0{}", ""), "stop"),
-        ({"max_tokens": 2}, ("W", "", ""), "length"),
-        ({"max_tokens": 3}, ("Why", "", ""), "length"),
-        ({"max_tokens": 6}, ("Why", "So", ""), "length"),
-        ({"stop": ["o"], "tools": None}, ("Why", "S", ""), "stop"),
-        ({"extra_body": {"include_reasoning": False}}, ("", "So", "{}"), "tool_calls"),
-        ({"n": 3, "temperature": 1}, ("Why", "So", "{}"), "tool_calls"),
+        ({"tool_choice": "none"}, ("Why", "Sorun:0{}", "", []), "stop"),
+        ({"max_tokens": 2}, ("W", "", "", []), "length"),
+        ({"max_tokens": 3}, ("Why", "", "", []), "length"),
+        ({"max_tokens": 6}, ("Why", "So", "", []), "length"),
+        ({"stop": ["o"], "tools": None}, ("Why", "S", "", []), "stop"),
+        ({"extra_body": {"include_reasoning": False}}, ("", "So", *CALLED_ONCE), "tool_calls"),
+        ({"n": 3, "temperature": 1}, ("Why", "So", *CALLED_ONCE), "tool_calls"),
     ],
 )
 def test_what_is_asked(client: Any, stream: bool, options: dict[str, Any], wanted: Any, reason: str) -> None:
     """No markup reaches the client."""
-    if not stream:
-        choices = chat(client, **options).choices
-        assert sorted(choice.index for choice in choices) == list(range(options.get("n", 1)))
-        assert {(said(one.message), one.finish_reason) for one in choices} == {(wanted, reason)}
-        assert not any(marker in "".join(said(choices[0].message)) for marker in SPELLINGS)
-        return
-    chunks = list(chat(client, stream=True, **options))
-    for index in range(options.get("n", 1)):
-        assert together([chunk for chunk in chunks if chunk.choices[0].index == index]) == (wanted, reason)
+    assert answers(client, stream, **options) == [(wanted, reason)] * options.get("n", 1)
 
 
 def test_a_call_that_the_limit_cuts_off(client: Any) -> None:
-    chunks = list(chat(client, max_tokens=14, stream=True))
-    assert together(chunks) == (("Why", "So", "{"), "length")
+    [((*texts, _), reason)] = answers(client, True, max_tokens=14)
+    assert (texts, reason) == (["Why", "So", "{"], "length")

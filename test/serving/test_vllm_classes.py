@@ -9,10 +9,8 @@ from typing import Any
 import engines
 import pytest
 import torch
-from in_workers import Again
 from torch import Tensor
 
-from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.errors import ConfigError
 from kimi_k2.ops.experts import route
 from kimi_k2.serving.vllm.adapter import Deployment
@@ -148,41 +146,3 @@ def test_which_prompts_are_in_graphs(
     assert (graphs and graphs.widest, bytes_held) == (widest, HELD if widest else 0)
     said = "launched one by one: no graph of them: operation not permitted when stream is capturing"
     assert (said in caplog.text) == ("fails" in changed)
-
-
-class Layer:
-    """Stands for a layer: its attention puts what it is given into the first rows, and keeps what all rows held."""
-
-    width = 6
-
-    def __init__(self) -> None:
-        self.reduce = lambda x: x
-        self.layer = SimpleNamespace(mlp=None)
-        self.attention = SimpleNamespace(config=SimpleNamespace(hidden_size=4, qk_rope_head_dim=2))
-        self.enter = lambda x, delta: (x, x)
-        self.expand = lambda qkv_a, rotation: (qkv_a, qkv_a)
-        self.rows: list[Tensor] = []
-
-    def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.rows.append(torch.cat([x, values], dim=1))
-        return x, x
-
-    def attend(self, qkv_a: object, made: object, batch: Any, cache: object, values: Tensor) -> None:
-        values[: batch.tokens] = batch.tokens
-
-
-def test_padding_is_the_same_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of one size, the first with more tokens: rows behind the second's are zero again."""
-    from kimi_k2.serving.vllm import prompt_graphs as module
-
-    monkeypatch.setattr(module, "add_norm", lambda x, delta, weight, eps: (x, x))
-    layer, norm, wide = Layer(), SimpleNamespace(weight=torch.zeros(4), eps=1e-6), padded_width(200)
-    graphs = module.PromptGraphs([layer], norm, wide, Again())  # type: ignore[list-item, arg-type]
-    graphs.capture()
-    for tokens in (wide, wide - 5):
-        step: Any = SimpleNamespace(rotation=(torch.ones(tokens, 1), torch.ones(tokens, 1)), tokens=tokens)
-        assert graphs(torch.full((tokens, 4), 7.0), step, [torch.empty(0)]).shape == (tokens, 4)
-    last = layer.rows[-1]
-    assert last.shape == (wide, 10)
-    assert last[: wide - 5].count_nonzero() == (wide - 5) * 10
-    assert not last[wide - 5 :].any()

@@ -60,42 +60,53 @@ def test_ten_thousand_cuts_lose_nothing(through_vllm: Any) -> None:
     assert (message.reasoning_content, message.content) == ("Two calls.", "First:  Done.")
 
 
-def test_a_quoted_marker_in_a_stream_is_text(through_vllm: Any) -> None:
-    """Ordinary tokens that spell a marker: vLLM's text is the same, its token ids are not."""
-    tokenizer = through_vllm.TOKENIZER
-    quoted = '{"text": "' + CALL_END + SECTION_BEGIN + '"}'
-    segments = [(f"{THINK}", True), (f"Say {THINK_END}.", False), (THINK_END + SECTION_BEGIN + CALL_BEGIN, True),
-                ("functions.f:0", True), ("<|tool_call_argument_begin|>", True), (quoted, False),
-                (CALL_END + SECTION_END, True), (f"No {SECTION_END}", False)]  # fmt: skip
-    ids = [token for text, markup in segments for token in tokenizer.encode(text, allow_special=markup)]
-    draw = random.Random(0)
-    for _ in range(300):
-        pieces = through_vllm.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
-        message, _ = through_vllm.stream(pieces, through_vllm.request(), through_vllm.Tokenizer())
-        assert message.reasoning_content == f"Say {THINK_END}."
-        assert as_tuples(message) == [("functions.f:0", "f", quoted)]
-        assert message.content == f"No {SECTION_END}"
+JSON_TEXT = '{"text": "' + CALL_END + SECTION_BEGIN + '"}'
+QUOTED = [
+    (f"{THINK}", True), (f"Say {THINK_END}.", False), (THINK_END + SECTION_BEGIN + CALL_BEGIN, True),
+    ("functions.f:0", True), ("<|tool_call_argument_begin|>", True), (JSON_TEXT, False),
+    (CALL_END + SECTION_END, True), (f"No {SECTION_END}", False),
+]  # fmt: skip
+# A grammar takes markers by their text. Within a string of the arguments a spelling is text all the same.
+ESCAPED = '{"text": "a \\" ' + CALL_END + '", "b": "\\\\"}'
+FORCED = [(section(call("functions.f:0", ESCAPED), call("functions.f:1", "{}")), None)]
+OF_F: Any = {"type": "function", "function": {"name": "f"}}
+TWICE = [("functions.f:0", "f", ESCAPED), ("functions.f:1", "f", "{}")]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_forced_call_spelled_with_ordinary_tokens(choice: Any, through_vllm: Any) -> None:
-    """A grammar takes markers by their text. Within a string of the arguments a spelling is text all the same."""
-    tokenizer, draw = through_vllm.TOKENIZER, random.Random(1)
-    arguments = '{"text": "a \\" ' + CALL_END + '", "b": "\\\\"}'
-    text = section(call("functions.f:0", arguments), call("functions.f:1", "{}"))
+@pytest.mark.parametrize(
+    ("segments", "choice", "wanted"),
+    [
+        (QUOTED, "auto", (f"Say {THINK_END}.", f"No {SECTION_END}", [("functions.f:0", "f", JSON_TEXT)])),
+        (FORCED, "required", ("", "", TWICE)),
+        (FORCED, OF_F, ("", "", TWICE)),
+    ],
+)
+def test_ordinary_tokens_that_spell_markers(
+    segments: list[tuple[str, bool | None]], choice: Any, wanted: Any, through_vllm: Any
+) -> None:
+    """vLLM's text is the same as of special tokens, its token ids are not; of a forced call either may come."""
+    tokenizer, draw = through_vllm.TOKENIZER, random.Random(0)
     asked = through_vllm.request([tool("f", "text", "b")], tool_choice=choice)
-    for _ in range(100):
-        ids = tokenizer.encode(text, allow_special=draw.choice([False, True]))
+    options = {} if choice == "auto" else {"reasoning": None}
+    for _ in range(200):
+        either = draw.choice([False, True])
+        ids = [
+            token
+            for text, markup in segments
+            for token in tokenizer.encode(text, allow_special=either if markup is None else markup)
+        ]
         pieces = through_vllm.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
-        message, _ = through_vllm.stream(pieces, asked, through_vllm.Tokenizer(), reasoning=None)
-        assert message.content == ""
-        assert as_tuples(message) == [("functions.f:0", "f", arguments), ("functions.f:1", "f", "{}")]
-    assert as_tuples(through_vllm.whole(text, asked, through_vllm.Tokenizer(), reasoning=None)) == as_tuples(message)
+        message, _ = through_vllm.stream(pieces, asked, through_vllm.Tokenizer(), **options)
+        assert (message.reasoning_content, message.content, as_tuples(message)) == wanted
+    if options:
+        message = through_vllm.whole(segments[0][0], asked, through_vllm.Tokenizer(), **options)
+        assert as_tuples(message) == wanted[2]
 
 
 def test_arguments_come_as_they_are_written(through_vllm: Any) -> None:
     pieces = [SECTION_BEGIN + CALL_BEGIN + "functions.f:0", "<|tool_call_argument_begin|>", *'{"a": 12}', CALL_END]
-    _, deltas = through_vllm.streamed([*pieces, SECTION_END])
+    pieces = [(piece, []) for piece in (*pieces, SECTION_END, "")]
+    _, deltas = through_vllm.stream(pieces, through_vllm.request(), through_vllm.Tokenizer())
     assert [d.tool_calls[0].function.arguments for d in deltas if d.tool_calls] == ["", *'{"a": 12}']
 
 

@@ -265,7 +265,7 @@ def drafted(it: Deployment, method: str, **about: Any) -> None:
 
     def calls(answer: dict[str, Any], _: str) -> None:
         made = sums(answer)
-        assert 0 < answer["accepted"] < answer["draft"]
+        assert 0 < answer["accepted"] <= answer["draft"] - it.alone  # alone some are refused
         assert not any(made.values()) or made["mla_decode"] > (3 if it.alone else 1) * answer["steps"] / 2
         assert made["next_step"] == 0
 

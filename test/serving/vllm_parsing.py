@@ -171,19 +171,6 @@ def check_cuts(
     for _ in range(count):
         places = [draw.randrange(len(text) + 1) for _ in range(draw.choice((1, 1, 2, 5, 30)))]
         assert stream([*((piece, []) for piece in cut(text, places)), ("", [])], asked, tokenizer)[0] == first
-        assert stream(tokens_and_text(ids, draw), asked, tokenizer)[0] == by_tokens(text, asked, tokenizer, first)
+        if "<|tool_call_section_" not in text:  # which is text alone, and no token
+            assert stream(tokens_and_text(ids, draw), asked, tokenizer)[0] == first
     return first
-
-
-def by_tokens(text: str, asked: Any, tokenizer: Tokenizer, first: AssistantMessage) -> AssistantMessage:
-    """The message of the tokens: another one only where the text spells markers that are no tokens."""
-    if "<|tool_call_section_" not in text:
-        return first
-    ids = TOKENIZER.encode(text, allow_special=True)
-    return stream([(TOKENIZER.decode(ids), ids), ("", [])], asked, tokenizer)[0]
-
-
-def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, list[Any]]:
-    """`parser_cases.streamed` through vLLM; its deltas are vLLM's."""
-    tokenizer = Tokenizer(bool(options.get("prefilled")))
-    return stream([*((piece, []) for piece in pieces), ("", [])], request(options.get("tools")), tokenizer)
