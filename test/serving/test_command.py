@@ -62,7 +62,7 @@ torch_native:
             {"neuron_config": SEGMENTS},
         ),
         ("fp8", "neuron", {"preset": "trn2-native-tp32-ep2"}, [WHOLE], ["NEURON_"], None),
-        ("fp8", "neuron", {"preset": ON_HOST}, ["--no-async-scheduling", "--kv-cache-dtype fp8"], [], None),  # which needs the device's sampler
+        ("fp8", "neuron", {"preset": ON_HOST}, ["--no-async-scheduling", "--kv-cache-dtype fp8"], [], None),
     ],
 )  # fmt: skip
 def test_the_flags_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
@@ -37,6 +38,12 @@ AS_TEXT = (
     ("sglang.srt.models.deepseek_v2", "class DeepseekV3ForCausalLM("),
     ("sglang.srt.models.kimi_k25", "self.language_model = DeepseekV3ForCausalLM("),
 )
+# Fields that SGLang adds to a configuration: its own length, heads of sliding windows, which half of a model of images
+# runs, and on a CPU the numbers of heads as they were.
+ADDED = (
+    "context_len", "swa_head_dim", "swa_v_head_dim", "encoder_only", "language_only", "language_model_only",
+    "original_num_attention_heads", "original_total_num_kv_heads",
+)  # fmt: skip
 # The step of SGLang's resolution of settings that asks for a model's.
 STEP = "handle_model_specific_adjustments"
 # Classes in `models`, by SGLang's names: K2's configurations say the first, K2.5's the second.
@@ -90,6 +97,12 @@ def layout_of(parallel: Any) -> Layout:
     return Layout(moe_tp=parallel.tp_size // groups, moe_ep=groups, target="cuda", experts=served_experts())
 
 
+def config_without_added(hf_config: Any) -> KimiK2Config:
+    """Our configuration of what SGLang describes; see `config_of`."""
+    raw = {name: value for name, value in hf_config.to_dict().items() if name not in ADDED}
+    return config_of(SimpleNamespace(to_dict=lambda: raw))
+
+
 def refusal(settings: Any, hf_config: Any) -> str | None:
     """Why SGLang's own model is to serve this deployment; None if ours can.
 
@@ -98,7 +111,7 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
         hf_config: of the model.
     """
     try:
-        config = config_of(getattr(hf_config, "text_config", hf_config))
+        config = config_without_added(getattr(hf_config, "text_config", hf_config))
         make_plan(config, layout_of(settings))
     except KimiK2Error as error:
         return str(error)
