@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,9 @@ def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[
     config = KimiK2Config.from_pretrained(directory)
     assert config.quantization == formats()["nvfp4"]()
     assert config.kv_cache_fp8
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {**json.loads(about.read_text()), "quant_method": "modelopt_fp4"}  # as vLLM has it
+    assert KimiK2Config.from_engine(SimpleNamespace(to_dict=lambda: raw)) == config
     model = KimiK2ForCausalLM.from_pretrained(directory)
     assert torch.equal(model(IDS), KimiK2ForCausalLM.from_pretrained(source)(IDS))
     tensors = tensors_of(source) | {f"{prefix}{EXPERT}.output_scale": torch.ones(())}
