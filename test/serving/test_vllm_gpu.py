@@ -97,10 +97,11 @@ def requests(replica: int = 0, shortest: int = 1) -> Job:
     return job
 
 
-def own_answers(job: Job) -> None:
-    """In place of the given ones, as vLLM takes no processor of logits beside drafts."""
+def own_answers(_: Path, __: Path, job: Job) -> dict[str, Any]:
+    """In place of the given ones: vLLM takes no processor of logits beside drafts, nor in its second runner."""
     for one in job:
         one.pop("sampling", None)
+    return {"logits_processors": None}
 
 
 def sampling(_: Path, __: Path, job: Job) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def drafts(form: Any, intermediate_size: int = 512) -> Callable[[Path, Path, Job
     """A head that knows what often follows a token."""
 
     def prepare(directory: Path, out: Path, job: Job) -> dict[str, Any]:
-        own_answers(job)
+        own = own_answers(directory, out, job)
         with torch.device("meta"):
             ranks = KimiK2Config.from_pretrained(directory).num_attention_heads // 8
         ((plain, _),) = serve_replicas(
@@ -137,7 +138,7 @@ def drafts(form: Any, intermediate_size: int = 512) -> Callable[[Path, Path, Job
         write_following_head(out / "head", target, plain["tokens"], form, **sizes)
         about = {"method": "eagle3", "model": str(out / "head"), "num_speculative_tokens": 3}
         sizes_captured = {"cudagraph_capture_sizes": list(range(4, 49, 4))}
-        return {"speculative_config": about, "compilation_config": sizes_captured, "logits_processors": None}
+        return {"speculative_config": about, "compilation_config": sizes_captured, **own}
 
     return prepare
 
@@ -160,7 +161,7 @@ SLEEPS = {"swaps": [(way, "") for way in ("sleep", "sleep2", "sleep")]}
 FORMS: dict[str, Form] = {
     "first runner": Form(said={"Using V2 Model Runner": 0, PIECES: 1}, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "second runner": Form(said={"Using V2 Model Runner": 1}, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"},
-                          stock=False),
+                          stock=False, prepare=own_answers),
     "a rank of sixteen": Form(of=16, stock=False),
     "asleep": Form({"enable_sleep_mode": True}, {"to fall asleep": 3}, told=SLEEPS, stock=False),
     "sampling": Form({"async_scheduling": True}, again=GRAPHS_OFF, stock=False, prepare=sampling),
