@@ -435,6 +435,14 @@ def balanced(it: Deployment) -> None:
     it.says("Rearranging experts")
 
 
+def elsewhere(it: Deployment) -> None:
+    """Another engine reads the prompts; NIXL brings their caches, so that all steps here are decodes."""
+    pytest.importorskip("nixl")
+    it.told["elsewhere"], it.usual = [engines.free_port(), engines.free_port()], False
+    it.options["kv_transfer_config"] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    it.says("NIXL compatibility check passed")
+
+
 def pieces(it: Deployment, run: int = 0) -> None:
     """The pieces that are CUDA graphs on a GPU, padded; steps of decodes alone run as they do.
 
@@ -553,7 +561,7 @@ NAMED: list[Row] = [
     *((name, (reload_weights,)) for name in ("fp8", "thinking", "bf16", "nvfp4")),
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
     *(("thinking", (flag,)) for flag in (one_left, cut_pages, sampled, processors, connector, replicas, adapters)),
-    *(("thinking", (flag,)) for flag in REFUSED),
+    *(("thinking", (flag,)) for flag in (elsewhere, *REFUSED)),
     *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
@@ -639,7 +647,7 @@ def check_calls(it: Deployment, answer: dict[str, Any]) -> None:
         return
     assert all(entry == "plain" for entries in answer["calls"].values() for entry, count in entries.items() if count)
     assert made["mla_decode"] == made["value_rows"] > 0 < made["float32_linear"]
-    assert made["mla_naive_attention"] + made["mla_absorbed_attention"] > 0  # prompts
+    assert (made["mla_naive_attention"] + made["mla_absorbed_attention"] == 0) == ("elsewhere" in it.told)  # prompts
     if it.usual:
         forwards, rest = divmod(made["add_project"], LAYERS)
         assert rest == 0 and forwards >= it.job[0]["new_tokens"]
@@ -705,7 +713,7 @@ def check(it: Deployment, answer: dict[str, Any], log: str, ours: bool) -> None:
         check_logprobs(it, answer)
     if not ours:
         return
-    assert log.count(OURS) == it.ranks
+    assert log.count(OURS) == it.ranks + ("elsewhere" in it.told)
     check_calls(it, answer)
     for proof in it.proofs:
         proof(answer, log)

@@ -7,7 +7,8 @@ ranks the calls counted are none: the workers make them. `preempted` counts the 
 With `swaps`, each how weights come and of which checkpoint, the requests are served again behind each; `again` has
 these tokens; what a connector has `stored` is of no use then. With `steps` the engine is asked so many times. With
 `parts` prompts may come in parts. `draft` and `accepted` count drafts' tokens, `verified` and `drafted` steps and
-drafts of ours. With `ahead` the scheduler does not wait for a step's end.
+drafts of ours. With `ahead` the scheduler does not wait for a step's end. With two ports `elsewhere` another
+engine reads the prompts, and NIXL brings their caches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,22 @@ def swap(engine: Any, way: str, directory: str) -> None:
     engine.reset_prefix_cache()
 
 
+def read_elsewhere(arguments: Any, requests: list[dict[str, Any]]) -> Any:
+    """An engine in a process of its own that has read the prompts; the requests then say where their caches are."""
+    from vllm import LLMEngine, SamplingParams
+
+    engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
+    asked = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    for number, one in enumerate(requests):
+        sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=asked)
+        engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found = {"kv_transfer_params": output.kv_transfer_params}
+            requests[int(output.request_id.split("-")[0])]["sampling"] = {"extra_args": found}
+    return engine
+
+
 def main(model: str, job_file: str, result_file: str) -> None:
     from vllm import EngineArgs, LLMEngine
 
@@ -145,8 +163,12 @@ def main(model: str, job_file: str, result_file: str) -> None:
     if job["options"].get("enable_eplb"):
         balance_on_cpu()
     usual = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
-    arguments = EngineArgs(model=model, dtype=job["dtype"], **{**usual, **job["options"]})
-    engine = LLMEngine.from_engine_args(arguments)
+    arguments = partial(EngineArgs, model=model, dtype=job["dtype"], **{**usual, **job["options"]})
+    kept: list[Any] = []
+    for port in job.get("elsewhere", ()):
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        kept += [] if kept else [read_elsewhere(arguments(), job["requests"])]
+    engine = LLMEngine.from_engine_args(arguments())
     verified = count_verified(engine)
     result = serve(engine, job["requests"], job.get("steps", 0)) | {
         "preempted": len(preempted),

@@ -113,8 +113,8 @@ VLLMS: dict[str, tuple[Any, ...]] = {
     ),
     "load_format": ("hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "dummy",
                     "runai_streamer"),
-    # Others have not been tried with our model.
-    "kv_transfer_config.kv_connector": ("ExampleConnector", "SharedStorageConnector"),
+    # Others copy on a GPU alone (offloading), or have not been tried.
+    "kv_transfer_config.kv_connector": ("ExampleConnector", "SharedStorageConnector", "NixlConnector"),
     "model_impl": ("vllm",),
     "runner": ("generate",),
     "convert": ("none",),
