@@ -33,14 +33,12 @@ from kimi_k2.bench.render import markdown_table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import stored
 from kimi_k2.plan.comparison import published_memory
-from kimi_k2.plan.cost import prefill_counts
-from kimi_k2.plan.deployment import Deployment
-from kimi_k2.plan.expectation import fit
+from kimi_k2.plan.cost import prefill_counts, roofline
+from kimi_k2.plan.deployment import Deployment, load_target
+from kimi_k2.plan.machines import INSTANCES, TRN2_LNC2
 from kimi_k2.plan.presets import PresetRow, ServedRow, preset_row, served_rows
-from kimi_k2.plan.published import KIMI_HEADER, kimi_rows, runs
+from kimi_k2.plan.published import KIMI_HEADER, fit, kimi_rows, runs
 from kimi_k2.plan.report import plan
-from kimi_k2.plan.roofline import INSTANCES, TRN2_LNC2, roofline
-from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes
 from kimi_k2.serving.vllm.adapter import ATTRIBUTES, NAMES
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
@@ -207,7 +205,7 @@ def _measured(name: str) -> str:
 
 @functools.cache
 def _published(name: str) -> str:
-    caption = "*quoted: `kimi-k2 plan kimi-k2-instruct-0905 --published` has other models beside these*"
+    caption = "*quoted: `kimi-k2 plan kimi-k2-instruct-0905 --verbose` has other models beside these*"
     return f"<!-- published: {name} -->\n{caption}\n\n{markdown_table(KIMI_HEADER, kimi_rows())}"
 
 

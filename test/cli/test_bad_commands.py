@@ -52,7 +52,6 @@ COMMANDS: list[tuple[list[str], dict[str, list[str]], dict[int, list[str]]]] = [
         {
             "--model": [*CHOICE, "../config", "kimi-k2.5.json"],
             "--format": CHOICE,
-            "--shards": [*POSITIVE, "100000", "1000000000000"],
             "--seed": [*INTEGER, "-1"],
             "--set": ["", "x", "nope=3", "vocab_size=", "vocab_size=x", "vocab_size=300", "kv_lora_rank=0",
                       "num_hidden_layers=1000000000", "n_routed_experts=1000000000", "hidden_size=1e30",

@@ -13,16 +13,10 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from kimi_k2.cli import app, main
+from kimi_k2.cli import app
 from kimi_k2.cli.app import find_commands
 from kimi_k2.cli.command import Command
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.defaults import GenerationDefaults
-from kimi_k2.engine.generate import generate
-from kimi_k2.engine.sampler import SamplingParams
-from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.tokenization.style import ChatStyle
-from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 runner = CliRunner()
 
@@ -68,6 +62,7 @@ def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_p
     [
         ("config.json", b'{"model_type": "kimi_k3"}', "this is Kimi-K3"),
         ("config.json", b'{"model_type": "kimi_linear"}', "this is Kimi-Linear"),
+        ("config.json", b'{"model_type": "deepseek_v3", "vocab_size": 129280}', "this is DeepSeek-V3"),
         ("Kimi-K2.6-Q4_K_M.gguf", b"GGUF", "GGUF"),
     ],
 )
@@ -113,23 +108,6 @@ def test_plan_says_what_does_not_fit_by_its_status() -> None:
     assert refused.stdout.count("TPOT") == 1
 
 
-def test_generate_streams_what_the_library_generates(checkpoints: dict[str, Path]) -> None:
-    directory = checkpoints["k2.5"]
-    result = kimi("generate", str(directory), "--prompt", "Hello", "--max-new-tokens", "6")
-    assert result.exit_code == 0, result.stderr
-    config = KimiK2Config.from_pretrained(directory)
-    tokenizer = KimiTokenizer.from_pretrained(directory)
-    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hello"}], style=ChatStyle.K25)
-    eos = GenerationDefaults.from_pretrained(directory, config).sampling["eos_token_ids"]
-    out = generate(
-        KimiK2ForCausalLM.from_pretrained(directory), [prompt], SamplingParams(max_new_tokens=6, eos_token_ids=eos)
-    )
-    tokens = [token for token in out[0] if token not in eos]
-    assert result.stdout.rstrip("\n") == tokenizer.decode(tokens).rstrip("\n")
-    assert "TTFT" in result.stderr
-    assert "TPOT" in result.stderr
-
-
 def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path]) -> None:
     directory = str(checkpoints["fp8"])
     piped = kimi("generate", directory, "--raw", "--max-new-tokens", "3", stdin="abc")
@@ -143,9 +121,7 @@ def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path])
 
 def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     out = tmp_path / "c"
-    made = runner.invoke(
-        app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2", "--shards", "4"]
-    )
+    made = runner.invoke(app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2"])
     assert made.exit_code == 0, made.output
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     towers = ("vision_tower.", "mm_projector.")
@@ -162,41 +138,6 @@ def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
 def test_make_checkpoint_in_another_format(tmp_path: Path) -> None:
     assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "b"), "--format", "bf16"]).exit_code == 0
     assert KimiK2Config.from_pretrained(tmp_path / "b").quantization is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["inspect", "{tmp}"], "config.json: no such file"),
-        (["generate", "{tmp}", "-p", "x"], "config.json: no such file"),
-        (["generate", "{fp8}", "-p", "x", "--top-p", "0"], "top_p: expected in (0, 1]"),
-        (["generate", "{fp8}", "-p", "", "--raw"], "at least one token"),
-        (["generate", "{fp8}", "-p", "x", "--max-new-tokens", "9000"], "exceed max_position_embeddings"),
-        (["make-checkpoint", "{fp8}"], "holds a checkpoint already"),
-        (["make-checkpoint", "{tmp}/x", "--set", "kv_lora_rank=0"], "field 'kv_lora_rank'"),
-        (["make-checkpoint", "{tmp}/x", "--set", "vocab_size=300"], "a vocabulary needs the 256 single bytes"),
-        (["make-checkpoint", "{tmp}/x", "--shards", "100000"], "field 'shards'"),
-    ],
-)
-def test_errors_are_one_line(
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    arguments: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments=[text.format(tmp=tmp_path, fp8=checkpoints["fp8"]) for text in arguments])
-    assert exit_.value.code == 1
-    shown = capsys.readouterr().err
-    assert says in shown
-    assert shown.strip().splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in shown
-
-
-@pytest.mark.parametrize("arguments", [["--set", "nope=3"], ["--set", "vocab_size=big"], ["--model", "gpt-5"]])
-def test_usage_errors(tmp_path: Path, arguments: list[str]) -> None:
-    assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "x"), *arguments]).exit_code == 2
 
 
 def test_scripts_are_the_same_commands(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from kimi_k2.api import KimiK2
 from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
@@ -40,19 +39,3 @@ def test_compile_plans_the_heads_bytes(tmp_path: Path) -> None:
     plain = ["compile", "kimi-k2-instruct-0905", "--dry-run"]
     assert "draft head" in kimi(*plain, "--draft", str(tmp_path)).stdout
     assert "draft head" not in kimi(*plain).stdout
-
-
-def test_bench_drafts(checkpoints: dict[str, Path]) -> None:
-    result = kimi(
-        "bench", "drafts", str(checkpoints["fp8"]), "--draft", "ngram", "--max-new-tokens", "4", "--runs", "1"
-    )
-    assert result.exit_code == 0, result.output
-    assert "with drafts: " in result.stdout and "times as fast" in result.stdout
-
-
-def test_from_python(checkpoints: dict[str, Path]) -> None:
-    plain = KimiK2.from_pretrained(checkpoints["fp8"])
-    drafting = KimiK2.from_pretrained(checkpoints["fp8"], draft="ngram", draft_tokens=2)
-    replies = [one.generate("Hello", max_new_tokens=12)[0].text for one in (drafting, plain)]
-    assert replies[0] == replies[1]
-    assert plain.drafts is None and drafting.drafts is not None and drafting.drafts.steps

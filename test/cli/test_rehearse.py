@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from kimi_k2.cli import app
 from kimi_k2.cli.commands import rehearse
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.deployment import Deployment, load_target, make_target
 from kimi_k2.plan.measured import REHEARSAL, checksum
 from kimi_k2.plan.memory import memory_plan
-from kimi_k2.plan.target import load_target, make_target
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.synthetic.config import tiny_config
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kernel_calls import CallCost, call_cost
 
-from kimi_k2.plan.roofline import Collective, GraphCounts
+from kimi_k2.plan.cost import Collective, GraphCounts
 
 DTYPE_BYTES = {
     "pred": 1, "s4": 1, "u4": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,

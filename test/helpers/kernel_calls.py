@@ -85,8 +85,6 @@ def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
     kernel: Kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
     region = Region.shared_hbm if cores > 1 else Region.private_hbm
     arrays = [np.zeros(dims, NUMPY[_DTYPES[dtype]]) for dtype, dims in operands]
-    if name == "selective_experts":
-        _choose(arrays, arguments["num_experts"])
     tensors = [argument(array, region) for array in arrays]
     named = arguments.pop("named", [])
     others = dict(zip(named, tensors[len(tensors) - len(named) :], strict=True))
@@ -155,11 +153,3 @@ def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:
     for name, array in arrays.items():
         if name.endswith(".bias"):
             array[0, numbers] = np.arange(2 * CHOICES, CHOICES, -1)
-
-
-def _choose(arrays: list[Any], num_experts: int) -> None:
-    """Expert numbers of which a rank holds its average share."""
-    local, index = arrays[1].shape[0], arrays[5]
-    index[:] = np.arange(index.size).reshape(index.shape) % local
-    others = index.shape[1] - round(index.shape[1] * local / num_experts)
-    index[:, index.shape[1] - others :] = local

@@ -17,9 +17,8 @@ from kernel_calls import kernel_name
 from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.neuron import contrib
 from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.deployment import STAGES, Deployment
+from kimi_k2.plan.deployment import STAGES, Deployment, make_target
 from kimi_k2.plan.memory import live_bytes
-from kimi_k2.plan.target import make_target
 from kimi_k2.sharding.plan import make_plan
 
 DECODE, PREFILL, DRAFTED = "token_generation_model", "context_encoding_model", "fused_speculation_model"

@@ -19,9 +19,8 @@ from media import Media, drawn_case, pixels_of
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error, MediaError
 from kimi_k2.model.vision.model import VisionModel
-from kimi_k2.plan.deployment import VISION_ENCODER
+from kimi_k2.plan.deployment import VISION_ENCODER, load_target
 from kimi_k2.plan.memory import tower_live_bytes
-from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, tower_rank_bytes
 from kimi_k2.synthetic.config import TINY_VISION
 from kimi_k2.vision_config import Grid

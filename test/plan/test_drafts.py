@@ -15,12 +15,12 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.errors import ConfigError
-from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.cost import decode_counts, roofline
+from kimi_k2.plan.deployment import load_target
 from kimi_k2.plan.drafts import Head
+from kimi_k2.plan.machines import TRN2_LNC2
 from kimi_k2.plan.measured import Measured, read_measured
 from kimi_k2.plan.memory import memory_plan
-from kimi_k2.plan.roofline import TRN2_LNC2, roofline
-from kimi_k2.plan.target import load_target
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
 PRESET = "trn2-tp32-ep2-nki-layers"

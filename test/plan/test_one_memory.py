@@ -16,10 +16,10 @@ from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import DoesNotFitError
 from kimi_k2.neuron.compile import check_fit, plan_lines
-from kimi_k2.plan.deployment import Deployment, preset_names
+from kimi_k2.plan.deployment import Deployment, load_target, preset_names
+from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.plan.report import plot
-from kimi_k2.plan.target import GIB, load_target
 from kimi_k2.serving.command import gpu_lengths
 
 MODEL = "kimi-k2-instruct-0905"

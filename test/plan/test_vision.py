@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.vision.model import VisionModel
+from kimi_k2.plan.deployment import load_target
 from kimi_k2.plan.memory import TOWER, memory_plan
-from kimi_k2.plan.target import load_target
 from kimi_k2.plan.vision import image_cost, tower_bytes, vision_report
 from kimi_k2.vision_config import Grid
 

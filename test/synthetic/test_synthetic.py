@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from kimi_k2.checkpoint.names import expected_tensors
-from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
@@ -24,7 +23,7 @@ from kimi_k2.errors import (
 )
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.synthetic.checkpoint import SyntheticWeights, shard_plan, write_synthetic_checkpoint
+from kimi_k2.synthetic.checkpoint import SyntheticWeights, write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config, with_format
 
 
@@ -104,15 +103,6 @@ def test_same_seed_same_bytes_other_seed_other_bytes(checkpoints: dict[str, Path
     assert contents(tmp_path / "other")["model-2-of-3.safetensors"] != expected["model-2-of-3.safetensors"]
 
 
-def test_weights_do_not_depend_on_the_sharding(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    write_synthetic_checkpoint(tmp_path, tiny_config(), shards=7)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 7
-    one, seven = CheckpointReader(checkpoints["fp8"]), CheckpointReader(tmp_path)
-    assert sorted(one.names()) == sorted(seven.names())
-    for name, tensor in seven.stream():
-        assert torch.equal(tensor.view(torch.uint8), one.get(name).view(torch.uint8))
-
-
 def test_interrupted_run_resumes(tmp_path: Path) -> None:
     class StopError(Exception):
         pass
@@ -166,12 +156,6 @@ def test_stored_weights_have_the_promised_variance() -> None:
         std = format_of(config.quantization, module).dequantize(stored, torch.float64).std()
         # FP8 has 64 block scales, whose spread alone lets the figure vary by 4 percent.
         assert std == pytest.approx(1024**-0.5, rel=0.12), fmt
-
-
-@pytest.mark.parametrize("shards", [0, 10_000])
-def test_impossible_shard_count(shards: int) -> None:
-    with pytest.raises(ConfigError, match="shards"):
-        shard_plan(tiny_config(), shards)
 
 
 def test_unknown_format() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.nki.kernels import MODULES
-from kimi_k2.plan.target import Target
+from kimi_k2.plan.deployment import Target
 from kimi_k2.sharding.experts import expert_formats
 from nki_emulator import install
 

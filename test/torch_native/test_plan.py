@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.roofline import Collective
-from kimi_k2.plan.target import Target, load_target
+from kimi_k2.plan.cost import Collective, decode_counts, prefill_counts
+from kimi_k2.plan.deployment import Target, load_target
 
 PRESETS = ["trn2-native-tp4-ep16", "trn2-native-tp4-ep16+fp8", "trn2-native-tp32-ep2", "trn2-native-tp32-ep2-nki"]
 CONFIG = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)

@@ -9,10 +9,6 @@ class SweepError(PlacedError, ValueError):
     """A sweep cannot run as asked, or a result file is not one."""
 
 
-class BackendUnavailableError(SweepError):
-    """The machine lacks what a backend needs."""
-
-
 class RanksLostError(KimiK2Error):
     """A rank failed in the middle of a generation: the others are at another sum, and only a new start helps.
 

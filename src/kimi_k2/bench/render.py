@@ -1,18 +1,15 @@
-"""A sweep as a Markdown table, as plots, and as one HTML file that needs nothing else.
+"""A sweep as a Markdown table with plots.
 
 Two sweeps side by side: ratios, their spread over runs, and whether a difference is more than noise.
 """
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import percentile, series
@@ -42,7 +39,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
-    """The table's cells as text, one row a cell of the sweep; see `failures` for why some failed."""
+    """The table's cells as text, one row a cell of the sweep."""
     table = []
     for cell in results["cells"]:
         shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
@@ -62,15 +59,6 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-def failures(results: dict[str, Any]) -> list[str]:
-    """One line for each cell that failed."""
-    return [
-        f"prompt {cell['prompt_length']}, batch {cell['batch_size']}, output {cell['output_length']}: {cell['error']}"
-        for cell in results["cells"]
-        if cell["status"] != "ok"
-    ]
-
-
 def markdown_table(header: list[str], body: list[list[str]]) -> str:
     """A GitHub table."""
     lines = [header, ["---"] * len(header), *body]
@@ -80,8 +68,11 @@ def markdown_table(header: list[str], body: list[list[str]]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The whole report in Markdown: what ran where, and the table."""
     parts = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
-    if failed := failures(results):
-        parts.append("\n".join(f"- {line}" for line in failed) + "\n")
+    parts += [
+        "- prompt {prompt_length}, batch {batch_size}, output {output_length}: {error}\n".format(**cell)
+        for cell in results["cells"]
+        if cell["status"] != "ok"
+    ]
     return "\n".join(parts)
 
 
@@ -136,28 +127,12 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
     return written
 
 
-def html(results: dict[str, Any], images: list[Path]) -> str:
-    """One self-contained page: styles and images are in it, no script, no reference to anything outside."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html.jinja").render(
-        description=description(results),
-        header=HEADER,
-        rows=rows(results),
-        failures=failures(results),
-        images=[(path.stem, base64.b64encode(path.read_bytes()).decode("ascii")) for path in images],
-        settings=results["settings"],
-        environment=results["environment"],
-    )
-
-
 def write_reports(results: dict[str, Any], directory: Path) -> list[Path]:
-    """Write sweep.md, the plots and report.html into `directory`; returns what was written."""
-    images = plots(results, directory)
-    text, page = directory / "sweep.md", directory / "report.html"
-    text.write_text(markdown(results), encoding="utf-8")
-    page.write_text(html(results, images), encoding="utf-8")
-    return [text, *images, page]
+    """Write sweep.md and the plots into `directory`; returns what was written."""
+    images, text = plots(results, directory), directory / "sweep.md"
+    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in images)
+    text.write_text(markdown(results) + shown, encoding="utf-8")
+    return [text, *images]
 
 
 METRICS = ("ttft", "tpot", "e2e")

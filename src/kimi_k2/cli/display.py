@@ -21,7 +21,6 @@ from kimi_k2.tokenization.deltas import (
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
-    openai_delta,
 )
 
 if TYPE_CHECKING:
@@ -66,15 +65,10 @@ class PlainView(View):
 
 
 class JsonView(View):
-    """A JSON line a reply when it ends and, if `deltas`, one for everything that comes before."""
+    """A JSON line a reply when it ends."""
 
-    def __init__(self, prompts: list[Prompt], tokenizer: KimiTokenizer, *, deltas: bool) -> None:
-        self._prompts, self._tokenizer, self._deltas = prompts, tokenizer, deltas
-
-    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
-        """Print a delta, as OpenAI's API streams them."""
-        if self._deltas and (content := openai_delta(deltas)):
-            self._line({"index": row, "delta": content})
+    def __init__(self, prompts: list[Prompt], tokenizer: KimiTokenizer) -> None:
+        self._prompts, self._tokenizer = prompts, tokenizer
 
     def ended(self, row: int, reply: Reply) -> None:
         """Print the message."""
@@ -87,16 +81,12 @@ class JsonView(View):
         }
         if reply.logprobs:
             line["logprobs"] = {"content": [self._logprob(*one) for one in reply.logprobs]}
-        self._line(line)
+        say(json.dumps(line, ensure_ascii=False))
 
     def _logprob(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A token's, as OpenAI's API gives them."""
         top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in logprobs.top]
         return {"token": self._tokenizer.decode([token]), "logprob": logprobs.chosen, "top_logprobs": top}
-
-    @staticmethod
-    def _line(content: dict[str, Any]) -> None:
-        say(json.dumps(content, ensure_ascii=False))
 
 
 class TerminalView(View):

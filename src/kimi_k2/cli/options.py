@@ -243,17 +243,29 @@ class RunOptions:
         bool, _in(NEURON, "--on-cpu", help="NxD's CPU mode instead of --compiled; ranks are torchrun's processes.")
     ] = False
 
-    def check(self, context: typer.Context, *plain: str) -> None:
-        """Refuse what is of another backend; `plain`: further parameters that are of the plain model.
+    def opening(self, context: typer.Context, *plain: str, length: int, batch_size: int = 1) -> dict[str, Any]:
+        """Options of `KimiK2.open`.
+
+        Args:
+            context: of the call.
+            plain: parameters of the command that the plain model alone takes, beside those of all commands.
+            length, batch_size: tokens a sequence and sequences, of NxD's CPU mode.
 
         Raises:
-            BadParameter: naming them.
+            BadParameter: naming options of another backend.
         """
-        if self.backend == "neuron":
-            own = ("batch_invariant", "keep_quantized", "kv_cache_dtype", "ranks")
-            refuse(context, "of the plain model, not of --backend neuron", *own, *plain)
-        else:
-            refuse(context, "goes with --backend neuron", "preset", "compiled", "on_cpu", "max_model_len")
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_NEURON}
+        if self.backend != "neuron":
+            refuse(context, "goes with --backend neuron", *_OF_NEURON)
+            return own
+        ours = ("batch_invariant", "keep_quantized", "kv_cache_dtype", "ranks")
+        refuse(context, "of the plain model, not of --backend neuron", *ours, *plain)
+        from kimi_k2.api import Neuron
+
+        return {**own, "neuron": Neuron(self.preset, self.compiled, self.on_cpu, length, batch_size)}
+
+
+_OF_NEURON = ("preset", "compiled", "on_cpu", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -280,20 +292,14 @@ class ModelOptions(RunOptions):
         Raises:
             BadParameter: options of one backend with another, or of drafts without --draft.
         """
-        self.check(context, "draft_layers")
+        opening = self.opening(context, "draft_layers", length=self.max_model_len, batch_size=batch_size)
         if self.compiled is not None:
             refuse(context, "the compiled graphs say it", "dtype", "max_model_len")
         if self.draft is None:
             refuse(context, "goes with --draft", "draft_layers", "draft_tokens")
         if self.backend == "neuron" and self.draft == "ngram":
             raise typer.BadParameter("--draft ngram goes with --backend cpu or cuda; NxDI drafts with a head")
-        from kimi_k2.api import Neuron
-
-        of_neuron = ("preset", "compiled", "on_cpu", "max_model_len")
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in of_neuron}
-        if self.backend == "neuron":
-            own["neuron"] = Neuron(self.preset, self.compiled, self.on_cpu, self.max_model_len, batch_size)
-        return own
+        return opening
 
 
 def with_groups(function: Callable[..., None]) -> Callable[..., None]:
@@ -325,7 +331,7 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 def listed(text: str | None) -> list[str]:
     """The names of a list with commas; none of None."""
-    return [] if text is None else [part.strip() for part in text.split(",")]
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def listed_numbers(text: str | None, option: str, least: int = 1) -> list[int]:
@@ -335,10 +341,10 @@ def listed_numbers(text: str | None, option: str, least: int = 1) -> list[int]:
         BadParameter: one is no number, or below `least`.
     """
     try:
-        numbers = [int(part) for part in listed(text)]
+        numbers = [int(number) for number in listed(text)]
     except ValueError:
         raise typer.BadParameter(f"expected numbers with commas, got {text!r}", param_hint=option) from None
-    if any(not least <= one <= MOST for one in numbers):
+    if any(not least <= number <= MOST for number in numbers):
         raise typer.BadParameter(f"expected numbers of at least {least}, got {text!r}", param_hint=option)
     return numbers
 
@@ -347,11 +353,8 @@ def parse_layers(text: str | None, config: KimiK2Config) -> list[int] | None:
     """Numbers with commas between, each a layer of the model; None is all."""
     if text is None:
         return None
-    try:
-        chosen = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"layers: expected numbers with commas, got {text!r}") from None
+    chosen = listed_numbers(text, "layers", 0)
     for layer in chosen:
-        if not 0 <= layer < config.num_hidden_layers:
+        if layer >= config.num_hidden_layers:
             raise typer.BadParameter(f"layers: {layer} is not in 0..{config.num_hidden_layers - 1}")
     return chosen

@@ -21,10 +21,10 @@ from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.errors import ConfigError, DoesNotFitError, KimiK2Error
 from kimi_k2.files import open_regular, read_data, replace_file
 from kimi_k2.neuron import contrib, sdk
-from kimi_k2.plan.deployment import VISION_ENCODER, Deployment
+from kimi_k2.plan.deployment import VISION_ENCODER, Deployment, check_vision, make_target
 from kimi_k2.plan.drafts import with_drafts
+from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import MemoryPlan, advice, memory_plan
-from kimi_k2.plan.target import GIB, check_vision, make_target
 from kimi_k2.sharding.experts import expert_formats
 from kimi_k2.sharding.manifest import MANIFEST as WEIGHTS_MANIFEST
 from kimi_k2.sharding.manifest import WEIGHTS, check_made_for

@@ -174,10 +174,11 @@ class Rank:
         if kind is None:
             leave_ranks()
         elif _WATCHES:
-            lost = _WATCHES[-1].lost() if isinstance(error, RuntimeError) and _is_of_peers(error) else None
+            cause = error.__cause__ if isinstance(error, KimiK2Error) else error
+            lost = _WATCHES[-1].lost() if isinstance(cause, RuntimeError) and _is_of_peers(cause) else None
             _WATCHES.pop().stop()
             if lost is not None:
-                raise RankLostError(f"rank {self.number} on {gethostname()}: {lost}") from error
+                raise RankLostError(f"rank {self.number} on {gethostname()}: {lost}") from cause
 
 
 # Of the ranks that this process has joined: one at most.

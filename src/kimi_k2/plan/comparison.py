@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.expectation import Range, features, fit
+from kimi_k2.plan.deployment import PUBLISHED_PORT, load_target
+from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import MICROCODE_BYTES, memory_plan, reported_scratch
-from kimi_k2.plan.published import Run, data, runs, source_words
-from kimi_k2.plan.target import GIB, PUBLISHED_PORT, load_target
+from kimi_k2.plan.published import Range, Run, data, features, fit, runs, source_words
 
 DENSE = "a dense model, of a form with enough runs of mixtures of experts"
 

@@ -1,16 +1,19 @@
-"""Bytes, floating-point operations and collectives of one decode step and one prefill, a rank.
+"""Bytes, floating-point operations and collectives of one decode step and one prefill, a rank, and a bound of its time.
 
 The results are `GraphCounts`, in which HLO is counted too, so that both go through one roofline and can be compared.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.plan.deployment import Target
+from kimi_k2.plan.machines import TRN2_LNC2, Machine
 from kimi_k2.plan.memory import (
     BF16,
     FLOAT32,
@@ -21,18 +24,109 @@ from kimi_k2.plan.memory import (
     category,
     expert_blocks,
     expert_share,
+    held_as,
     local_bytes,
     local_experts,
     moe_layers,
     weight_parts,
 )
-from kimi_k2.plan.roofline import Collective, GraphCounts
-from kimi_k2.plan.target import Target
 from kimi_k2.plan.torch_native import BLOCK
 from kimi_k2.sharding.attention_tiles import NAME, OF_GROUP, SOURCES, in_place_of_linears
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.experts import PARTITIONS
 from kimi_k2.sharding.layout import Layout, PlannedTensor, ShardingPlan
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind, group size and payload.
+
+    Attributes:
+        nbytes: bytes of one result a rank.
+    """
+
+    kind: str
+    ranks: int
+    nbytes: int
+
+
+@dataclass
+class GraphCounts:
+    """What one execution of the graph costs a rank.
+
+    Attributes:
+        read: bytes read by parameter name.
+        held: bytes of the parameters, by name.
+        block_scaled: of what is read, experts whose block scales XLA multiplies their weights with.
+        moved: bytes that gathers and scatters of intermediate arrays read and write, by operation.
+        flops: of dots.
+        collectives: how often each occurs.
+    """
+
+    read: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    block_scaled: int = 0
+    flops: int = 0
+    collectives: dict[Collective, int] = field(default_factory=dict)
+
+    def bytes_read(self, pattern: str = "") -> int:
+        """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
+        return sum(count for name, count in self.read.items() if re.search(pattern, name))
+
+    def bytes_held(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.held.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that pass through memory: of parameters and of intermediate arrays."""
+        return self.bytes_read() + sum(self.moved.values())
+
+    @property
+    def collective_bytes(self) -> int:
+        """Result bytes of all collectives a rank."""
+        return sum(one.nbytes * count for one, count in self.collectives.items())
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Modelled seconds of one execution: each part on its own, and the bound."""
+
+    memory: float
+    compute: float
+    communication: float
+
+    @property
+    def bound(self) -> float:
+        """Memory and compute overlap perfectly, communication not at all."""
+        return max(self.memory, self.compute) + self.communication
+
+
+def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
+    """The modelled time of a graph on `machine`.
+
+    A ring all-reduce over n ranks moves 2 (n - 1) / n of its bytes, all-gather and reduce-scatter (n - 1) / n of the
+    larger side; each collective adds the assumed latency. Where a machine's were measured, these times stand for all.
+    """
+    moved = measured = 0.0
+    calls = 0
+    for one, occurrences in counts.collectives.items():
+        if one.ranks == 1:
+            continue
+        share = (one.ranks - 1) / one.ranks
+        larger = one.nbytes * one.ranks if one.kind == "reduce-scatter" else one.nbytes
+        if machine.collectives:
+            measured += occurrences * machine.seconds_of(larger)
+            continue
+        moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
+        calls += occurrences
+    return Roofline(
+        memory=counts.memory_bytes / machine.bytes_per_second,
+        compute=counts.flops / machine.flops_per_second,
+        communication=measured + moved / machine.link_bytes_per_second + calls * machine.collective_latency,
+    )
+
 
 CORES = 2  # of LNC
 _NORMS = (".q_a_layernorm.weight", ".kv_a_layernorm.weight")
@@ -100,6 +194,8 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
                 counts.read[tensor.name] *= PARTITIONS
     for tensor in plan.tensors:
         counts.read[tensor.name] *= times_read(config, target, tensor)
+    if target.is_neuron and held_as(config, target).block:
+        counts.block_scaled = counts.bytes_read(r"\.mlp\.experts\.")
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     if target.torch_native:
@@ -171,10 +267,10 @@ def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPla
     layout = plan.layout
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:
-        unused = ("router.linear_router.",) if target.decode_layers else ()
+        unused = ("router.linear_router.",) if target.layout.layers else ()
 
     def read(tensor: PlannedTensor) -> bool:
-        if decode and target.decode_layers and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight")):
+        if decode and target.layout.layers and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight")):
             return not precedes_another(plan.config, tensor.layer - 1)
         kept = reads_attention(plan.config, layout, tensor, decode)
         return kept and not any(part in tensor.name for part in unused)
@@ -229,7 +325,7 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
         rows = tokens * local
     width = config.moe_intermediate_size // target.layout.moe_tp
     flops = moe_layers(config) * rows * 2 * 3 * config.hidden_size * width
-    if decode and target.decode_layers:
+    if decode and target.layout.layers:
         layers = sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers - 1))
         flops += layers * rows * 2 * width * config.qkv_a_dim
     return flops
@@ -260,7 +356,7 @@ def _collectives(
     hidden = tokens * config.hidden_size * BF16
     if target.torch_native:
         return _of_torch_native(config, target, tokens, sampled, divided=not decode and tokens % ranks == 0)
-    early = moe_layers(config) if decode and target.decode_layers else 0
+    early = moe_layers(config) if decode and target.layout.layers else 0
     riding = max(early - 1, 0)
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
     sizes = [hidden] * (2 * (layers - early))  # the dense layers' are as ever; the last layer's has nothing riding
@@ -318,7 +414,7 @@ def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[C
         return {}
     heads = tokens * config.num_attention_heads // target.layout.ranks
     counts: dict[Collective, int] = {}
-    if target.decode_layers:
+    if target.layout.layers:
         inside = moe_layers(config)
         parts = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
         counts[Collective("all-to-all", cores, parts)] = inside

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, LAYER, DraftConfig, head_shapes
-from kimi_k2.plan.cost import SAMPLED_BYTES
+from kimi_k2.plan.cost import SAMPLED_BYTES, Collective, GraphCounts, roofline
+from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.kernels import Rates
 from kimi_k2.plan.memory import BF16
-from kimi_k2.plan.roofline import Collective, GraphCounts, roofline
-from kimi_k2.plan.target import Target
 
 # Tokens a step of published MLA heads: K2.5 2.8 to 3.0, K2.6 2.5 to 3.2, K2.7 2.1 to 2.9 (reported by their users).
 ACCEPTED = 2.8
@@ -153,7 +152,7 @@ def drafts_report(target: Target, verification: float, plain: float, rates: Rate
         rates: at which the head's bytes and collectives are taken, one after the other, where the step's are from the
             kernels' schedule; None for the machine's roofline.
     """
-    head = target.head if isinstance(target.head, Head) else None
+    head = target.head
     made = drafting(head, target) if head else GraphCounts()
     collectives = sum(made.collectives.values())
     seconds = rates.rest(made.memory_bytes, collectives) if rates else roofline(made, target.machine).bound

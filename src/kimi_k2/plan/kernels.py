@@ -14,10 +14,11 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
+from kimi_k2.plan.cost import GraphCounts, roofline
+from kimi_k2.plan.deployment import Target
+from kimi_k2.plan.machines import TRN2_LNC2, Machine
 from kimi_k2.plan.memory import FLOAT32, local_bytes
 from kimi_k2.plan.published import data, source_words
-from kimi_k2.plan.roofline import TRN2_LNC2, GraphCounts, Machine, roofline
-from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import ShardingPlan
 from nki_emulator.rates import TRAINIUM2
 
@@ -98,8 +99,8 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     layout = target.layout
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
-    same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1 and target.is_neuron
-    if counted is None or not same or not target.decode_layers:
+    same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1
+    if counted is None or not same:
         return None
     form = "folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded"
     if target.positions > 1:
@@ -124,12 +125,20 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     }
 
 
-def step_bound(decode: GraphCounts, target: Target, kernels: dict[str, Any] | None) -> tuple[float, str]:
-    """Seconds of a step in the deployed form, by its name, and what they are of."""
-    if kernels is not None:
-        slots = kernels["nearest"]
-        return kernels["contexts"][slots]["tpot"], f"our kernels instruction by instruction, {int(slots):,} tokens"
-    return roofline(decode, target.machine).bound, "bytes and collectives at peak rates, no real run is as fast"
+def step_bound(
+    config: KimiK2Config, target: Target, plan: ShardingPlan, decode: GraphCounts
+) -> tuple[float, str, dict[str, Any] | None]:
+    """Seconds of a step in the deployed form, what they are of, and where these are kernels `kernel_step`."""
+    kernels = kernel_step(config, target, plan) if target.layout.layers else None
+    if kernels is None:
+        return (
+            roofline(decode, target.machine).bound,
+            "bytes and collectives at peak rates, no real run is as fast",
+            None,
+        )
+    slots = kernels["nearest"]
+    words = f"our kernels instruction by instruction, {int(slots):,} tokens"
+    return kernels["contexts"][slots]["tpot"], words, kernels
 
 
 def _other(name: str) -> bool:

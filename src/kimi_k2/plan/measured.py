@@ -20,7 +20,7 @@ from typing import Any
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import read_data
-from kimi_k2.plan.roofline import Machine
+from kimi_k2.plan.machines import Machine
 
 REHEARSAL = "kimi-k2/rehearsal/1"
 _SIZE = "size(B)"

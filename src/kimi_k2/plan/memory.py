@@ -1,7 +1,7 @@
 """Bytes that one rank holds, by what they are for. The sharding plan says which tensors; nothing is estimated twice.
 
-And what conversion and load ask of a host: memory, disk, and what the checkpoint's index says of its size; and what
-would make a plan fit: each suggestion is a plan that was made and does.
+And what conversion and load ask of a host, memory and disk; and what would make a plan fit: each suggestion is a plan
+that was made and does.
 
 Scratch of the compiled graphs is not measured by us: a fixed part, as reported for the published K2.5 port at its
 shortest cache, and on top the arrays that are alive at once in our own graphs, modelled. Growth with the context as
@@ -14,17 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kimi_k2.checkpoint.index import INDEX_NAME, CheckpointIndex
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import is_there
-from kimi_k2.plan.deployment import ADAPTERS
+from kimi_k2.plan.deployment import ADAPTERS, RESERVED_SLOTS, Target
+from kimi_k2.plan.machines import GIB, INSTANCES, Memory
 from kimi_k2.plan.published import data
-from kimi_k2.plan.roofline import INSTANCES
-from kimi_k2.plan.target import GIB, RESERVED_SLOTS, Memory, Target
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.plan.vision import tower_rank_bytes
 from kimi_k2.sharding.dry_run import dry_run
@@ -433,7 +429,8 @@ def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None 
     plan = plan or target.sharding(config)
     parts = weight_parts(plan)
     parts |= arrangement_terms(config, target, parts)
-    parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
+    if config.vision is not None:
+        parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
     if target.head is not None:
         parts["draft head"] = target.head.weights(target)
     if target.lora is not None:
@@ -489,19 +486,6 @@ def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
         "load_reads": sizes.output_bytes,
         "load_peak_memory_bound": sizes.output_bytes,
     }
-
-
-def read_index(directory: Path) -> dict[str, Any] | None:
-    """Size and number of shards as the index states them; the shards need not be there. None without an index.
-
-    Raises:
-        CorruptHeaderError: see `CheckpointIndex.read`.
-    """
-    if not is_there(directory / INDEX_NAME):
-        return None
-    index = CheckpointIndex.read(directory)
-    assert index.weight_map is not None
-    return {"total_size": index.total_size, "shards": len(index.shards), "tensors": len(index.weight_map)}
 
 
 MAX_RANKS = {one.target: one.ranks for one in INSTANCES.values()}

@@ -18,13 +18,12 @@ from rich.table import Table
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.comparison import gpu_lines
-from kimi_k2.plan.cost import decode_counts, prefill_counts
-from kimi_k2.plan.deployment import Deployment, preset_names
-from kimi_k2.plan.expectation import expect
-from kimi_k2.plan.kernels import kernel_step, step_bound
+from kimi_k2.plan.cost import decode_counts, prefill_counts, roofline
+from kimi_k2.plan.deployment import Deployment, Target, make_target, preset_names
+from kimi_k2.plan.kernels import step_bound
+from kimi_k2.plan.machines import GIB, INSTANCES, UTILIZATION, Instance
 from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan, moe_layers
-from kimi_k2.plan.roofline import GIB, INSTANCES, UTILIZATION, Instance, roofline
-from kimi_k2.plan.target import Target, make_target
+from kimi_k2.plan.published import expect
 from kimi_k2.sharding.layout import Layout, ShardingPlan
 
 LEADING = "trn2-tp32-ep2"
@@ -92,7 +91,7 @@ def preset_row(config: KimiK2Config, preset: Deployment, plans: dict[object, Sha
     return PresetRow(
         preset.name, layout, preset.experts, *lengths, memory.fits, why, memory.resident,
         memory.scratch.nbytes if memory.scratch else None, memory.memory.usable, decode.memory_bytes,
-        step_bound(decode, target, kernel_step(config, target, sharding))[0],
+        step_bound(config, target, sharding, decode)[0],
         roofline(prefill_counts(config, target, sharding), target.machine).bound, memory.needed, memory.certain, *time,
     )  # fmt: skip
 

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.cost import decode_counts, prefill_counts, prefill_instructions
-from kimi_k2.plan.deployment import LINE
+from kimi_k2.plan.cost import GraphCounts, decode_counts, prefill_counts, prefill_instructions, roofline
+from kimi_k2.plan.deployment import LINE, Target, check_context, load_target
 from kimi_k2.plan.drafts import drafts_report, print_drafts
-from kimi_k2.plan.expectation import WIDE, expect
-from kimi_k2.plan.kernels import Rates, kernel_step, print_kernel_step, step_bound
+from kimi_k2.plan.kernels import Rates, print_kernel_step, step_bound
+from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import (
     TOWER,
     MemoryPlan,
@@ -27,8 +27,7 @@ from kimi_k2.plan.memory import (
     longest_context_with_scratch,
     memory_plan,
 )
-from kimi_k2.plan.roofline import GraphCounts, roofline
-from kimi_k2.plan.target import GIB, Target, check_context, load_target
+from kimi_k2.plan.published import WIDE, expect
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.experts import PARTITIONS, ConversionError, Matrix, expert_formats
@@ -75,8 +74,7 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
     """
     sharding = target.sharding(config)
     memory, decode = memory_plan(config, target, sharding), decode_counts(config, target, sharding)
-    kernels = kernel_step(config, target, sharding)
-    bound, bound_of = step_bound(decode, target, kernels)
+    bound, bound_of, kernels = step_bound(config, target, sharding, decode)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {
@@ -108,7 +106,7 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
     }
     if target.positions > 1:
         plain = make_answer(config, replace(target, positions=1, head=None))
-        rates = Rates(**kernels["rates"]) if target.decode_layers and kernels else None
+        rates = Rates(**kernels["rates"]) if target.layout.layers and kernels else None
         report["drafts"] = drafts_report(target, bound, plain["tpot"]["bound"], rates)
     return report
 

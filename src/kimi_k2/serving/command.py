@@ -14,10 +14,9 @@ from pathlib import Path
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
-from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.deployment import Deployment, Target
+from kimi_k2.plan.machines import H200, UTILIZATION, gpu_memory
 from kimi_k2.plan.memory import cache_tokens, memory_plan
-from kimi_k2.plan.roofline import H200, UTILIZATION, gpu_memory
-from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import SERVED_EXPERTS, STORED, Layout
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer

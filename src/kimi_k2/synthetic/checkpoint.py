@@ -148,33 +148,15 @@ def write_synthetic_vocabulary(directory: Path, vocab_size: int, *, seed: int = 
 RECIPE_NAME = "synthetic.partial.json"
 
 
-def shard_plan(config: KimiK2Config, shards: int | None = None) -> list[list[TensorSpec]]:
-    """Spread the tensors over files as the published checkpoints do: a layer a file, the rest at both ends.
-
-    A vision tower has a file of its own at the end.
-
-    Args:
-        config: of the model.
-        shards: number of files; None for one a layer. Fewer merge neighbouring layers, more split by size.
-    """
-    specs = list(all_tensors(config))
-    if shards is None or shards == config.num_hidden_layers:
-        groups: list[list[TensorSpec]] = [[] for _ in range(config.num_hidden_layers)]
-        tower: list[TensorSpec] = []
-        for spec in specs:
-            match = LAYER.match(spec.name)
-            layer = int(match[1]) if match else (0 if "embed_tokens" in spec.name else -1)
-            (tower if VISION.match(spec.name) else groups[layer]).append(spec)
-        return [*groups, tower] if tower else groups
-    if not 1 <= shards <= len(specs):
-        raise ConfigError(f"expected 1 to {len(specs)}, got {shards}", field="shards")
-    total = sum(spec.nbytes for spec in specs)
-    groups = [[] for _ in range(shards)]
-    done = 0
-    for spec in specs:
-        groups[min(done * shards // total, shards - 1)].append(spec)
-        done += spec.nbytes
-    return [group for group in groups if group]
+def shard_plan(config: KimiK2Config) -> list[list[TensorSpec]]:
+    """The tensors by file, as published checkpoints have them: a layer a file, the rest at both ends, a tower last."""
+    groups: list[list[TensorSpec]] = [[] for _ in range(config.num_hidden_layers)]
+    tower: list[TensorSpec] = []
+    for spec in all_tensors(config):
+        match = LAYER.match(spec.name)
+        layer = int(match[1]) if match else (0 if "embed_tokens" in spec.name else -1)
+        (tower if VISION.match(spec.name) else groups[layer]).append(spec)
+    return [*groups, tower] if tower else groups
 
 
 def write_synthetic_checkpoint(
@@ -182,7 +164,6 @@ def write_synthetic_checkpoint(
     config: KimiK2Config,
     *,
     seed: int = 0,
-    shards: int | None = None,
     on_tensor: Callable[[TensorSpec], None] | None = None,
 ) -> int:
     """Write a whole checkpoint: shards, index, config.json, generation_config.json and the tokenizer files.
@@ -193,14 +174,13 @@ def write_synthetic_checkpoint(
         directory: created if missing.
         config: decides format (`config.quantization`) and names (`config.tensor_prefix`); see `with_format`.
         seed: of the weights; the same seed gives the same bytes.
-        shards: number of shard files, None for one a layer.
         on_tensor: called after each tensor, for a progress bar.
 
     Returns:
         Bytes of tensor data.
 
     Raises:
-        ConfigError: the directory holds another checkpoint, or `shards` is out of range.
+        ConfigError: the directory holds another checkpoint.
         TokenizerError: the vocabulary is too small for 256 bytes and 256 special slots.
         CheckpointError: the disk is full, or another process writes there.
     """
@@ -210,20 +190,18 @@ def write_synthetic_checkpoint(
     except OSError as error:
         raise CheckpointError(f"cannot be made: {error.strerror}", file=directory) from None
     with DirectoryLock(directory):
-        return _write(directory, config, seed, shards, on_tensor)
+        return _write(directory, config, seed, on_tensor)
 
 
-def _write(
-    directory: Path, config: KimiK2Config, seed: int, shards: int | None, on_tensor: Callable[[TensorSpec], None] | None
-) -> int:
-    recipe = {"seed": seed, "shards": shards, "config": hf_config(config)}
+def _write(directory: Path, config: KimiK2Config, seed: int, on_tensor: Callable[[TensorSpec], None] | None) -> int:
+    recipe = {"seed": seed, "config": hf_config(config)}
     _claim(directory, recipe)
     write_synthetic_vocabulary(directory, config.vocab_size)
     write_chat_template(directory, ChatStyle(config.chat_style or ChatStyle.INSTRUCT))
     if config.vision is not None:
         write_json(directory / IMAGE_FILE, {"media_proc_cfg": MediaConfig().to_published_dict()})
     weights = SyntheticWeights(config, seed)
-    plan = shard_plan(config, shards)
+    plan = shard_plan(config)
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(plan, start=1):

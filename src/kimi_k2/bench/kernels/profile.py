@@ -15,10 +15,10 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
 from kimi_k2.parallel.apply import load_rank
 from kimi_k2.parallel.ranks import join_ranks, leave_ranks, world_size
-from kimi_k2.plan.cost import decode_counts
+from kimi_k2.plan.cost import decode_counts, roofline
+from kimi_k2.plan.deployment import Target
+from kimi_k2.plan.machines import INSTANCES
 from kimi_k2.plan.memory import category
-from kimi_k2.plan.roofline import INSTANCES, roofline
-from kimi_k2.plan.target import Target
 from kimi_k2.sharding.layout import Layout
 
 

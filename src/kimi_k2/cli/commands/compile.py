@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +12,33 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, DraftTokens, Preset, parse_layers, refuse
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, DraftTokens, Preset, parse_layers, refuse, with_groups
 from kimi_k2.terminal import say
 
 
+@dataclass(frozen=True)
+class Graphs:
+    """Which graphs, and how far."""
+
+    capture_layers: Annotated[
+        str | None,
+        typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
+    ] = None
+    draft: Annotated[
+        Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
+    ] = None
+    draft_tokens: DraftTokens = 3
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False
+    hlo_only: Annotated[
+        bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
+    ] = False
+
+
+@with_groups
 def compile_model(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or a published name for --hlo-only.")],
+    graphs: Graphs,
     preset: Preset = DEFAULT_DEPLOYMENT,
     out: Annotated[
         Path, typer.Option(help="Directory for NEFFs or HLO text and the manifest.", file_okay=False)
@@ -25,18 +46,6 @@ def compile_model(
     weights: Annotated[
         Path | None, typer.Option(help="Directory of `convert`'s files, linked into --out.", file_okay=False)
     ] = None,
-    capture_layers: Annotated[
-        str | None,
-        typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
-    ] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
-    ] = None,
-    draft_tokens: DraftTokens = 3,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False,
-    hlo_only: Annotated[
-        bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
-    ] = False,
 ) -> None:
     """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text).
 
@@ -47,26 +56,28 @@ def compile_model(
     from kimi_k2.neuron import compile as job
     from kimi_k2.plan.deployment import Deployment
 
-    if draft is None:
+    if graphs.draft is None:
         refuse(context, "goes with --draft", "draft_tokens")
-    if hlo_only or dry_run:
+    if graphs.hlo_only or graphs.dry_run:
         refuse(context, "of compiled graphs: not with --hlo-only or --dry-run", "weights", "capture_layers")
     chosen = Deployment.load(preset)
     if chosen.hardware.target != "neuron":
         raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
     config = KimiK2Config.load(model)
-    plan = job.check_fit(config, chosen, draft, draft_tokens)
+    plan = job.check_fit(config, chosen, graphs.draft, graphs.draft_tokens)
     say(f"{chosen.name} on {chosen.instance}, memory a logical core:")
     say("\n".join(job.plan_lines(plan)))
     if chosen.torch_native is not None:
         others = ("capture_layers", "hlo_only", "weights", "draft")
         refuse(context, "vllm-neuron compiles this preset, and reads converted files as the model", *others)
-        _compile_by_vllm(model, preset, out, dry_run=dry_run)
+        _compile_by_vllm(model, preset, out, dry_run=graphs.dry_run)
         return
-    if dry_run:
+    if graphs.dry_run:
         return
-    options: dict[str, Any] = {} if draft is None else {"draft": str(draft), **job.draft_options(draft_tokens)}
-    if hlo_only:
+    options: dict[str, Any] = {}
+    if graphs.draft is not None:
+        options = {"draft": str(graphs.draft), **job.draft_options(graphs.draft_tokens)}
+    if graphs.hlo_only:
         from kimi_k2.neuron import standins
 
         os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -74,10 +85,11 @@ def compile_model(
         with resumable():
             job.lower_all(chosen, model, out, say, **options)
     else:
-        if capture_layers is not None:
+        if graphs.capture_layers is not None:
             from kimi_k2.parity.nxdi import capture_options
 
-            options |= capture_options(config, parse_layers(capture_layers, config), chosen.tp_degree)
+            layers = parse_layers(graphs.capture_layers, config)
+            options |= capture_options(config, layers, chosen.tp_degree)
         job.check_sdk()
         if weights is not None:
             job.take_weights(weights, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Download, ExpertsOption, Target, TargetOption, number, refuse
+from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number, refuse, with_groups
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -18,27 +19,55 @@ if TYPE_CHECKING:
     from kimi_k2.sharding.layout import Layout
 
 
+@dataclass(frozen=True)
+class Cut:
+    """For which ranks, and in which formats."""
+
+    preset: Annotated[
+        str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
+    ] = None
+    tp: Annotated[int | None, number(1, "Ranks that share one expert; 32, with an ep of 2.")] = None
+    ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None
+    target: TargetOption = "neuron"
+    experts: ExpertsOption = None
+
+    def layout(self, context: typer.Context, config: KimiK2Config) -> Layout:
+        """The preset's, or that of the options; the experts' format is by default what the target runs best."""
+        from kimi_k2.plan.deployment import Deployment
+        from kimi_k2.sharding.layout import Layout
+
+        if self.preset is not None:
+            refuse(context, "the preset says it", "tp", "ep", "target", "experts")
+            return Deployment.load(self.preset).layout(config)
+        best = "stored" if self.target == "cuda" else "blockwise"
+        decode: Literal["layers"] | None = "layers" if self.experts in ("tiles", "bf16_tiles") else None
+        tp, ep = (32, self.ep or 2) if self.tp is None else (self.tp, self.ep or 1)  # of trn2-tp32-ep2
+        return Layout(tp, ep, self.target, self.experts or best, decode=decode)
+
+
+@dataclass(frozen=True)
+class Care:
+    """What is looked at besides."""
+
+    report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
+    ] = False
+    verify_source: Annotated[
+        bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
+    ] = False
+    verify_output: Annotated[
+        bool, typer.Option("--verify-output", help="Read a finished conversion again and make what is damaged anew.")
+    ] = False
+
+
+@with_groups
 def convert(
     context: typer.Context,
     source: Annotated[str, typer.Argument(help="Checkpoint directory; with --dry-run a published name will do.")],
+    cut: Cut,
+    care: Care,
     output: Annotated[Path | None, typer.Argument(help="Directory to write.", file_okay=False)] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
-    ] = None,
-    tp: Annotated[int | None, number(1, "Ranks that share one expert; 32, with an ep of 2.")] = None,
-    ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None,
-    target: TargetOption = "neuron",
-    experts: ExpertsOption = None,
-    report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
-    ] = False,
-    verify_source: Annotated[
-        bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
-    ] = False,
-    verify_output: Annotated[
-        bool, typer.Option("--verify-output", help="Read a finished conversion again and make what is damaged anew.")
-    ] = False,
     only_sizes: Annotated[bool, typer.Option("--dry-run", help="Print sizes and stop; reads no weights.")] = False,
     download: Download = False,
 ) -> None:
@@ -52,17 +81,10 @@ def convert(
     from kimi_k2.sharding.presharder import Presharder
 
     if only_sizes:
-        ways = ("report", "allow_nonfinite", "verify_source", "verify_output")
-        refuse(context, "--dry-run reads and writes no weights", *ways)
+        refuse(context, "--dry-run reads and writes no weights", *(field.name for field in fields(Care)))
     source = str(resolve_checkpoint(source, download=download, weights=not only_sizes))
     config = KimiK2Config.load(source)
-    if preset is None:
-        layout = _layout(tp, ep, target, experts)
-    else:
-        from kimi_k2.plan.deployment import Deployment
-
-        refuse(context, "the preset says it", "tp", "ep", "target", "experts")
-        layout = Deployment.load(preset).layout(config)
+    layout = cut.layout(context, config)
     if only_sizes:
         _print_dry_run(config, layout)
         return
@@ -70,26 +92,16 @@ def convert(
         raise typer.BadParameter("give the directory to write", param_hint="OUTPUT")
     with resumable(), ByteProgress("converting", None) as bar:
         job = Presharder(
-            source, output, layout, report=report, allow_nonfinite=allow_nonfinite,
-            verify_source=verify_source, on_bytes=bar.advance, on_layer=_print_error,
+            source, output, layout, report=care.report, allow_nonfinite=care.allow_nonfinite,
+            verify_source=care.verify_source, on_bytes=bar.advance, on_layer=_print_error,
         )  # fmt: skip
         bar.total = job.reader.total_bytes
-        manifest = job.run(verify_output=verify_output)
+        manifest = job.run(verify_output=care.verify_output)
     if job.looked_through:
         say("finished before: sizes and headers are right, --verify-output compares the bytes")
     if manifest["errors"]["total"]["values"]:
         say("all layers: " + _describe(manifest["errors"]["total"]))
     say(f"{len(manifest['files'])} files of {next(iter(manifest['files'].values())):,} bytes in {output}")
-
-
-def _layout(tp: int | None, ep: int | None, target: Target, experts: str | None) -> Layout:
-    """The layout of the options; the experts' format is by default what the target runs best."""
-    from kimi_k2.sharding.layout import Layout
-
-    best = "stored" if target == "cuda" else "blockwise"
-    decode: Literal["layers"] | None = "layers" if experts in ("tiles", "bf16_tiles") else None
-    tp, ep = (32, ep or 2) if tp is None else (tp, ep or 1)  # of trn2-tp32-ep2
-    return Layout(tp, ep, target, experts or best, decode=decode)
 
 
 def _describe(error: dict[str, float]) -> str:

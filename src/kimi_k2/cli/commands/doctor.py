@@ -124,7 +124,7 @@ def _cuda() -> Iterator[Finding]:
     import subprocess
 
     from kimi_k2.kernels.common.build import find_nvcc
-    from kimi_k2.plan.roofline import BLACKWELL
+    from kimi_k2.plan.machines import BLACKWELL
 
     if importlib.util.find_spec("torch") is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,92 +36,126 @@ if TYPE_CHECKING:
 OTHERWISE = {"max_new_tokens": 128}
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the replies answer."""
+
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")] = None
+    messages: Annotated[
+        list[Path] | None,
+        typer.Option("--messages", help="Conversation, OpenAI-style JSON, - for standard input; repeat for a batch."),
+    ] = None
+    images: Images = None
+    videos: Videos = None
+    system: System = None
+    tools: Tools = None
+    raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False
+    thinking: Thinking = True
+    preserve_thinking: PreserveThinking = None
+    n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1
+
+    def texts(self) -> list[str]:
+        """Of users, by sequence; without any, `chats` has what --messages names."""
+        return [] if self.messages and not self.prompt else self.prompt or [sys.stdin.read()]
+
+    def chats(self, texts: list[str]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+        """Messages and tools of each sequence."""
+        from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
+
+        chats = [read_messages(file) for file in self.messages or []] or [([], [])]
+        if texts:
+            opening, definitions = chats[0]
+            users = (user_message(text, self.images or [], self.videos or []) for text in texts)
+            chats = [([*opening, user], definitions) for user in users]
+        specs = None if self.tools is None else read_tools(self.tools)
+        return [
+            (with_system(messages, self.system), definitions if specs is None else specs)
+            for messages, definitions in chats
+        ]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How replies are shown."""
+
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities, of so many likeliest tokens too.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say in which dtypes and by which kernels it was computed.")
+    ] = False
+
+    def view(self, session: KimiK2, prompts: list[Prompt], texts: list[str]) -> View:
+        """As JSON, or as text: on a terminal a single reply or several side by side, in a pipe plain."""
+        from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
+
+        console = new_console()
+        if self.as_json:
+            return JsonView(prompts, session.tokenizer)
+        if not console.is_terminal:
+            return PlainView(len(prompts))
+        if len(prompts) == 1:
+            return TerminalView(console)
+        return PanelsView(console, texts or [str(number) for number in range(len(prompts))])
+
+
 @with_groups
 def generate(
     context: typer.Context,
     checkpoint: Checkpoint,
+    asked: Asked,
     sampling: SamplingOptions,
     model: ModelOptions,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")
-    ] = None,
-    messages: Annotated[
-        list[Path] | None,
-        typer.Option("--messages", help="Conversation, OpenAI-style JSON, - for standard input; repeat for a batch."),
-    ] = None,
-    images: Images = None,
-    videos: Videos = None,
-    system: System = None,
-    tools: Tools = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False,
-    thinking: Thinking = True,
-    preserve_thinking: PreserveThinking = None,
+    shown: Shown,
     style: Style = None,
-    n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities, of so many likeliest tokens too.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="With --json: also a line for every delta.")] = False,
     ranks: Ranks = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say in which dtypes and by which kernels it was computed.")
-    ] = False,
 ) -> None:
     """Generate text from a checkpoint.
 
-    On a terminal replies appear as they are made, with reasoning and tool calls set apart. In a pipe one reply is
-    written as the model makes it, markup included, and several at the end; --json parses them. --prompt beside one
+    On a terminal replies appear as they are generated, with reasoning and tool calls set apart. In a pipe one reply is
+    written as the model writes it, markup included, and several at the end; --json parses them. --prompt beside one
     --messages continues that conversation. Without either, the prompt is read from standard input.
 
     With --ranks CHECKPOINT gives the configuration and the tokenizer only, and rank 0 prints.
     """
-    if ranks is not None and not prompt and not messages:
+    if ranks is not None and not asked.prompt and not asked.messages:
         raise typer.BadParameter("--ranks needs --prompt or --messages, as input reaches one process only")
-    if raw:
+    if asked.raw:
         template = ("messages", "system", "tools", "style", "thinking", "preserve_thinking")
         refuse(context, "needs the chat template, which --raw leaves out", *template)
-    if (images or videos) and (raw or (messages and not prompt)):
+    if (asked.images or asked.videos) and (asked.raw or (asked.messages and not asked.prompt)):
         raise typer.BadParameter("--image and --video go with --prompt; a conversation names its own")
-    if prompt and messages and len(messages) > 1:
+    if asked.prompt and asked.messages and len(asked.messages) > 1:
         raise typer.BadParameter("--prompt continues one conversation; give --messages once")
-    if (stream or logprobs is not None) and not as_json:
-        raise typer.BadParameter("--stream and --logprobs go with --json; text appears as it is made in any case")
+    if shown.logprobs is not None and not shown.as_json:
+        raise typer.BadParameter("goes with --json", param_hint="--logprobs")
     from kimi_k2.api import KimiK2, Timing
 
-    texts = [] if messages and not prompt else prompt or [sys.stdin.read()]
-    conversations = [] if raw else _conversations(texts, messages or [], system, tools, images or [], videos or [])
-    options = model.options(context, batch_size=n * (len(conversations) or len(texts)))
-    options |= {"sampling": sampling.chosen(logprobs=logprobs), "otherwise": OTHERWISE, "stop": sampling.stop or ()}
-    with KimiK2.open(checkpoint, ranks=ranks, style=style, **options) as session:
-        if n > 1 and session.params.temperature == 0:
+    texts = asked.texts()
+    chats = [] if asked.raw else asked.chats(texts)
+    options = model.options(context, batch_size=asked.n * (len(chats) or len(texts)))
+    options |= {"sampling": sampling.chosen(logprobs=shown.logprobs), "otherwise": OTHERWISE}
+    with KimiK2.open(checkpoint, ranks=ranks, style=style, stop=sampling.stop or (), **options) as session:
+        if asked.n > 1 and session.params.temperature == 0:
             raise typer.BadParameter(
                 "greedy replies to one prompt are the same: give a --temperature", param_hint="--n"
             )
-        if raw:
-            prompts = [session.bare(text) for text in texts]
-        else:
-            prompts = [
-                session.prompt(
-                    conversation,
-                    tools=definitions or None,
-                    thinking=thinking,
-                    preserve_thinking=preserve_thinking,
-                )
-                for conversation, definitions in conversations
-            ]
-        prompts, texts = ([one for one in inputs for _ in range(n)] for inputs in (prompts, texts))  # type: ignore[assignment]
+        turns = {"thinking": asked.thinking, "preserve_thinking": asked.preserve_thinking}
+        prompts = [session.prompt(messages, tools=tools or None, **turns) for messages, tools in chats]
+        prompts = [prompt for prompt in prompts or map(session.bare, texts) for _ in range(asked.n)]
         timing = Timing()
-        if session.rank == 0:
-            _show(session, prompts, _view(session, prompts, texts, as_json=as_json, stream=stream), timing)
-            say(timing, err=True)
-            if model.draft is not None:
-                say(f"drafts: {session.drafts}", err=True)
-            if verbose and model.backend != "neuron":
-                say(_computed(session, model, ranks is not None), err=True)
-        else:
+        if session.rank > 0:
             for _ in session.answer(prompts, timing=timing):
                 pass
+            return
+        titles = [text for text in texts for _ in range(asked.n)]
+        _show(session, prompts, shown.view(session, prompts, titles), timing)
+        say(timing, err=True)
+        if model.draft is not None:
+            say(f"drafts: {session.drafts}", err=True)
+        if shown.verbose and model.backend != "neuron":
+            say(_computed(session, model, ranks is not None), err=True)
 
 
 def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
@@ -136,38 +171,6 @@ def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
     weights = "as stored" if stored else "dequantized"
     where = model.lm_head.weight.device
     return f"{compute} on {where}, weights {weights}, KV cache {cache}\n{registry.explain(model.batch_invariant)}"
-
-
-def _conversations(
-    texts: list[str],
-    files: list[Path],
-    system: str | None,
-    tools: Path | None,
-    images: list[Path],
-    videos: list[Path],
-) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Messages and tools of each sequence."""
-    from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
-
-    chats = [read_messages(file) for file in files] or [([], [])]
-    if texts:
-        opening, definitions = chats[0]
-        chats = [([*opening, user_message(text, images, videos)], definitions) for text in texts]
-    specs = None if tools is None else read_tools(tools)
-    return [(with_system(messages, system), definitions if specs is None else specs) for messages, definitions in chats]
-
-
-def _view(session: KimiK2, prompts: list[Prompt], texts: list[str], *, as_json: bool, stream: bool) -> View:
-    from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
-
-    console = new_console()
-    if as_json:
-        return JsonView(prompts, session.tokenizer, deltas=stream)
-    if not console.is_terminal:
-        return PlainView(len(prompts))
-    if len(prompts) == 1:
-        return TerminalView(console)
-    return PanelsView(console, texts or [str(number) for number in range(len(prompts))])
 
 
 def _show(session: KimiK2, prompts: list[Prompt], view: View, timing: Timing) -> None:

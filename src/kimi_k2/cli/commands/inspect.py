@@ -99,12 +99,16 @@ def _print_ranks(directory: Path, as_json: bool) -> None:
     say(f"made from {len(made['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
 
 
-def _parts(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
-    """Tensors and bytes of each part."""
+def _sizes(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
+    """Tensors and bytes, by what `plan` counts them as."""
+    from kimi_k2.checkpoint.names import VISION
+    from kimi_k2.plan.memory import TOWER, category
+
     sizes: dict[str, tuple[int, int]] = {}
     for name, stored in reader.tensors.items():
-        count, size = sizes.get(_category(name), (0, 0))
-        sizes[_category(name)] = (count + 1, size + stored.nbytes)
+        kind = TOWER if VISION.match(name) else category(name)
+        count, size = sizes.get(kind, (0, 0))
+        sizes[kind] = (count + 1, size + stored.nbytes)
     return sizes
 
 
@@ -122,7 +126,7 @@ def _quantization(config: KimiK2Config) -> str:
 
 
 def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> dict[str, Any]:
-    parts = {name: {"tensors": count, "bytes": size} for name, (count, size) in _parts(reader).items()}
+    parts = {name: {"tensors": count, "bytes": size} for name, (count, size) in _sizes(reader).items()}
     fields = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings")
     return {
         "checkpoint": str(directory),
@@ -149,7 +153,7 @@ def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointRea
             table.add_row(row["name"], row["dtype"], shape, f"{row['bytes'] / 1e6:.3f}", row["shard"])
         console.print(table)
     summary = Table("part", "tensors", "GB", title=f"{directory} ({len(reader.index.shards)} shards)")
-    for category, (count, size) in _parts(reader).items():
+    for category, (count, size) in _sizes(reader).items():
         summary.add_row(category, f"{count:,}", f"{size / 1e9:.3f}")
     summary.add_row("all", f"{len(reader.tensors):,}", f"{reader.total_bytes / 1e9:.3f}", style="bold")
     console.print(summary)
@@ -158,25 +162,6 @@ def _print_contents(directory: Path, config: KimiK2Config, reader: CheckpointRea
         f"{config.num_experts_per_tok}, cache {config.cache_dim} values a token a layer, quantization "
         f"{_quantization(config)}; names are {reader.spelling}"
     )
-
-
-def _category(name: str) -> str:
-    from kimi_k2.checkpoint.names import EXPERT, VISION
-
-    if VISION.match(name):
-        return "vision tower" if name.startswith("vision_tower.") else "projector"
-    if EXPERT.match(name):
-        return "routed experts"
-    for part, category in (
-        ("self_attn", "attention"),
-        ("shared_experts", "shared experts"),
-        ("mlp.gate.", "router"),
-        ("mlp.", "dense MLP"),
-        ("norm", "norms"),
-    ):
-        if part in name:
-            return category
-    return "embedding and lm_head"
 
 
 COMMAND = Command(

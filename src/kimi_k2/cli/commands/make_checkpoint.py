@@ -9,7 +9,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption, number
+from kimi_k2.cli.options import DEFAULT_MODEL, Model, Seed, StoredFormatOption
 from kimi_k2.terminal import say
 
 
@@ -24,7 +24,6 @@ def make_checkpoint(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=NUMBER", help="Override a config field, e.g. num_hidden_layers=4."),
     ] = None,
-    shards: Annotated[int | None, number(1, "Number of shard files; one a layer if not given.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Write a synthetic checkpoint in the exact Hugging Face format, from a few MB to tens of GB, in a stream."""
@@ -40,9 +39,7 @@ def make_checkpoint(
         config = with_format(config, fmt)
     total = sum(spec.nbytes for spec in all_tensors(config))
     with resumable(), ByteProgress("writing", total) as bar:
-        write_synthetic_checkpoint(
-            out, config, seed=seed, shards=shards, on_tensor=lambda spec: bar.advance(spec.nbytes)
-        )
+        write_synthetic_checkpoint(out, config, seed=seed, on_tensor=lambda spec: bar.advance(spec.nbytes))
     say(f"wrote {total / 1e9:.3f} GB of tensors to {out}")
 
 

@@ -75,6 +75,40 @@ class Judged(Running):
     backend: BackendOption = "transformers"
 
 
+@dataclass(frozen=True)
+class Fed:
+    """Which tokens the model is fed, and what is kept."""
+
+    prompt: Annotated[str | None, typer.Option(help="Text; random tokens if not given.")] = None
+    prompt_length: Annotated[int, number(1, "Random tokens of the prompt.")] = 64
+    steps: Annotated[int, number(1, "Forced decode tokens.")] = 16
+    greedy: Annotated[bool, typer.Option("--greedy", help="Force the model's own choices, not random tokens.")] = False
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, e.g. 0,1,30,60; all if not given.")] = None
+    seed: Seed = 0
+
+    def inputs(self, context: typer.Context, checkpoint: Path, config: KimiK2Config) -> Inputs:
+        """The tokens."""
+        from kimi_k2.parity.logits import random_tokens
+        from kimi_k2.parity.trace import Inputs, ParityError
+        from kimi_k2.tokenization.tokenizer import KimiTokenizer
+
+        length = self.prompt_length
+        if self.prompt is not None:
+            refuse(context, "goes with random tokens, not with --prompt", "prompt_length")
+            tokens = KimiTokenizer.from_pretrained(checkpoint).encode(self.prompt)
+            length = len(tokens)
+        most = config.max_position_embeddings
+        if not 1 <= length <= most - self.steps:
+            raise ParityError(
+                f"prompt of {length} tokens and {self.steps} steps: expected at least one token, and no more than"
+                f" max_position_embeddings ({most}) together"
+            )
+        if self.prompt is None:
+            tokens = random_tokens(config.vocab_size, length, self.seed)
+        forced = random_tokens(config.vocab_size, self.steps, self.seed + 1)
+        return Inputs(tokens, forced, parse_layers(self.layers, config))
+
+
 @parity.command("capture")
 @with_groups
 def capture(
@@ -82,49 +116,22 @@ def capture(
     checkpoint: Checkpoint,
     golden: Annotated[Path, typer.Argument(help="Directory to write golden.safetensors and golden.json to.")],
     running: Running,
-    prompt: Annotated[str | None, typer.Option(help="Text; random tokens if not given.")] = None,
-    prompt_length: Annotated[int, number(1, "Random tokens of the prompt.")] = 64,
-    steps: Annotated[int, number(1, "Forced decode tokens.")] = 16,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Force the model's own choices, not random tokens.")] = False,
-    layers: Annotated[str | None, typer.Option(help="Layers to keep, e.g. 0,1,30,60; all if not given.")] = None,
-    seed: Seed = 0,
+    fed: Fed,
 ) -> None:
     """Run a model and keep its logits and activations."""
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.config import KimiK2Config
     from kimi_k2.parity.golden import check_size, save_golden
-    from kimi_k2.parity.logits import random_tokens
-    from kimi_k2.parity.trace import Inputs
 
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
-    if prompt is None:
-        _check_length(prompt_length, steps, config)
-        tokens = random_tokens(config.vocab_size, prompt_length, seed)
-    else:
-        from kimi_k2.tokenization.tokenizer import KimiTokenizer
-
-        refuse(context, "goes with random tokens, not with --prompt", "prompt_length")
-        tokens = KimiTokenizer.from_pretrained(checkpoint).encode(prompt)
-        _check_length(len(tokens), steps, config)
-    inputs = Inputs(tokens, random_tokens(config.vocab_size, steps, seed + 1), parse_layers(layers, config))
+    inputs = fed.inputs(context, checkpoint, config)
     check_size(config, inputs)
-    trace = running.trace(checkpoint, inputs, greedy=greedy)
+    trace = running.trace(checkpoint, inputs, greedy=fed.greedy)
     if trace is None:
         return
     save_golden(golden, trace, config, running.backend, running.dtype, checkpoint)
     say(f"{len(trace.values)} points, {sum(v.nbytes for v in trace.values.values()) / 1e6:.1f} MB: {golden}")
-
-
-def _check_length(prompt_length: int, steps: int, config: KimiK2Config) -> None:
-    from kimi_k2.parity.trace import ParityError
-
-    most = config.max_position_embeddings
-    if not 1 <= prompt_length <= most - steps:
-        raise ParityError(
-            f"prompt of {prompt_length} tokens and {steps} steps: expected at least one token, and no more than"
-            f" max_position_embeddings ({most}) together"
-        )
 
 
 @parity.command("compare")

@@ -266,9 +266,9 @@ def _report(
 ) -> dict[str, Any]:
     """Sizes, versions, steps, what is expected of each preset, and what the device took; None without one."""
     from kimi_k2.neuron import requirements
+    from kimi_k2.plan.deployment import load_target
     from kimi_k2.plan.measured import REHEARSAL
     from kimi_k2.plan.report import make_answer
-    from kimi_k2.plan.target import load_target
 
     plans = {name: make_answer(config, load_target(str(file), config)) for name, file in files.items()}
     device, found = None, requirements.states()

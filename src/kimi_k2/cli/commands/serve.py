@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, Preset, number, refuse
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, Preset, number, refuse, with_groups
 from kimi_k2.terminal import say
 
 
+@dataclass(frozen=True)
+class Served:
+    """How the model is served."""
+
+    max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None
+    experts: Annotated[
+        Literal["stored", "w2_bf16"],
+        typer.Option(help="w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron)."),
+    ] = "stored"
+    preset: Preset = DEFAULT_DEPLOYMENT
+    compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)] = None
+
+
+@with_groups
 def serve(
     context: typer.Context,
     checkpoint: Checkpoint,
+    served: Served,
     extra: Annotated[
         list[str] | None, typer.Argument(help="vLLM's own flags, behind --, such as -- --port 9000.", metavar="FLAGS")
     ] = None,
@@ -23,15 +39,6 @@ def serve(
         Literal["auto", "cpu", "cuda", "neuron"],
         typer.Option(help="auto: neuron where there are Neuron devices, cuda where there are GPUs, else cpu."),
     ] = "auto",
-    max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None,
-    experts: Annotated[
-        Literal["stored", "w2_bf16"],
-        typer.Option(help="w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron)."),
-    ] = "stored",
-    preset: Preset = DEFAULT_DEPLOYMENT,
-    compiled: Annotated[
-        Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
     download: Download = False,
 ) -> None:
@@ -56,10 +63,8 @@ def serve(
         if not torch.cuda.is_available():
             raise DeviceError("backend cuda: there is no CUDA device here")
         gpus = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
-    command = vllm_command(
-        resolve_checkpoint(checkpoint, download=download), backend, gpus=gpus, max_model_len=max_model_len,
-        preset=preset, compiled=compiled, experts=experts, extra=extra or (),
-    )  # fmt: skip
+    directory = resolve_checkpoint(checkpoint, download=download)
+    command = vllm_command(directory, backend, gpus=gpus, extra=extra or (), **vars(served))
     say(command.line)
     sys.stdout.flush()
     if not dry_run:

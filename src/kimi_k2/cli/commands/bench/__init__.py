@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.commands.bench.parts import drafts, experts, kernels
+from kimi_k2.cli.commands.bench.parts import experts, kernels
 from kimi_k2.cli.commands.bench.profile import profile
 from kimi_k2.cli.commands.bench.sweep import sweep
 from kimi_k2.cli.commands.bench.tools import tools
@@ -28,8 +28,8 @@ bench = typer.Typer(
     cls=_SweepByDefault,
     help="Time prefill and decode (`sweep`, the default), a GPU's step or single parts; check tool calls.",
 )
-for _part in (sweep, profile, kernels, experts, tune, drafts, tools):
-    bench.command()(_part)
+for _command in (sweep, profile, kernels, experts, tune, tools):
+    bench.command()(_command)
 
 
 COMMAND = Command(

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number
+from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number, with_groups
 from kimi_k2.terminal import say
 
 
-def profile(
-    preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
-    model: Configuration = DEFAULT_MODEL,
-    weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
-    layers: Annotated[
-        int | None,
-        number(1, "Fewer layers than the model has; the total is then extrapolated."),
-    ] = None,
+@dataclass(frozen=True)
+class Step:
+    """What is timed."""
+
+    layers: Annotated[int | None, number(1, "Fewer layers than the model has; the total is then extrapolated.")] = None
     stand_in: Annotated[
         bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
-    ] = False,
+    ] = False
     contexts: Annotated[
         str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; the preset's if not given.")
-    ] = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    batch_invariant: BatchInvariant = False,
-    prompt_length: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024,
+    ] = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    batch_invariant: BatchInvariant = False
+    prompt_length: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024
     routing: Annotated[
         str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
-    ] = None,
+    ] = None
     launches: Annotated[
         bool, typer.Option("--launches", help="Print the chosen kernels and what one step launches, by time.")
-    ] = False,
+    ] = False
+
+
+@with_groups
+def profile(
+    preset: Annotated[str, typer.Option(help="A GPU deployment: a file of configs/, or its name.")],
+    step: Step,
+    model: Configuration = DEFAULT_MODEL,
+    weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
     import torch
@@ -55,21 +61,21 @@ def profile(
         raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
     even = (deployment.seq_len,) * deployment.batch_size
     job = Job(
-        contexts=_lengths(contexts) if contexts else even,
-        prompt=prompt_length,
-        layers=layers,
+        contexts=_lengths(step.contexts) if step.contexts else even,
+        prompt=step.prompt_length,
+        layers=step.layers,
         weights=weights,
-        stand_in=stand_in,
-        kv_cache=kv_cache_dtype,
-        batch_invariant=batch_invariant,
-        launches=launches,
-        routing=None if routing is None else Routing.parse(routing),
+        stand_in=step.stand_in,
+        kv_cache=step.kv_cache_dtype,
+        batch_invariant=step.batch_invariant,
+        launches=step.launches,
+        routing=None if step.routing is None else Routing.parse(step.routing),
     )
     lines = measure(config, deployment.layout(config), job)
     if lines:
         say("\n".join(lines))
-        if launches:
-            say(registry.explain(batch_invariant))
+        if step.launches:
+            say(registry.explain(step.batch_invariant))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

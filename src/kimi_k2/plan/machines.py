@@ -1,61 +1,10 @@
-"""A lower bound of one step's time from counts and stated peak rates, modelled; the machines that deployments name."""
+"""The machines that deployments name: peak rates, memory, and where each figure is from."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kimi_k2.sharding.layout import Target
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind, group size and payload.
-
-    Attributes:
-        nbytes: bytes of one result a rank.
-    """
-
-    kind: str
-    ranks: int
-    nbytes: int
-
-
-@dataclass
-class GraphCounts:
-    """What one execution of the graph costs a rank.
-
-    Attributes:
-        read: bytes read by parameter name.
-        held: bytes of the parameters, by name.
-        moved: bytes that gathers and scatters of intermediate arrays read and write, by operation.
-        flops: of dots.
-        collectives: how often each occurs.
-    """
-
-    read: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
-    collectives: dict[Collective, int] = field(default_factory=dict)
-
-    def bytes_read(self, pattern: str = "") -> int:
-        """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
-        return sum(count for name, count in self.read.items() if re.search(pattern, name))
-
-    def bytes_held(self) -> int:
-        """Bytes of all parameters."""
-        return sum(self.held.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that pass through memory: of parameters and of intermediate arrays."""
-        return self.bytes_read() + sum(self.moved.values())
-
-    @property
-    def collective_bytes(self) -> int:
-        """Result bytes of all collectives a rank."""
-        return sum(one.nbytes * count for one, count in self.collectives.items())
 
 
 @dataclass(frozen=True)
@@ -96,45 +45,6 @@ TRN2_LNC2 = Machine(
     collective_latency=15e-6,
     source="AWS Neuron documentation, Trn2 architecture (peak rates); collective latency assumed",
 )
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Modelled seconds of one execution: each part on its own, and the bound."""
-
-    memory: float
-    compute: float
-    communication: float
-
-    @property
-    def bound(self) -> float:
-        """Memory and compute overlap perfectly, communication not at all."""
-        return max(self.memory, self.compute) + self.communication
-
-
-def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
-    """The modelled time of a graph on `machine`.
-
-    A ring all-reduce over n ranks moves 2 (n - 1) / n of its bytes, all-gather and reduce-scatter (n - 1) / n of the
-    larger side; each collective adds the assumed latency. Where a machine's were measured, these times stand for all.
-    """
-    moved = measured = 0.0
-    calls = 0
-    for one, occurrences in counts.collectives.items():
-        if one.ranks == 1:
-            continue
-        share = (one.ranks - 1) / one.ranks
-        larger = one.nbytes * one.ranks if one.kind == "reduce-scatter" else one.nbytes
-        if machine.collectives:
-            measured += occurrences * machine.seconds_of(larger)
-            continue
-        moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
-        calls += occurrences
-    return Roofline(
-        memory=counts.memory_bytes / machine.bytes_per_second,
-        compute=counts.flops / machine.flops_per_second,
-        communication=measured + moved / machine.link_bytes_per_second + calls * machine.collective_latency,
-    )
 
 
 # The same documentation, "Trainium3 Architecture": 671 BF16 TFLOP/s, 4.9 TB/s of HBM and NeuronLink 2.56 TB/s a chip.
