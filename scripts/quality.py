@@ -33,7 +33,7 @@ import torch
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.sweep import capture
-from kimi_k2.bench.tools.verify import OUTCOMES, Endpoint, read_outcomes, summarize, verify
+from kimi_k2.bench.tools import OUTCOMES, Endpoint, read_outcomes, summarize, verify
 
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
 NAME = "kimi"
@@ -191,10 +191,10 @@ class Server:
                             [*flags, "--save-result", "--ignore-eos", "--disable-tqdm", "--trust-remote-code"]
                         )
                     )
-                made = json.loads((self.out / "bench.json").read_text())
+                timed = json.loads((self.out / "bench.json").read_text())
                 yield (
                     f"{sizes}, {at_once} at once: TTFT, TPOT, tokens/s",
-                    f"{made['mean_ttft_ms']:.1f} ms, {made['mean_tpot_ms']:.2f} ms, {made['output_throughput']:.0f}",
+                    f"{timed['mean_ttft_ms']:.1f} ms, {timed['mean_tpot_ms']:.2f} ms, {timed['output_throughput']:.0f}",
                 )
 
 
@@ -203,8 +203,8 @@ def measured(who: str, args: argparse.Namespace) -> Figures:
     server, figures = Server(who, args), Figures()
     try:
         server.wait()
-        for part in (server.scores(), server.calls(), server.needles(), server.tables()):
-            for what, figure in part:
+        for figures_of in (server.scores(), server.calls(), server.needles(), server.tables()):
+            for what, figure in figures_of:
                 figures[what] = figure
                 sys.stdout.write(f"{who}: {what}: {figure}\n")
                 sys.stdout.flush()
@@ -230,7 +230,7 @@ def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
         f"{size / 2**30:.2f} GiB",
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    rows = list(dict.fromkeys(what for one in figures.values() for what in one))
+    rows = list(dict.fromkeys(what for side in figures.values() for what in side))
     lines = ["# Served by vLLM's own model and by ours", "", *(f"- {name}: {value}" for name, value in about.items())]
     lines += ["", "| what | stock | ours |", "|---|---|---|"]
     lines += [f"| {row} | {' | '.join(figures[who].get(row, 'not done') for who in PLUGINS)} |" for row in rows]
@@ -265,7 +265,7 @@ def main() -> None:
     samples = SAMPLES if args.tools is None else [json.loads(line) for line in args.tools.read_text().splitlines()]
     args.out.mkdir(parents=True, exist_ok=True)
     asked = [{"temperature": 0, "max_tokens": args.call_tokens, **sample} for sample in samples]
-    (args.out / SAMPLED).write_text("".join(f"{json.dumps(one)}\n" for one in asked))
+    (args.out / SAMPLED).write_text("".join(f"{json.dumps(request)}\n" for request in asked))
     figures = {who: measured(who, args) for who in PLUGINS}
     (args.out / "report.json").write_text(json.dumps(figures, indent=1))
     (args.out / "report.md").write_text(report(args, figures))

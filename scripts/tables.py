@@ -147,14 +147,14 @@ def _convert(model: str, preset: str) -> dict[str, float]:
     """Of a conversion on two cores."""
     config = KimiK2Config.from_preset(model)
     layout = Deployment.load(preset).layout(config)
-    made, source = dry_run(config, layout), config.format_of_experts()
+    sizes, source = dry_run(config, layout), config.format_of_experts()
     weight = torch.randn(config.moe_intermediate_size, config.hidden_size, generator=torch.Generator().manual_seed(0))
     matrix = Matrix(source.quantize(weight), source, *weight.shape)
     error = ConversionError()
     layout.expert_format(config).convert(matrix, torch.bfloat16, error)
-    hours = made.seconds() / 3600
-    folds = made.fold_flops / FOLD_FLOPS / 3600
-    return {**asdict(made), "hours": hours, "fold_hours": folds, "error": error.relative_l2}
+    hours = sizes.seconds() / 3600
+    folds = sizes.fold_flops / FOLD_FLOPS / 3600
+    return {**asdict(sizes), "hours": hours, "fold_hours": folds, "error": error.relative_l2}
 
 
 def _prefill(model: str, preset: str, rows: str) -> dict[str, float]:
@@ -168,7 +168,7 @@ def _split(model: str, preset: str) -> dict[str, Any]:
     """What splitting the cache over groups adds and spares."""
     given = plan(model, preset)
     target, read = given["target"], given["decode"]["bytes_read_by_part"]["KV cache"]
-    calls = sum(one["times"] for one in given["decode"]["collectives"] if one["ranks"] == target["cache_ranks"])
+    calls = sum(call["times"] for call in given["decode"]["collectives"] if call["ranks"] == target["cache_ranks"])
     spared = read * (target["cache_ranks"] - 1) / TRN2_LNC2.bytes_per_second
     return {"collectives": calls, "seconds": calls * TRN2_LNC2.collective_latency, "spared": spared}
 
@@ -197,9 +197,9 @@ OBJECTS: dict[str, Callable[..., Any]] = {
 
 def _measured(name: str) -> str:
     recorded = _json("measured.json")[name]
-    made, table = recorded["made"], markdown_table(recorded["columns"], recorded["rows"])
-    command = f": `{made['command']}`" if "command" in made else ""
-    caption = f"*{made['card']}, {made['date']}, recorded by {made['commit']}{command}*"
+    origin, table = recorded["made"], markdown_table(recorded["columns"], recorded["rows"])
+    command = f": `{origin['command']}`" if "command" in origin else ""
+    caption = f"*{origin['card']}, {origin['date']}, recorded by {origin['commit']}{command}*"
     return f"<!-- measured: {name} -->\n{caption}\n\n{table}"
 
 
@@ -232,15 +232,15 @@ def picture(title: str, labels: list[str], series: dict[str, list[float]], line:
     text, colours = io.StringIO(), ("#7a869a", "#1f6feb", "#f2a33a")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 8}):
         figure, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
-        base, places = np.zeros(len(labels)), np.arange(len(labels))
+        base, positions = np.zeros(len(labels)), np.arange(len(labels))
         for number, (name, values) in enumerate(series.items()):
             shift = 0 if line else 0.38 * number - 0.19
-            bars = axes.bar(places + shift, values, 0.36, bottom=base, label=name, color=colours[number])
+            bars = axes.bar(positions + shift, values, 0.36, bottom=base, label=name, color=colours[number])
             axes.bar_label(bars, fmt="%.3g", label_type="center" if line else "edge")
             base += values if line else 0
         if line:
             axes.axhline(line[1], color="black", linestyle="--", zorder=0, label=f"{line[0]} {line[1]:.1f}")
-        axes.set_xticks(places, labels)
+        axes.set_xticks(positions, labels)
         axes.set_title(title, loc="left", fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -254,13 +254,13 @@ def pictures() -> dict[str, str]:
     config, contexts = KimiK2Config.from_preset("kimi-k2-instruct-0905"), [4096, 16384, 65536, 131072]
     plans = [plan("kimi-k2-instruct-0905", "trn2-tp64-ep1", max_model_len=tokens)["rank_memory"] for tokens in contexts]
     held = {
-        "weights and code": [(one["resident"] - one["parts"]["KV cache"]) / 2**30 for one in plans],
-        "KV cache": [one["parts"]["KV cache"] / 2**30 for one in plans],
-        "scratch (model)": [one["scratch"]["nbytes"] / 2**30 for one in plans],
+        "weights and code": [(memory["resident"] - memory["parts"]["KV cache"]) / 2**30 for memory in plans],
+        "KV cache": [memory["parts"]["KV cache"] / 2**30 for memory in plans],
+        "scratch (model)": [memory["scratch"]["nbytes"] / 2**30 for memory in plans],
     }
     title = f"trn2-tp64-ep1, {config.num_hidden_layers} layers, GiB a core by context"
     rows = _json("measured.json")["vllm-h200"]["rows"]
-    times = [[float(part) for part in re.findall(r"[\d.]+", row[1])[:2]] for row in rows]
+    times = [[float(number) for number in re.findall(r"[\d.]+", row[1])[:2]] for row in rows]
     stock, ours = (list(values) for values in zip(*times, strict=True))
     labels = [f"{row[0]} requests" for row in rows]
     return {

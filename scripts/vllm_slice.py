@@ -60,7 +60,7 @@ def fill(name: str, tensor: torch.Tensor) -> None:
         tensor.fill_(0.02 if tensor.dtype == torch.float32 else 0.0025)
     elif "norm" in name:
         tensor.fill_(1)
-    elif any(part in last for part in ("weight", "proj", "bias")):
+    elif any(word in last for word in ("weight", "proj", "bias")):
         tensor.normal_(0, 0.02)
 
 

@@ -34,9 +34,9 @@ DUMPED: dict[str, Any] = {
 
 def at(raw: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
     """The object that holds a dotted name, and the name's end."""
-    *parts, last = path.split(".")
-    for part in parts:
-        raw = raw[part]
+    *levels, last = path.split(".")
+    for level in levels:
+        raw = raw[level]
     return raw, last
 
 
@@ -97,11 +97,11 @@ GROUP = "quantization_config.config_groups.group_0"
 )
 @pytest.mark.parametrize("name", ["kimi-k2-thinking", "kimi-k2.5"])
 def test_a_field_that_changes_numbers_is_refused(name: str, path: str, value: Any) -> None:
-    place = "text_config." if name == "kimi-k2.5" else ""
+    prefix = "text_config." if name == "kimi-k2.5" else ""
     with pytest.raises(ConfigError) as caught:
-        KimiK2Config.from_dict(changed(name, place + path, value))
+        KimiK2Config.from_dict(changed(name, prefix + path, value))
     field = caught.value.field or ""
-    assert field == place + path or field.startswith(f"{place}{path}.dynamic")
+    assert field == prefix + path or field.startswith(f"{prefix}{path}.dynamic")
 
 
 @pytest.mark.parametrize(

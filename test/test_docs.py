@@ -86,12 +86,12 @@ def test_a_figure_changed_by_hand_is_seen(name: str, tables: dict[str, Any]) -> 
     """Twenty drawn of all numbers outside commands, tables that are rendered among them."""
     text = tables["documents"]()[name].read_text(encoding="utf-8")
     found_under = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))["stated"][name]
-    recorded = {heading: one["numbers"] for heading, one in found_under.items()}
+    recorded = {heading: entry["numbers"] for heading, entry in found_under.items()}
     assert tables["stated"](text, name) == recorded, "python scripts/tables.py --record"
-    assert all(one["source"] for one in found_under.values())
+    assert all(entry["source"] for entry in found_under.values())
     code = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--[^>]*-->|^#.*$", re.DOTALL | re.MULTILINE)
-    part = code.sub(lambda found: "`" * len(found[0]), text)
-    found = list(tables["STATED"].finditer(part))
+    prose = code.sub(lambda found: "`" * len(found[0]), text)
+    found = list(tables["STATED"].finditer(prose))
     for number in np.random.default_rng(49).permutation(len(found))[:20]:
         first = found[number].start()
         changed = text[:first] + str((int(text[first]) + 1) % 10) + text[first + 1 :]

@@ -46,8 +46,8 @@ def _no_hang() -> Iterator[None]:
 
 
 def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -106,16 +106,16 @@ def test_no_link_in_the_output_is_written_through(
 ) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"not yours" * 1000)
-    place = tmp_path / "out" / name
-    place.parent.mkdir(parents=True)
-    link(place, precious)
+    target = tmp_path / "out" / name
+    target.parent.mkdir(parents=True)
+    link(target, precious)
     with pytest.raises(
         (CheckpointError, ConfigError), match=r"is a link to another file|a hard link|files of something else"
     ) as refused:
         Presharder(checkpoints["fp8"], tmp_path / "out", Layout(2)).run()
     assert "make room" not in str(refused.value)
     assert precious.read_bytes() == b"not yours" * 1000
-    assert place.exists()
+    assert target.exists()
 
 
 def test_a_pipe_is_no_output(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def test_published_names_and_those_of_transformers_mean_the_same() -> None:
         "init_pos_emb_height": 10, "init_pos_emb_width": 12, "init_pos_emb_time": 4, "merge_kernel_size": [2, 2],
         "mm_projector_type": "patchmerger", "merge_type": "sd2_tpool", "mm_hidden_size": 48, "text_hidden_size": 7168,
     }  # fmt: skip
-    one = KimiK2Config.from_dict({**raw, "vision_config": theirs})
+    ours = KimiK2Config.from_dict({**raw, "vision_config": theirs})
     other = KimiK2Config.from_dict({**raw, "vision_config": published})
-    assert one == other
-    assert one.vision is not None and one.vision.hidden_size == 48
+    assert ours == other
+    assert ours.vision is not None and ours.vision.hidden_size == 48
 
 
 @pytest.mark.parametrize(

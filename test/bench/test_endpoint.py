@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.tools.verify import Endpoint
+from kimi_k2.bench.tools import Endpoint
 
 Serve = Callable[[Callable[[str, str | None, Any], tuple[int, str]]], str]
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.render import HEADER, Ratio, compare, differing, overall, write_reports
-from kimi_k2.bench.results import load_results
-from kimi_k2.bench.sweep import Settings, run_sweep
+from kimi_k2.bench.results import Settings, load_results
+from kimi_k2.bench.sweep import run_sweep
 from kimi_k2.cli import app
 
 runner = CliRunner()
-SETTINGS = Settings("tiny", "cpu", output_lengths=(3, 5), prompt_lengths=(4,), runs=4)
+SETTINGS = Settings(model="tiny", backend="cpu", output_lengths=[3, 5], prompt_lengths=[4], batch_sizes=[1], runs=4)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (set_to("schema", value="kimi-k2/sweep/0"), "expected schema 'kimi-k2/sweep/1', got 'kimi-k2/sweep/0'"),
+        (set_to("schema", value="kimi-k2/sweep/0"), "expected schema 'kimi-k2/sweep/2', got 'kimi-k2/sweep/0'"),
         (set_to("cells", value={}), "cells: Input should be a valid list, got {}"),
         (
             set_to("cells", 0, "batch_size", value="1"),
@@ -51,7 +51,7 @@ def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         ),
         (set_to("cells", 0, "runs", 1, "itl", 0, value=float("nan")), r"cells\[0\].runs\[1\].itl\[0\]"),
         (set_to("cells", 1, "runs", 0, "itl", value=[1.0]), r"expected 4 gaps \(output_length - 1\), got 1"),
-        (set_to("cells", 1, "summary", value={}), r"cells\[1\].summary"),
+        (set_to("cells", 1, "peak_memory", value={}), r"cells\[1\].peak_memory"),
         (set_to("environment", value=None), "environment: Input should be a valid dictionary"),
     ],
 )
@@ -67,7 +67,7 @@ def test_damaged_results_are_named(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", '{"schema": "kimi-k2/sweep/1", "cells": [', "[]", "\x00\xff", "null"])
+@pytest.mark.parametrize("content", ["", '{"schema": "kimi-k2/sweep/2", "cells": [', "[]", "\x00\xff", "null"])
 def test_garbage_is_a_clear_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "garbage.json"
     path.write_bytes(content.encode("latin-1"))
@@ -91,21 +91,23 @@ def scaled(results: dict[str, Any], factors: list[float]) -> dict[str, Any]:
 
 def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> None:
     base = scaled(results, [1.0, 1.02, 0.98, 1.01])
-    for one in compare(base, scaled(results, [0.5, 0.51, 0.49, 0.5])):
-        assert one.ratio == pytest.approx(0.5 / 1.005)
-        assert one.low == pytest.approx(0.49 / 1.02) and one.high == pytest.approx(0.51 / 0.98)
-        assert not one.inside_noise
-        assert one.verdict.startswith("faster by 50")
+    for ratio in compare(base, scaled(results, [0.5, 0.51, 0.49, 0.5])):
+        assert ratio.ratio == pytest.approx(0.5 / 1.005)
+        assert ratio.low == pytest.approx(0.49 / 1.02) and ratio.high == pytest.approx(0.51 / 0.98)
+        assert not ratio.inside_noise
+        assert ratio.verdict.startswith("faster by 50")
     noisy = compare(base, scaled(results, [1.03, 1.0, 0.99, 1.05]))
-    assert all(one.inside_noise and one.verdict == "inside the noise" for one in noisy)
+    assert all(ratio.inside_noise and ratio.verdict == "inside the noise" for ratio in noisy)
     steady = [1.0, 1.001, 0.999, 1.0]
     little = compare(scaled(results, steady), scaled(results, [0.98 * factor for factor in steady]))
-    assert all(one.high < 1 and one.inside_noise for one in little)  # as much as two sweeps of the same code differ
+    assert all(
+        ratio.high < 1 and ratio.inside_noise for ratio in little
+    )  # as much as two sweeps of the same code differ
     # The drift is of the logarithm: 2.9 % more is still as much, 3.1 % more is not.
     for factor, same in ((1.029, True), (1.031, False), (1 / 1.029, True), (1 / 1.031, False)):
         ratios = compare(scaled(results, [1.0] * 4), scaled(results, [factor] * 4))
-        tight = [one for one in ratios if not one.low <= 1 <= one.high]
-        assert all(one.inside_noise is same for one in tight)
+        tight = [ratio for ratio in ratios if not ratio.low <= 1 <= ratio.high]
+        assert all(ratio.inside_noise is same for ratio in tight)
         assert same or tight
     assert overall(compare(base, base)) == pytest.approx({"ttft": 1, "tpot": 1, "e2e": 1})
 
@@ -143,7 +145,7 @@ def test_markdown_has_a_row_a_cell_and_the_plots(results: dict[str, Any], tmp_pa
 
 def test_a_sweep_without_a_finished_cell_still_reports(backend: Any, clock: Any, tmp_path: Path) -> None:
     backend.fail_at = 3
-    settings = Settings("tiny", "cpu", output_lengths=(3,), prompt_lengths=(4,))
+    settings = SETTINGS.model_copy(update={"output_lengths": [3]})
     results = run_sweep(settings, backend, tmp_path / "sweep.json", clock=clock)
     (path,) = write_reports(results, tmp_path)
     assert "out of memory" in path.read_text()

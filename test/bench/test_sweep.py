@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from forked import python
 from kimi_k2.api import KimiK2
 from kimi_k2.bench.backend import Backend
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.results import Sweep, load_results, percentile
-from kimi_k2.bench.sweep import Settings, capture, draw_prompts, run_sweep, time_run
+from kimi_k2.bench.results import Settings, Sweep, load_results, percentile, rates, series
+from kimi_k2.bench.sweep import capture, draw_prompts, run_sweep, time_run
 
-SETTINGS = Settings("tiny", "cpu", output_lengths=(2, 5), prompt_lengths=(3, 4), batch_sizes=(1, 2), runs=3)
+SETTINGS = Settings(
+    model="tiny", backend="cpu", output_lengths=[2, 5], prompt_lengths=[3, 4], batch_sizes=[1, 2], runs=3
+)
 
 
 def test_tpot_leaves_the_first_token_out(backend: Any, clock: Any) -> None:
@@ -31,16 +32,18 @@ def test_tpot_leaves_the_first_token_out(backend: Any, clock: Any) -> None:
     assert run == {"ttft": 5.0, "itl": [1.0, 3.0, 1.0, 3.0]}
 
 
-def test_summary_against_numpy(backend: Any, clock: Any, tmp_path: Path) -> None:
-    results = run_sweep(replace(SETTINGS, output_lengths=(6,)), backend, tmp_path / "s.json", clock=clock)
-    cell = results["cells"][0]
-    gaps = [gap for run in cell["runs"] for gap in run["itl"]]
+def test_figures_of_a_cell_against_numpy(backend: Any, clock: Any, tmp_path: Path) -> None:
+    (cell,) = run_sweep(
+        SETTINGS.model_copy(update={"prompt_lengths": [3], "batch_sizes": [2], "output_lengths": [6]}),
+        backend, tmp_path / "s.json", clock=clock,
+    )["cells"]  # fmt: skip
+    times = series(cell["runs"])
+    assert times["itl"] == [1.0, 3.0, 1.0, 3.0, 1.0] * 3
     for percent in (50, 90, 99):
-        assert cell["summary"]["itl"][f"p{percent}"] == pytest.approx(np.percentile(gaps, percent))
-        assert percentile([3.0, 1.0, 2.0, 9.0], percent) == pytest.approx(np.percentile([3, 1, 2, 9], percent))
-    assert cell["summary"]["tpot"]["p50"] == pytest.approx(statistics.mean([1, 3, 1, 3, 1]))
-    assert cell["summary"]["e2e"]["p50"] == pytest.approx(14)
-    assert cell["summary"]["tokens_per_second_total"] == pytest.approx(6 / 14)
+        for values in (times["itl"], [3.0, 1.0, 2.0, 9.0]):
+            assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert times["tpot"] == pytest.approx([statistics.mean([1, 3, 1, 3, 1])] * 3) and times["e2e"] == [14.0] * 3
+    assert rates(cell) == pytest.approx((1 / 1.8, 2 * 6 / 14))
 
 
 def test_every_cell_runs_once_warm_and_three_times_timed(backend: Any, clock: Any, tmp_path: Path) -> None:
@@ -66,9 +69,9 @@ def test_a_failing_cell_is_recorded_and_tried_again(backend: Any, clock: Any, tm
 
 
 def test_prompts_are_the_same_for_the_same_seed() -> None:
-    first = draw_prompts(SETTINGS, 1000, 2, 9)
-    assert first == draw_prompts(SETTINGS, 1000, 2, 9)
-    assert first != draw_prompts(replace(SETTINGS, seed=1), 1000, 2, 9)
+    first = draw_prompts(1000, 2, 9)
+    assert first == draw_prompts(1000, 2, 9)
+    assert first != draw_prompts(1000, 2, 10)
     assert all(0 <= token < 1000 for prompt in first for token in prompt)
 
 
@@ -76,7 +79,7 @@ def test_other_settings_do_not_mix(backend: Any, clock: Any, tmp_path: Path) -> 
     path = tmp_path / "s.json"
     run_sweep(SETTINGS, backend, path, clock=clock)
     with pytest.raises(SweepError, match=r"settings.runs 3, this one has 4"):
-        run_sweep(replace(SETTINGS, runs=4), backend, path, clock=clock)
+        run_sweep(SETTINGS.model_copy(update={"runs": 4}), backend, path, clock=clock)
     backend.details["dtype"] = "bfloat16"
     with pytest.raises(SweepError, match=r"environment.dtype"):
         run_sweep(SETTINGS, backend, path, clock=clock)
@@ -152,12 +155,12 @@ def test_plain_model_makes_every_step(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"output_lengths": (1,)}, "output_lengths: expected numbers of at least 2"),
-        ({"prompt_lengths": ()}, "prompt_lengths"),
-        ({"batch_sizes": (0,)}, "batch_sizes"),
-        ({"runs": 0}, "at least 1 run"),
+        ({"output_lengths": [1]}, r"output_lengths\[0\]: .*greater than or equal to 2, got 1"),
+        ({"prompt_lengths": []}, "prompt_lengths: .*at least 1 item"),
+        ({"batch_sizes": [0]}, "batch_sizes"),
+        ({"runs": 0}, "runs: .*greater than 0"),
     ],
 )
 def test_wrong_settings_are_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(SweepError, match=says):
-        replace(SETTINGS, **options)
+        Settings.of(**{**SETTINGS.model_dump(), **options})

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.tools.verify import OUTCOMES, Endpoint, Outcome, judge, problem, read_outcomes, summarize, verify
+from kimi_k2.bench.tools import OUTCOMES, Endpoint, Outcome, judge, problem, read_outcomes, summarize, verify
 from kimi_k2.cli import app
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},

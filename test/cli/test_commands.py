@@ -87,15 +87,17 @@ def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
         "--temperature",
         "1",
     )
-    both = [json.loads(one) for one in kimi(*line, "--n", "2", "--logprobs", "2", "--seed", "5").stdout.splitlines()]
-    assert [one["index"] for one in both] == [0, 1]
-    (second,) = [json.loads(one) for one in kimi(*line, "--seed", "6").stdout.splitlines()]
+    both = [
+        json.loads(shown) for shown in kimi(*line, "--n", "2", "--logprobs", "2", "--seed", "5").stdout.splitlines()
+    ]
+    assert [reply["index"] for reply in both] == [0, 1]
+    (second,) = [json.loads(shown) for shown in kimi(*line, "--seed", "6").stdout.splitlines()]
     assert both[1]["message"] == second["message"]
     content = both[0]["logprobs"]["content"]
     assert len(content) == both[0]["usage"]["completion_tokens"]
-    for one in content:
-        first, other = one["top_logprobs"]
-        assert 0 > first["logprob"] >= max(other["logprob"], one["logprob"])
+    for token in content:
+        first, other = token["top_logprobs"]
+        assert 0 > first["logprob"] >= max(other["logprob"], token["logprob"])
     assert kimi("generate", str(checkpoints["fp8"]), "-p", "x", "--n", "2").exit_code == 2
 
 
@@ -121,8 +123,8 @@ def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path])
 
 def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     out = tmp_path / "c"
-    made = runner.invoke(app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2"])
-    assert made.exit_code == 0, made.output
+    written = runner.invoke(app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2"])
+    assert written.exit_code == 0, written.output
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     towers = ("vision_tower.", "mm_projector.")
     assert all(name.startswith(("language_model.", *towers)) for name in names)

@@ -62,13 +62,6 @@ def test_a_bug_leaves_its_traceback_in_a_file(
     assert "Traceback" in file.read_text()
 
 
-def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kimi_k2.synthetic.config.tiny_config", lambda *_, **__: throw(KeyboardInterrupt())())
-    with pytest.raises(SystemExit) as exit_:
-        main("bench", arguments=["tiny"])
-    assert exit_.value.code == 130
-
-
 def test_an_interrupted_conversion_says_how_to_go_on(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def test_the_way_of_a_preset(tmp_path: Path, ran: list[str]) -> None:
     assert ran[:5] == ["plan", "convert", "verify", "generate with the plain model", "parity capture"]
     assert len(list((tmp_path / "ranks" / "weights").iterdir())) == 64
     report = json.loads((tmp_path / "report.json").read_text())
-    results = {one["step"]: one["result"] for one in report["steps"]}
+    results = {step["step"]: step["result"] for step in report["steps"]}
     assert results["compile"] == "skipped: not importable here: torch_xla"
     assert "kimi-k2 compile /models/MODEL --preset trn2-tp32-ep2 --out /presharded" in report["real"]
     assert report["device"] is None and report["checksum"] == checksum(report)
@@ -103,13 +103,15 @@ def test_a_chip_holds_what_four_of_64_ranks_hold(sizes: dict[str, int], tmp_path
         file.write_text(f"like: {name}\ntp_degree: 4\nmoe_tp_degree: 4\n")
         chip, whole = load_target(str(file), config), load_target(name, real)
         assert memory_plan(config, chip).fits
-        shapes, wanted = ({one.name: one.local_shape for one in target.sharding(of).tensors if one.layer == 1}
-                          for target, of in ((chip, config), (whole, real)))  # fmt: skip
+        shapes, wanted = (
+            {tensor.name: tensor.local_shape for tensor in target.sharding(of).layer(1)}
+            for target, of in ((chip, config), (whole, real))
+        )
         assert set(shapes) == set(wanted)
         if sizes is rehearse.SLICE:
             # These are divided over all ranks, of which there are fewer.
-            other = {one for one in shapes if shapes[one] != wanted[one]}
-            assert all("qkv_a" in one or one.endswith("early_router.residual_weight") for one in other)
+            other = {weight for weight in shapes if shapes[weight] != wanted[weight]}
+            assert all("qkv_a" in weight or weight.endswith("early_router.residual_weight") for weight in other)
 
 
 def test_a_step_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

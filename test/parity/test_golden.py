@@ -71,8 +71,8 @@ def test_a_full_size_capture_is_under_2_gb() -> None:
 
 
 def test_only_chosen_layers_are_kept(checkpoints: dict[str, Path]) -> None:
-    one = Inputs(SMALL.prompt, SMALL.forced, [2], 4)
-    trace = run("cpu", checkpoints["fp8"], one, "float32")
+    chosen = Inputs(SMALL.prompt, SMALL.forced, [2], 4)
+    trace = run("cpu", checkpoints["fp8"], chosen, "float32")
     layers = {match[1] for key in trace.values if (match := re.search(r"layers\.(\d)", key))}
     assert layers == {"2"}
     assert len(trace.values["prefill/norm"]) == 4
@@ -188,9 +188,9 @@ def test_near_ties_may_change_a_tenth_of_the_choices_in_bfloat16(
     config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.gate.selection"
 
     def change(choices: torch.Tensor) -> None:
-        places = choices.flatten()[: round(share * choices.numel())]
-        places += 1000  # no expert that anybody chose
-        choices.view(-1)[: len(places)] = places
+        changed_choices = choices.flatten()[: round(share * choices.numel())]
+        changed_choices += 1000  # no expert that anybody chose
+        choices.view(-1)[: len(changed_choices)] = changed_choices
 
     other, expected = changed(golden, point, change)
     assert compare(other, expected, config, "bfloat16").points

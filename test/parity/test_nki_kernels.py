@@ -22,7 +22,7 @@ def test_kernels_are_recorded_compared_and_a_wrong_result_is_named(tmp_path: Pat
     assert done.output.count(" ok\n") == 4
     # By hand: the router's choice is that of its logits' sigmoids and the bias.
     held = load_file(tmp_path / TENSORS)
-    hidden, weight, bias = (held[f"0.input.{place}"].double() for place in range(3))
+    hidden, weight, bias = (held[f"0.input.{index}"].double() for index in range(3))
     chosen = ((hidden @ weight).sigmoid() + bias).topk(8).indices
     assert torch.equal(held["0.result.0"].long(), chosen)
 

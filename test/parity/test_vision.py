@@ -92,8 +92,8 @@ def test_the_command_reads_the_tower_of_a_quantized_checkpoint(tmp_path: Path) -
 
 
 def test_traces_that_cannot_be_compared() -> None:
-    one = {"patch_embed": torch.ones(2, 3)}
+    trace = {"patch_embed": torch.ones(2, 3)}
     for other in ({}, {"patch_embed": torch.ones(3, 3)}):
         with pytest.raises(ParityError, match="patch_embed"):
-            first_divergence(other, one)
-    assert first_divergence({"patch_embed": torch.full((2, 3), float("nan"))}, one) is not None
+            first_divergence(other, trace)
+    assert first_divergence({"patch_embed": torch.full((2, 3), float("nan"))}, trace) is not None

@@ -55,12 +55,12 @@ def test_a_step_of_four_positions_reads_four_tokens_experts(checkpoints: dict[st
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     target = load_target(PRESET, config)
     plan = target.sharding(config)
-    one, four = (decode_counts(config, replace(target, positions=n), plan) for n in (1, 4))
-    assert four.flops == pytest.approx(4 * one.flops, rel=1e-3)
-    assert four.read["cache"] == one.read["cache"]
+    single, four = (decode_counts(config, replace(target, positions=n), plan) for n in (1, 4))
+    assert four.flops == pytest.approx(4 * single.flops, rel=1e-3)
+    assert four.read["cache"] == single.read["cache"]
     experts = r"mlp\.experts.*weight"
-    assert four.bytes_read(experts) == pytest.approx(4 * one.bytes_read(experts), rel=1e-3)
-    assert sum(four.collectives.values()) == sum(one.collectives.values())
+    assert four.bytes_read(experts) == pytest.approx(4 * single.bytes_read(experts), rel=1e-3)
+    assert sum(four.collectives.values()) == sum(single.collectives.values())
 
 
 @pytest.mark.parametrize("form", get_args(Form))
@@ -78,7 +78,7 @@ def test_effective_tpot_adds_the_heads_runs(form: Form, plain: dict[str, Any]) -
     sizes = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
     fc, embedding = sizes.pop("fc.weight"), sizes.pop("embed_tokens.weight")
     filled = sum(
-        size for name, size in sizes.items() if any(part in name for part in ("k_proj", "v_proj", "kv_a_", "q_a_"))
+        size for name, size in sizes.items() if any(word in name for word in ("k_proj", "v_proj", "kv_a_", "q_a_"))
     )
     read = 2 * (3 * sum(sizes.values()) + 2 * fc + filled) / 64
     cache = 3 * 4096 * (512 if form == "llama" else 1152)
@@ -105,18 +105,18 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
         (tmp_path / name).write_text(json.dumps(content))
     options = ["--measured", str(tmp_path / "nccom.json"), "--measured", str(tmp_path / "profile.json")]
     report = planned(*options)
-    step, of_plain = (one["kernels"]["contexts"]["4096"] for one in (report, plain))
+    step, of_plain = (plan_of["kernels"]["contexts"]["4096"] for plan_of in (report, plain))
     # 515.2 GB/s are 70 % of twice 368; a layer's all-reduce has 60,416 bytes.
     assert report["kernels"]["rates"]["efficiency"] == pytest.approx(70)
     counted, others = of_plain["layer"]["layer_us"]["70"]["10"] * 1e-6, report["kernels"]["other_bytes"] / 515.2e9
     assert step["tpot"] == pytest.approx(61 * counted + others + 5 * 10e-6, rel=1e-3)
     # 127 collectives; at 105 us they are all that a layer waits for.
     low, reported, high = of_plain["range"]
-    assert [round(one["latency"] * 1e6) for one in of_plain["range"]] == [15, 24, 105]
+    assert [round(row["latency"] * 1e6) for row in of_plain["range"]] == [15, 24, 105]
     assert low["tpot"] == of_plain["tpot"] < reported["tpot"] < high["tpot"]
     assert high["tpot"] - reported["tpot"] == pytest.approx(127 * (105.03 - 24) * 1e-6, rel=0.01)
-    for one in of_plain["range"]:
-        assert one["charged"] > one["tpot"]  # weights that wait for a collective
+    for row in of_plain["range"]:
+        assert row["charged"] > row["tpot"]  # weights that wait for a collective
     assert high["charged"] - low["charged"] == pytest.approx(127 * (105.03 - 15) * 1e-6)
     assert any("70 % of 368 GB/s a core (measured)" in line for line in report["kernels"]["assumptions"])
     assert "as measured (nccom-test)" in report["machine"]["source"]
@@ -127,7 +127,7 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     target = load_target(PRESET, config)
     counts = decode_counts(config, target, target.sharding(config))
-    times = sum(n * machine.seconds_of(one.nbytes) for one, n in counts.collectives.items())
+    times = sum(n * machine.seconds_of(row.nbytes) for row, n in counts.collectives.items())
     assert roofline(counts, machine).communication == pytest.approx(times)
 
 

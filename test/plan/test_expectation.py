@@ -74,7 +74,7 @@ def test_the_fit_is_the_least_square_and_the_range_what_leaving_out_gives(form: 
         ratio = run.tpot_ms / 1e3 / np.dot(others.terms, features(run))
         apart.append(abs(np.log(ratio)))
         assert found.left_out[run.name] == pytest.approx(ratio, rel=1e-3)
-    within = sum(one <= np.log(found.factor) * (1 + 1e-3) for one in apart)
+    within = sum(error_of <= np.log(found.factor) * (1 + 1e-3) for error_of in apart)
     assert within == int(np.ceil(0.9 * len(rows)))
 
 
@@ -89,7 +89,7 @@ def test_a_plan_says_bound_expectation_nearest_run_and_width() -> None:
     report = plan("kimi-k2-instruct-0905", "trn2-tp32-ep2")
     tpot, expected = report["tpot"], report["tpot"]["expected"]
     assert tpot["bound"] < expected["if_scales_fuse"]["seconds"] < expected["seconds"]
-    assert [one["run"][:9] for one in expected["nearest"]] == ["Kimi-K2.5", "Kimi-K2.6"]
+    assert [run["run"][:9] for run in expected["nearest"]] == ["Kimi-K2.5", "Kimi-K2.6"]
     assert expected["wide"] == (expected["factor"] > WIDE)
     shown = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905"]).output
     assert f"expected {expected['seconds'] * 1e3:.0f} ms" in shown and "wider than 1.6" in shown

@@ -46,9 +46,9 @@ def test_bounds_lie_above_what_others_reached(rows: Rows) -> None:
             ("h100", "h200")}  # fmt: skip
     assert 2200 < best["h200"] < 10000
     assert best["h100"] < best["h200"]
-    one = served_rows(KimiK2Config.from_preset("kimi-k2.5"), 4096, 1)
-    assert all(row.requests == 1 for row in one)
-    tp8 = next(row for row in one if (row.gpu, row.way) == ("h200", "TP8"))
+    single = served_rows(KimiK2Config.from_preset("kimi-k2.5"), 4096, 1)
+    assert all(row.requests == 1 for row in single)
+    tp8 = next(row for row in single if (row.gpu, row.way) == ("h200", "TP8"))
     assert tp8.tokens > 14
 
 

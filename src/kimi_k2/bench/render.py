@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.results import percentile, series
+from kimi_k2.bench.results import SHAPE, percentile, rates, series
 
 HEADER = [
     "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
@@ -42,17 +42,16 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     """The table's cells as text, one row a cell of the sweep."""
     table = []
     for cell in results["cells"]:
-        shape = [str(cell[name]) for name in ("prompt_length", "batch_size", "output_length")]
+        shape = [str(cell[name]) for name in SHAPE]
         if cell["status"] != "ok":
             table.append([*shape, "failed", *[""] * (len(HEADER) - 4)])
             continue
-        summary, peak, values = cell["summary"], cell["peak_memory"]["bytes"], series(cell["runs"])
+        peak, values = cell["peak_memory"]["bytes"], series(cell["runs"])
         table.append(
             [
                 *shape,
                 *(spread(values[name]) for name in SERIES),
-                f"{summary['tokens_per_second_sequence']:.1f}",
-                f"{summary['tokens_per_second_total']:.1f}",
+                *(f"{rate:.1f}" for rate in rates(cell)),
                 "" if peak is None else f"{peak / 1e9:.2f}",
             ]
         )
@@ -67,13 +66,13 @@ def markdown_table(header: list[str], body: list[list[str]]) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     """The whole report in Markdown: what ran where, and the table."""
-    parts = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
-    parts += [
+    paragraphs = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
+    paragraphs += [
         "- prompt {prompt_length}, batch {batch_size}, output {output_length}: {error}\n".format(**cell)
         for cell in results["cells"]
         if cell["status"] != "ok"
     ]
-    return "\n".join(parts)
+    return "\n".join(paragraphs)
 
 
 def description(results: dict[str, Any]) -> str:
@@ -82,7 +81,7 @@ def description(results: dict[str, Any]) -> str:
     device = environment.get("gpu") if settings["backend"] == "cuda" else environment.get("preset")
     where = device or environment.get("cpu") or environment["system"]
     return (
-        f"{settings['model']} on {settings['backend']} ({where}), {settings['runs']} runs after {settings['warmup']}"
+        f"{settings['model']} on {settings['backend']} ({where}), {settings['runs']} runs after 1"
         f" warm-up, end tokens ignored, commit {environment['commit']}. TPOT is without the first token."
         f" {READING}"
     )
@@ -102,7 +101,7 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
     for name, title, key, label in (
         ("tpot", "time an output token after the first (median and range)", "tpot", "TPOT, ms"),
         ("ttft", "time to first token (median and range)", "ttft", "TTFT, ms"),
-        ("throughput", "output tokens a second, all sequences", "tokens_per_second_total", "tok/s"),
+        ("throughput", "output tokens a second, all sequences", "", "tok/s"),
     ):
         figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
         for prompt, batch in sorted({(cell["prompt_length"], cell["batch_size"]) for cell in cells}):
@@ -113,7 +112,7 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
                 middle = [percentile(values, 50) for values in times]
                 axes.fill_between(x, [min(values) for values in times], [max(values) for values in times], alpha=0.2)
             else:
-                middle = [c["summary"][key] for c in line]
+                middle = [rates(c)[1] for c in line]
             axes.plot(x, middle, "o-", label=f"prompt {prompt}, batch {batch}")
         axes.set_xscale("log", base=2)
         ticks = sorted({cell["output_length"] for cell in cells})
@@ -139,7 +138,6 @@ METRICS = ("ttft", "tpot", "e2e")
 # Runs of one process vary less than processes do (memory layout, neighbours, clocks): two sweeps of one commit on a
 # shared two-core machine differed by up to 2.6 % with runs that did not overlap.
 DRIFT = 0.03
-KEYS = ("prompt_length", "batch_size", "output_length")
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Ratio]:
     Raises:
         SweepError: they have none in common.
     """
-    first, second = ({tuple(c[k] for k in KEYS): c for c in s["cells"] if c["status"] == "ok"} for s in (a, b))
+    first, second = ({tuple(c[k] for k in SHAPE): c for c in s["cells"] if c["status"] == "ok"} for s in (a, b))
     ratios = []
     for key in sorted(first.keys() & second.keys()):
         prompt, batch, output = key
@@ -206,9 +204,9 @@ def overall(ratios: list[Ratio]) -> dict[str, float]:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Fields of settings and environment that differ: what the ratio may be owed to."""
     lines = []
-    for part in ("settings", "environment"):
-        for field in sorted({**a[part], **b[part]}):
-            old, new = a[part].get(field), b[part].get(field)
+    for section in ("settings", "environment"):
+        for field in sorted({**a[section], **b[section]}):
+            old, new = a[section].get(field), b[section].get(field)
             if old != new:
-                lines.append(f"{part}.{field}: {old!r} -> {new!r}")
+                lines.append(f"{section}.{field}: {old!r} -> {new!r}")
     return lines

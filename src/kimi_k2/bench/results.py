@@ -6,6 +6,7 @@ All times are in seconds, all sizes in bytes. Whoever changes the meaning of a f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,52 +17,33 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.files import read_data
 
-SCHEMA = "kimi-k2/sweep/1"
-PERCENTILES = (50, 90, 99)
+SCHEMA = "kimi-k2/sweep/2"
+SHAPE = ("prompt_length", "batch_size", "output_length")  # of a cell
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Counts = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
-class _Part(BaseModel):
+class _Level(BaseModel):
     """A level of a result, whose fields are all there is."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Run(_Part):
+class Run(_Level):
     """From the call to the first token, and the gaps between neighbouring tokens."""
 
     ttft: Seconds
     itl: Annotated[list[Seconds], Field(min_length=1)]
 
 
-class Percentiles(_Part):
-    """Over runs; of the gaps over all of them."""
-
-    p50: Seconds
-    p90: Seconds
-    p99: Seconds
-
-
-class Summary(_Part):
-    """See `summarize`."""
-
-    ttft: Percentiles
-    tpot: Percentiles
-    itl: Percentiles
-    e2e: Percentiles
-    tokens_per_second_sequence: float
-    tokens_per_second_total: float
-
-
-class PeakMemory(_Part):
+class PeakMemory(_Level):
     """Of the process or the device; None where it is not known."""
 
     bytes: int | None
     kind: str
 
 
-class _Cell(_Part):
+class _Cell(_Level):
     prompt_length: PositiveInt
     batch_size: PositiveInt
     output_length: Annotated[int, Field(ge=2)]
@@ -79,7 +61,6 @@ class FinishedCell(_Cell):
 
     status: Literal["ok"]
     runs: Annotated[list[Run], Field(min_length=1)]
-    summary: Summary
     peak_memory: PeakMemory
 
     @model_validator(mode="after")
@@ -91,18 +72,35 @@ class FinishedCell(_Cell):
         return self
 
 
-class SweepSettings(BaseModel):
-    """What was asked for; a rerun with the same settings and environment continues."""
+class Settings(_Level):
+    """What is swept; a rerun with the same settings and environment continues.
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    Attributes:
+        model: its name, for the report.
+        backend: who runs it.
+        output_lengths, prompt_lengths, batch_sizes: tokens, tokens, sequences.
+        runs: timed runs of each cell, behind one that is not timed.
+    """
+
     model: str
     backend: Literal["cpu", "cuda", "neuron"]
-    output_lengths: Counts
+    output_lengths: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     prompt_lengths: Counts
     batch_sizes: Counts
     runs: PositiveInt
-    warmup: Annotated[int, Field(ge=0)]
-    seed: int
+
+    @classmethod
+    def of(cls, **fields: Any) -> Settings:
+        """Raises SweepError for an empty list or a number below its least."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise _fault(error) from None
+
+    def cells(self) -> list[dict[str, int]]:
+        """All combinations, shortest first within a prompt length and batch size."""
+        product = itertools.product(self.prompt_lengths, self.batch_sizes, self.output_lengths)
+        return [dict(zip(SHAPE, values, strict=True)) for values in product]
 
 
 class Machine(BaseModel):
@@ -115,11 +113,11 @@ class Machine(BaseModel):
     commit: Any
 
 
-class Sweep(_Part):
+class Sweep(_Level):
     """A result file."""
 
-    version: Annotated[Literal["kimi-k2/sweep/1"], Field(alias="schema")]
-    settings: SweepSettings
+    version: Annotated[Literal["kimi-k2/sweep/2"], Field(alias="schema")]
+    settings: Settings
     environment: Machine
     cells: list[Annotated[FailedCell | FinishedCell, Field(discriminator="status")]]
 
@@ -127,10 +125,10 @@ class Sweep(_Part):
 def percentile(values: Sequence[float], percent: float) -> float:
     """Linear interpolation between order statistics (numpy's default; Hyndman and Fan's type 7)."""
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
+    rank = (len(ordered) - 1) * percent / 100
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def tpot(run: dict[str, Any]) -> float:
@@ -148,20 +146,11 @@ def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def summarize(runs: list[dict[str, Any]], batch_size: int) -> dict[str, Any]:
-    """Percentiles over runs (ITL: over all gaps of all runs) and tokens a second from medians.
-
-    `tokens_per_second_sequence` is 1 / TPOT, `tokens_per_second_total` all tokens of the batch, the first included,
-    over end-to-end time.
-    """
-    summary: dict[str, Any] = {
-        name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
-        for name, values in series(runs).items()
-    }
-    tokens = len(runs[0]["itl"]) + 1
-    summary["tokens_per_second_sequence"] = 1 / summary["tpot"]["p50"]
-    summary["tokens_per_second_total"] = batch_size * tokens / summary["e2e"]["p50"]
-    return summary
+def rates(cell: dict[str, Any]) -> tuple[float, float]:
+    """Tokens a second by medians: of a sequence behind its first token, and of the whole batch from end to end."""
+    times = series(cell["runs"])
+    tokens = cell["batch_size"] * cell["output_length"]
+    return 1 / percentile(times["tpot"], 50), tokens / percentile(times["e2e"], 50)
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -180,10 +169,15 @@ def load_results(path: Path) -> dict[str, Any]:
     try:
         Sweep.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        # The status of a cell, by which its model is chosen, stands in the place behind its number.
-        place = [part for part in first["loc"] if part not in ("ok", "failed")]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-        raise SweepError(f"{where}: {first['msg']}, got {first['input']!r:.60}", file=path) from error
+        raise _fault(error, path) from error
     result: dict[str, Any] = content
     return result
+
+
+def _fault(error: ValidationError, file: Path | None = None) -> SweepError:
+    """The first that a model found, by the path of its field."""
+    first = error.errors()[0]
+    # The status of a cell, by which its model is chosen, stands behind its number.
+    path = [key for key in first["loc"] if key not in ("ok", "failed")]
+    where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+    return SweepError(f"{where}: {first['msg']}, got {first['input']!r:.60}", file=file)

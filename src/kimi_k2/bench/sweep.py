@@ -14,7 +14,6 @@ import random
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from kimi_k2.bench.backend import Backend, Prompts
 from kimi_k2.bench.errors import RanksLostError, SweepError
-from kimi_k2.bench.results import SCHEMA, load_results, summarize
+from kimi_k2.bench.results import SCHEMA, SHAPE, Settings, load_results, percentile, series
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron.sdk import version_of
@@ -84,52 +83,11 @@ def _commit() -> str | None:
         return None
 
 
-OUTPUT_LENGTHS = (16, 32, 64, 128, 256, 512)
 # Ids above this are special tokens in the family's vocabulary; they are never drawn.
 ORDINARY_TOKENS = 163584
 
 Clock = Callable[[], float]
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is swept.
-
-    Attributes:
-        model: its name, for the report.
-        backend: name of the backend.
-        output_lengths, prompt_lengths, batch_sizes: tokens, tokens, sequences.
-        runs: timed runs of each cell.
-        warmup: untimed runs before them.
-        seed: of the prompts.
-
-    Raises:
-        SweepError: an empty list or a number below its least.
-    """
-
-    model: str
-    backend: str
-    output_lengths: tuple[int, ...] = OUTPUT_LENGTHS
-    prompt_lengths: tuple[int, ...] = (128,)
-    batch_sizes: tuple[int, ...] = (1,)
-    runs: int = 5
-    warmup: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field, least in (("output_lengths", 2), ("prompt_lengths", 1), ("batch_sizes", 1)):
-            values = getattr(self, field)
-            if not values or min(values) < least:
-                raise SweepError(f"{field}: expected numbers of at least {least}, got {list(values)}")
-        if self.runs < 1 or self.warmup < 0:
-            raise SweepError(f"expected at least 1 run and 0 warm-up runs, got {self.runs} and {self.warmup}")
-
-    def cells(self) -> list[dict[str, int]]:
-        """All combinations, shortest first within a prompt length and batch size."""
-        product = itertools.product(self.prompt_lengths, self.batch_sizes, self.output_lengths)
-        names = ("prompt_length", "batch_size", "output_length")
-        return [dict(zip(names, values, strict=True)) for values in product]
 
 
 def time_run(backend: Backend, prompts: Prompts, new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
@@ -145,9 +103,9 @@ def time_run(backend: Backend, prompts: Prompts, new_tokens: int, clock: Clock =
     return {"ttft": arrivals[0] - start, "itl": [b - a for a, b in itertools.pairwise(arrivals)]}
 
 
-def draw_prompts(settings: Settings, vocab_size: int, batch: int, length: int) -> list[list[int]]:
-    """Random ordinary tokens, the same for the same seed and shape."""
-    generator = random.Random(f"{settings.seed}/{batch}/{length}")
+def draw_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
+    """Random ordinary tokens, the same for the same shape."""
+    generator = random.Random(f"{batch}/{length}")
     top = min(vocab_size, ORDINARY_TOKENS)
     return [[generator.randrange(top) for _ in range(length)] for _ in range(batch)]
 
@@ -183,7 +141,7 @@ def run_sweep(
 def _open(settings: Settings, environment: dict[str, Any], path: Path) -> dict[str, Any]:
     fresh: dict[str, Any] = {
         "schema": SCHEMA,
-        "settings": _plain(asdict(settings)),
+        "settings": settings.model_dump(),
         "environment": environment,
         "cells": [],
     }
@@ -191,30 +149,25 @@ def _open(settings: Settings, environment: dict[str, Any], path: Path) -> dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         return fresh
     stored = load_results(path)
-    for part in ("settings", "environment"):
-        for field in {**fresh[part], **stored[part]}:
-            if fresh[part].get(field) != stored[part].get(field):
+    for section in ("settings", "environment"):
+        for field in {**fresh[section], **stored[section]}:
+            if fresh[section].get(field) != stored[section].get(field):
                 raise SweepError(
-                    f"holds a sweep with {part}.{field} {stored[part].get(field)!r}, this one has"
-                    f" {fresh[part].get(field)!r}; remove the file or give another --out",
+                    f"holds a sweep with {section}.{field} {stored[section].get(field)!r}, this one has"
+                    f" {fresh[section].get(field)!r}; remove the file or give another --out",
                     file=path,
                 )
     return stored
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
 def _shape(cell: dict[str, Any]) -> dict[str, int]:
-    return {name: cell[name] for name in ("prompt_length", "batch_size", "output_length")}
+    return {name: cell[name] for name in SHAPE}
 
 
 def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: Clock) -> dict[str, Any]:
-    prompts = draw_prompts(settings, backend.vocab_size, cell["batch_size"], cell["prompt_length"])
+    prompts = draw_prompts(backend.vocab_size, cell["batch_size"], cell["prompt_length"])
     try:
-        for _ in range(settings.warmup):
-            time_run(backend, prompts, cell["output_length"], clock)
+        time_run(backend, prompts, cell["output_length"], clock)  # warm
         backend.reset_peak_memory()
         runs = [time_run(backend, prompts, cell["output_length"], clock) for _ in range(settings.runs)]
     except RanksLostError:
@@ -229,11 +182,10 @@ def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: 
         **cell,
         "status": "ok",
         "runs": runs,
-        "summary": summarize(runs, cell["batch_size"]),
         "peak_memory": {"bytes": peak, "kind": kind},
     }
 
 
 def _brief(cell: dict[str, Any]) -> str:
-    summary = cell["summary"]
-    return f"TTFT {summary['ttft']['p50'] * 1e3:.2f} ms, TPOT {summary['tpot']['p50'] * 1e3:.3f} ms"
+    ttft, tpot = (percentile(series(cell["runs"])[name], 50) * 1e3 for name in ("ttft", "tpot"))
+    return f"TTFT {ttft:.2f} ms, TPOT {tpot:.3f} ms"

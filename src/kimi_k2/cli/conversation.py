@@ -47,9 +47,9 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 
 def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] = ()) -> dict[str, Any]:
     """A user's message; pictures and films stand before the text."""
-    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
-    parts += [{"type": "video", "video": str(path)} for path in videos]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
+    media: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
+    media += [{"type": "video", "video": str(path)} for path in videos]
+    return {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
 
 
 def write_conversation(path: Path, messages: Messages, tools: Messages) -> None:

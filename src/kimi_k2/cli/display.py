@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -80,12 +79,12 @@ class JsonView(View):
             "usage": usage,
         }
         if reply.logprobs:
-            line["logprobs"] = {"content": [self._logprob(*one) for one in reply.logprobs]}
+            line["logprobs"] = {"content": [self._logprob(*token) for token in reply.logprobs]}
         say(json.dumps(line, ensure_ascii=False))
 
     def _logprob(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         """A token's, as OpenAI's API gives them."""
-        top = [{"token": self._tokenizer.decode([one]), "logprob": value} for one, value in logprobs.top]
+        top = [{"token": self._tokenizer.decode([likely]), "logprob": value} for likely, value in logprobs.top]
         return {"token": self._tokenizer.decode([token]), "logprob": logprobs.chosen, "top_logprobs": top}
 
 
@@ -115,62 +114,36 @@ class TerminalView(View):
         """End the last line."""
         self._console.print()
 
-    def _write(self, part: str, text: str, style: str | None = None) -> None:
+    def _write(self, block: str, text: str, style: str | None = None) -> None:
         if self._part is None:
             text = text.lstrip("\n")
         if not text:
             return
-        if part != self._part and self._part is not None:
+        if block != self._part and self._part is not None:
             self._console.print("\n")
-        self._part = part
+        self._part = block
         shown = Text(text, style=style or "")
         self._console.print(shown, end="", soft_wrap=True)
 
 
 class PanelsView(View):
-    """Several replies on a terminal, each in a panel that grows."""
+    """Several replies on a terminal, each in a panel when it ends."""
 
     def __init__(self, console: Console, titles: list[str]) -> None:
         self._console, self._titles = console, titles
-        self._texts = [Text() for _ in titles]
-        self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
-
-    def show(self, row: int, reply: Reply, deltas: list[Delta]) -> None:
-        """Let a panel grow."""
-        for delta in deltas:
-            match delta:
-                case Reasoning(text):
-                    self._texts[row].append(text, REASONING)
-                case Content(text):
-                    self._texts[row].append(text)
-                case ToolCallStart(_, _, name):
-                    self._texts[row].append(f"\n→ {name} ", TOOL)
-                case ToolCallArguments(_, text):
-                    self._texts[row].append(text, TOOL)
-        self._live.start()
-        self._live.update(self._panels())
 
     def ended(self, row: int, reply: Reply) -> None:
-        """Draw a reply anew as it was parsed in the end."""
-        self._texts[row] = message_text(reply.message)
-        self._live.update(self._panels())
-
-    def close(self, replies: dict[int, Reply]) -> None:
-        """Leave all panels on the screen, whole."""
-        self._live.stop()
-        self._console.print(self._panels())
-
-    def _panels(self) -> Group:
-        pairs = zip(self._titles, self._texts, strict=True)
-        return Group(*(Panel(text, title=Text(title), title_align="left") for title, text in pairs))
+        """Draw a reply."""
+        title = Text(self._titles[row])
+        self._console.print(Panel(message_text(reply.message), title=title, title_align="left"))
 
 
 def message_text(message: AssistantMessage) -> Text:
     """A whole message with reasoning and tool calls apart."""
-    parts = []
+    paragraphs = []
     if message.reasoning_content:
-        parts.append(Text(message.reasoning_content.strip(), REASONING))
+        paragraphs.append(Text(message.reasoning_content.strip(), REASONING))
     if message.content:
-        parts.append(Text(message.content.strip("\n")))
-    parts += [Text(f"→ {call.name} {call.arguments}", TOOL) for call in message.tool_calls]
-    return Text("\n\n").join(parts)
+        paragraphs.append(Text(message.content.strip("\n")))
+    paragraphs += [Text(f"→ {call.name} {call.arguments}", TOOL) for call in message.tool_calls]
+    return Text("\n\n").join(paragraphs)

@@ -89,10 +89,20 @@ def _extra_with(module: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:  # run from its source
         return None
     requirements = [Requirement(line) for line in project.get_all("Requires-Dist") or ()]
-    own = [one for one in requirements if one.marker and one.name.replace("-", "_") == module]
+    own = [
+        requirement
+        for requirement in requirements
+        if requirement.marker and requirement.name.replace("-", "_") == module
+    ]
     extras = project.get_all("Provides-Extra") or ()
     return next(
-        (extra for extra in extras for one in own if one.marker and one.marker.evaluate({"extra": extra})), None
+        (
+            extra
+            for extra in extras
+            for requirement in own
+            if requirement.marker and requirement.marker.evaluate({"extra": extra})
+        ),
+        None,
     )
 
 

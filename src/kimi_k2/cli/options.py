@@ -89,10 +89,10 @@ def refuse(context: typer.Context, why: str, *names: str, but: tuple[str, ...] =
         BadParameter: naming those that are there.
     """
     lonely = [
-        one.opts[0] if one.opts[0].startswith("-") else one.opts[0].upper()
-        for one in context.command.params
-        if one.name is not None and (one.name in names if names else one.name not in but)
-        if (source := context.get_parameter_source(one.name)) is not None and source.name == "COMMANDLINE"
+        parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+        for parameter in context.command.params
+        if parameter.name is not None and (parameter.name in names if names else parameter.name not in but)
+        if (source := context.get_parameter_source(parameter.name)) is not None and source.name == "COMMANDLINE"
     ]
     if lonely:
         raise typer.BadParameter(why, param_hint=", ".join(lonely))
@@ -201,7 +201,7 @@ class ChatSampling:
 
     def chosen(self, **more: Any) -> dict[str, Any]:
         """Fields of SamplingParams that win over generation_config.json."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stop"} | more
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"} | more
         return {name: value for name, value in own.items() if value is not None}
 
 
@@ -254,7 +254,7 @@ class RunOptions:
         Raises:
             BadParameter: naming options of another backend.
         """
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_NEURON}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_NEURON}
         if self.backend != "neuron":
             refuse(context, "goes with --backend neuron", *_OF_NEURON)
             return own
@@ -313,16 +313,17 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
             continue
         types = get_type_hints(groups[parameter.name], include_extras=True)
         spread += [
-            inspect.Parameter(one.name, parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
-            for one in fields(groups[parameter.name])
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+            for field in fields(groups[parameter.name])
         ]
 
     @functools.wraps(function)
     def call(**options: Any) -> None:
-        made = {
-            name: group(**{one.name: options.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        values = {
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
         }
-        function(**options, **made)
+        function(**options, **values)
 
     call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in spread}

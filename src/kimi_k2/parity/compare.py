@@ -122,8 +122,8 @@ def _point(phase: str, point: str, actual: Tensor, expected: Tensor, dtype: str)
 
 
 def _first_row(failed: Tensor) -> int | None:
-    places = failed.nonzero()
-    return int(places[0]) if len(places) else None
+    rows_off = failed.nonzero()
+    return int(rows_off[0]) if len(rows_off) else None
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def plot(comparison: Comparison, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
-    for place, phase in enumerate(("prefill", "decode")):
+    for colour, phase in enumerate(("prefill", "decode")):
         points = [point for point in comparison.points if point.phase == phase]
         values = [max(point.relative_l2, 1e-17) for point in points]
-        axes.semilogy(range(len(points)), values, ".-", color=f"C{place}", label=phase, linewidth=0.7)
+        axes.semilogy(range(len(points)), values, ".-", color=f"C{colour}", label=phase, linewidth=0.7)
         off = [number for number, point in enumerate(points) if not point.passed]
         axes.semilogy(off, [values[number] for number in off], "rx")
     points = [point for point in comparison.points if point.phase == "prefill"]

@@ -93,8 +93,8 @@ def record(directory: Path, config: KimiK2Config, cores: int) -> None:
     listed = []
     for number, case in enumerate(cases(config)):
         results = _call(case, cores, emulated=True)
-        tensors |= {f"{number}.input.{place}": tensor.contiguous() for place, tensor in enumerate(case.tensors)}
-        tensors |= {f"{number}.result.{place}": tensor for place, tensor in enumerate(results)}
+        tensors |= {f"{number}.input.{index}": tensor.contiguous() for index, tensor in enumerate(case.tensors)}
+        tensors |= {f"{number}.result.{index}": tensor for index, tensor in enumerate(results)}
         counts = {"inputs": len(case.tensors), "results": len(results)}
         listed.append(
             {"name": case.name, "module": case.module, "kernel": case.kernel, "arguments": case.arguments} | counts
@@ -131,12 +131,12 @@ def compare_kernels(directory: Path) -> Iterator[Compared]:
         cores, listed = recording["cores"], recording["cases"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"no recording of the emulator: {error}", file=directory / CASES) from None
-    for number, one in enumerate(listed):
-        tensors = [stored[f"{number}.input.{place}"] for place in range(one["inputs"])]
-        case = Case(one["name"], one["module"], one["kernel"], tensors, one["arguments"])
+    for number, call in enumerate(listed):
+        tensors = [stored[f"{number}.input.{index}"] for index in range(call["inputs"])]
+        case = Case(call["name"], call["module"], call["kernel"], tensors, call["arguments"])
         results = _call(case, cores, emulated)
-        wanted = [stored[f"{number}.result.{place}"] for place in range(one["results"])]
-        yield Compared(one["name"], max(map(_difference, results, wanted)))
+        wanted = [stored[f"{number}.result.{index}"] for index in range(call["results"])]
+        yield Compared(call["name"], max(map(_difference, results, wanted)))
 
 
 def _difference(actual: Tensor, wanted: Tensor) -> float:
@@ -155,8 +155,8 @@ def _call(case: Case, cores: int, emulated: bool) -> list[Tensor]:
         import torch_xla
 
         inputs = [tensor.to(torch_xla.device()) for tensor in inputs]
-    made = kernel(*inputs, **case.arguments)
-    return [_on_host(part) for part in (made if isinstance(made, list | tuple) else [made])]
+    results = kernel(*inputs, **case.arguments)
+    return [_on_host(result) for result in (results if isinstance(results, list | tuple) else [results])]
 
 
 def _emulated(tensor: Tensor) -> Any:

@@ -61,9 +61,9 @@ def check_logits(actual: Tensor, expected: Tensor) -> LogitCheck:
     difference = (actual - expected).abs()
     excess = {}
     for k, (atol, rtol) in TOLERANCE_MAP.items():
-        places = expected.topk(min(k or expected.shape[1], expected.shape[1])).indices
-        allowed = atol + rtol * expected.gather(1, places).abs()
-        excess[str(k or "all")] = float((difference.gather(1, places) / allowed).max())
+        highest = expected.topk(min(k or expected.shape[1], expected.shape[1])).indices
+        allowed = atol + rtol * expected.gather(1, highest).abs()
+        excess[str(k or "all")] = float((difference.gather(1, highest) / allowed).max())
     choice, wanted = actual.argmax(-1), expected.argmax(-1)
     steps = (choice != wanted).nonzero().flatten()
     gap = actual.gather(1, choice[:, None]) - actual.gather(1, wanted[:, None])

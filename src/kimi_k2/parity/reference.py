@@ -230,8 +230,10 @@ def transformers_features(model: Any, pixels: Tensor, grids: Sequence[Grid]) -> 
     concatenates tables of different widths), and its `get_video_features` splits by patches of all frames, which fails
     for every clip of more than one frame.
     """
-    parts = pixels.split([grid.patches for grid in grids])
+    images = pixels.split([grid.patches for grid in grids])
     return [
-        model.model.mm_projector(model.model.vision_tower(part, grid_thw=torch.tensor([grid])).pooler_output).squeeze(1)
-        for part, grid in zip(parts, grids, strict=True)
+        model.model.mm_projector(
+            model.model.vision_tower(patches, grid_thw=torch.tensor([grid])).pooler_output
+        ).squeeze(1)
+        for patches, grid in zip(images, grids, strict=True)
     ]

@@ -47,9 +47,9 @@ def _gate(output: tuple[Tensor, ...], emit: Emit, layer: str) -> None:
     indices = next(value for value in output if not value.is_floating_point())
     # transformers 5.x also returns the logits, one an expert; the weights are one a choice.
     weights = next(value for value in output if value.is_floating_point() and value.shape == indices.shape)
-    ordered, places = indices.sort(dim=-1)
+    ordered, order = indices.sort(dim=-1)
     emit(f"{layer}.mlp.gate.selection", ordered)
-    emit(f"{layer}.mlp.gate.weights", weights.gather(-1, places))
+    emit(f"{layer}.mlp.gate.weights", weights.gather(-1, order))
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def run_transformers(model: Any, inputs: Inputs) -> Trace:
     recorder = _Recorder(inputs)
 
     def emit_rotation(_m: Any, _i: Any, output: tuple[Tensor, Tensor]) -> None:
-        cos, sin = (part[..., : part.shape[-1] // 2] for part in output)
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in output)
         recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
 
     _probe_norms(model.model, recorder.emit)
@@ -256,9 +256,9 @@ def run(
             model.batch_invariant = batch_invariant
             return _plain(model, inputs, greedy)
         config = KimiK2Config.from_pretrained(checkpoint)
-        with load_ranks(ranks, Path(checkpoint), config, chosen, backend) as part:
-            part.generator.model.batch_invariant = batch_invariant
-            return _plain(part.generator.model, inputs, greedy, combine)
+        with load_ranks(ranks, Path(checkpoint), config, chosen, backend) as rank:
+            rank.generator.model.batch_invariant = batch_invariant
+            return _plain(rank.generator.model, inputs, greedy, combine)
     if ranks is not None:
         raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")
     if greedy:

@@ -50,8 +50,8 @@ def trace_plain(model: VisionModel, pixels: Tensor, grids: Sequence[Grid]) -> di
     """Every point of the plain tower, [rows, width] in float32 on the CPU, for images one by one."""
     modules = {point: ours for point, (ours, _) in tower_points(model.config.num_hidden_layers).items()}
     with _kept(model, modules) as kept:
-        for part, grid in zip(pixels.split([grid.patches for grid in grids]), grids, strict=True):
-            model(part, [grid])
+        for patches, grid in zip(pixels.split([grid.patches for grid in grids]), grids, strict=True):
+            model(patches, [grid])
     return _joined(kept)
 
 

@@ -86,7 +86,7 @@ class GraphCounts:
     @property
     def collective_bytes(self) -> int:
         """Result bytes of all collectives a rank."""
-        return sum(one.nbytes * count for one, count in self.collectives.items())
+        return sum(collective.nbytes * count for collective, count in self.collectives.items())
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
     """
     moved = measured = 0.0
     calls = 0
-    for one, occurrences in counts.collectives.items():
-        if one.ranks == 1:
+    for collective, occurrences in counts.collectives.items():
+        if collective.ranks == 1:
             continue
-        share = (one.ranks - 1) / one.ranks
-        larger = one.nbytes * one.ranks if one.kind == "reduce-scatter" else one.nbytes
+        share = (collective.ranks - 1) / collective.ranks
+        larger = collective.nbytes * collective.ranks if collective.kind == "reduce-scatter" else collective.nbytes
         if machine.collectives:
             measured += occurrences * machine.seconds_of(larger)
             continue
-        moved += occurrences * larger * share * (2 if one.kind == "all-reduce" else 1)
+        moved += occurrences * larger * share * (2 if collective.kind == "all-reduce" else 1)
         calls += occurrences
     return Roofline(
         memory=counts.memory_bytes / machine.bytes_per_second,
@@ -151,7 +151,7 @@ def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor,
     of_group = any(f".{name}." in tensor.name for name in OF_GROUP)
     if not kernel:  # tiles of float values are all that there is
         return in_place_of_linears(layout.attention_tiles(config)) and not of_group
-    return not layout.query_group or of_group or not any(part in tensor.name for part in _QUERIES)
+    return not layout.query_group or of_group or not any(name in tensor.name for name in _QUERIES)
 
 
 def times_read(config: KimiK2Config, target: Target, tensor: PlannedTensor) -> int:
@@ -159,7 +159,7 @@ def times_read(config: KimiK2Config, target: Target, tensor: PlannedTensor) -> i
     name, layout = tensor.name, target.layout
     if not _in_one_kernel(config, layout, tensor.layer):
         return 1
-    both = name.endswith((*_NORMS, *_OF_LAYERS)) or any(part in name for part in (*_QUERIES, f".{NAME}.w_uv."))
+    both = name.endswith((*_NORMS, *_OF_LAYERS)) or any(query in name for query in (*_QUERIES, f".{NAME}.w_uv."))
     # Where a group of ranks shares a cache each core has a half of o_proj.
     both |= f".{NAME}.o." in name and not layout.query_group
     return CORES if both else 1
@@ -273,7 +273,7 @@ def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPla
         if decode and target.layout.layers and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight")):
             return not precedes_another(plan.config, tensor.layer - 1)
         kept = reads_attention(plan.config, layout, tensor, decode)
-        return kept and not any(part in tensor.name for part in unused)
+        return kept and not any(name in tensor.name for name in unused)
 
     return replace(plan, tensors=tuple(filter(read, plan.tensors)))
 
@@ -416,16 +416,16 @@ def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[C
     counts: dict[Collective, int] = {}
     if target.layout.layers:
         inside = moe_layers(config)
-        parts = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
-        counts[Collective("all-to-all", cores, parts)] = inside
+        payload = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
+        counts[Collective("all-to-all", cores, payload)] = inside
         layers -= inside
     for kind, size in (
         ("all-gather", heads * cores * config.cache_dim * BF16),
         ("all-gather", heads * cores * cores * FLOAT32),
         ("reduce-scatter", heads * config.kv_lora_rank * FLOAT32),
     ):
-        one = Collective(kind, cores, size)
-        counts[one] = counts.get(one, 0) + layers
+        collective = Collective(kind, cores, size)
+        counts[collective] = counts.get(collective, 0) + layers
     return counts
 
 
@@ -445,26 +445,26 @@ def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPla
     if not target.is_neuron:
         return None
     tokens = target.prefill_sequences * target.prompt
-    parts = {"linears": 0, "routed experts": 0, "attention": 0}
+    matmuls = {"linears": 0, "routed experts": 0, "attention": 0}
     for tensor in of_stage(plan, target, decode=False).tensors:
         name, shape = tensor.name, tensor.local_shape
         if len(shape) < 2 or "scale" in name or "embed_tokens" in name or category(name) == "expert weights":
             continue
         rows = target.prefill_sequences if "lm_head" in name else tokens
         inner, outer = shape if len(shape) == 2 else (prod(shape) // STATIONARY, STATIONARY)  # tiles
-        parts["linears"] += _matmuls(inner, outer, rows)
+        matmuls["linears"] += _matmuls(inner, outer, rows)
     hidden, width = config.hidden_size, config.moe_intermediate_size // target.layout.moe_tp
     blocks, rows = expert_blocks(config, target, tokens), target.block_size or 1
     if not blocks:
         blocks, rows = config.n_routed_experts // target.layout.moe_ep, tokens
-    one = _matmuls(hidden, 2 * width, rows) + _matmuls(width, hidden, rows)
-    parts["routed experts"] = moe_layers(config) * blocks * one
+    of_block = _matmuls(hidden, 2 * width, rows) + _matmuls(width, hidden, rows)
+    matmuls["routed experts"] = moe_layers(config) * blocks * of_block
     heads, keys = config.num_attention_heads // target.layout.ranks, target.prompt
     scores = _matmuls(config.cache_dim, keys, target.prompt) + _matmuls(keys, config.kv_lora_rank, target.prompt)
-    parts["attention"] = config.num_hidden_layers * heads * target.prefill_sequences * scores
-    total = sum(parts.values())
+    matmuls["attention"] = config.num_hidden_layers * heads * target.prefill_sequences * scores
+    total = sum(matmuls.values())
     limit = RAISED_LIMIT if target.prompt > LONG_PROMPT else LIMIT
-    return {"matmuls": parts, "total": total, "limit": limit, "follows": _follows(total, limit)}
+    return {"matmuls": matmuls, "total": total, "limit": limit, "follows": _follows(total, limit)}
 
 
 def _matmuls(inner: int, outer: int, columns: int) -> int:

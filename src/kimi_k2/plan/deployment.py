@@ -333,10 +333,10 @@ class Deployment(_Fields):
 def _file_of(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".yaml":
-        places = [path]
+        candidates = [path]
     else:
-        places = [folder / f"{name_or_path}.yaml" for folder in (CONFIGS, CONFIGS / PLAN_ONLY)]
-    found = next((place for place in places if place.is_file()), None)
+        candidates = [folder / f"{name_or_path}.yaml" for folder in (CONFIGS, CONFIGS / PLAN_ONLY)]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
         raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
     return found

@@ -123,22 +123,22 @@ def _is_read(name: str, reads_target: bool, cache_alone: bool) -> bool:
     if not cache_alone:
         return True
     return name.startswith((f"{LAYER}input_layernorm", f"{LAYER}hidden_norm")) or any(
-        f".{part}" in name for part in ("k_proj", "v_proj", "kv_a_", "q_a_proj")
+        f".{projection}" in name for projection in ("k_proj", "v_proj", "kv_a_", "q_a_proj")
     )
 
 
-def _add(counts: GraphCounts, one: Collective, times: int) -> None:
-    counts.collectives[one] = counts.collectives.get(one, 0) + times
+def _add(counts: GraphCounts, collective: Collective, times: int) -> None:
+    counts.collectives[collective] = counts.collectives.get(collective, 0) + times
 
 
 def drafting(head: Head, target: Target) -> GraphCounts:
     """All of a head's runs around one step of the target, added up."""
     whole = GraphCounts()
-    for one in head.passes(target):
-        whole.flops += one.flops
-        for name, size in one.read.items():
+    for counts in head.passes(target):
+        whole.flops += counts.flops
+        for name, size in counts.read.items():
             whole.read[name] = whole.read.get(name, 0) + size
-        for collective, times in one.collectives.items():
+        for collective, times in counts.collectives.items():
             _add(whole, collective, times)
     return whole
 
@@ -153,18 +153,18 @@ def drafts_report(target: Target, verification: float, plain: float, rates: Rate
             kernels' schedule; None for the machine's roofline.
     """
     head = target.head
-    made = drafting(head, target) if head else GraphCounts()
-    collectives = sum(made.collectives.values())
-    seconds = rates.rest(made.memory_bytes, collectives) if rates else roofline(made, target.machine).bound
+    counts = drafting(head, target) if head else GraphCounts()
+    collectives = sum(counts.collectives.values())
+    seconds = rates.rest(counts.memory_bytes, collectives) if rates else roofline(counts, target.machine).bound
     step = verification + seconds
     return {
         "positions": target.positions,
         "form": head.config.form if head else None,
         "weights": head.weights(target) if head else 0,
         "runs": target.positions if target.is_neuron else target.positions - 1,
-        "bytes_read": made.memory_bytes,
+        "bytes_read": counts.memory_bytes,
         "collectives": collectives,
-        "collective_bytes": made.collective_bytes,
+        "collective_bytes": counts.collective_bytes,
         "drafting": seconds,
         "verification": verification,
         "plain": plain,

@@ -110,7 +110,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
-    contexts = {slots: _context(one, layers, other_bytes, rates) for slots, one in counted[form].items()}
+    contexts = {slots: _context(layer, layers, other_bytes, rates) for slots, layer in counted[form].items()}
     return {
         "form": form,
         "assumptions": [
@@ -165,27 +165,27 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
         "tpot": step(rates),
         "range": [
             {
-                "latency": one["seconds"],
-                "tpot": step(rates._replace(latency=one["seconds"] * 1e6)),
-                "charged": alone + (collectives + others) * one["seconds"],
-                "source": one["what"] + (f" ({source_words(one['source'])})" if "source" in one else ""),
+                "latency": latency["seconds"],
+                "tpot": step(rates._replace(latency=latency["seconds"] * 1e6)),
+                "charged": alone + (collectives + others) * latency["seconds"],
+                "source": latency["what"] + (f" ({source_words(latency['source'])})" if "source" in latency else ""),
             }
-            for one in latencies
+            for latency in latencies
         ],
     }
 
 
 def print_kernel_step(step: dict[str, Any], console: Console) -> None:
     """At the counted context that is nearest: what a layer's time goes to, the step, and its sensitivity."""
-    one = step["contexts"][step["nearest"]]
-    _print_path(int(step["nearest"]), one, console)
+    found = step["contexts"][step["nearest"]]
+    _print_path(int(step["nearest"]), found, console)
     console.print(
-        f"  a step, modelled, {_FORMS[step['form']].partition(':')[0]}: {one['hbm_bytes'] / 1e9:.2f} GB a rank,"
-        f" {one['collectives']} collectives; TPOT {one['tpot'] * 1e3:.2f} ms",
+        f"  a step, modelled, {_FORMS[step['form']].partition(':')[0]}: {found['hbm_bytes'] / 1e9:.2f} GB a rank,"
+        f" {found['collectives']} collectives; TPOT {found['tpot'] * 1e3:.2f} ms",
         highlight=False,
     )
     table = Table("a collective", "TPOT, ms", "weights wait for it", "by", title="TPOT by collectives; modelled")
-    for row in one["range"]:
+    for row in found["range"]:
         times = (f"{row[name] * 1e3:.2f}" for name in ("tpot", "charged"))
         table.add_row(f"{row['latency'] * 1e6:.0f} us", *times, row["source"])
     console.print(table)
@@ -193,9 +193,9 @@ def print_kernel_step(step: dict[str, Any], console: Console) -> None:
         console.print(f"  {line}", style="dim", highlight=False)
 
 
-def _print_path(slots: int, one: dict[str, Any], console: Console) -> None:
+def _print_path(slots: int, found: dict[str, Any], console: Console) -> None:
     """Where the time of a whole-layer kernel goes: engines on the critical path beside how long each is busy."""
-    layer = one["layer"]
+    layer = found["layer"]
     title = f"one NKI kernel a layer, {slots:,} slots: us a layer; modelled, per core, at 15 us a collective, DMA 80 %"
     table = Table("", "critical path", "busy", title=title)
     for name, time in sorted(layer["path_us"].items(), key=lambda item: -item[1]):
@@ -208,6 +208,6 @@ def _print_path(slots: int, one: dict[str, Any], console: Console) -> None:
         console.print(f"  {time:.1f} us to the end of the {name}", highlight=False)
     console.print(
         f"  SBUF: {layer['sbuf_bytes'] / 1024:.0f} of 224 KiB a partition; head, dense MLP and the other collectives:"
-        f" {one['rest'] * 1e3:.2f} ms a step",
+        f" {found['rest'] * 1e3:.2f} ms a step",
         highlight=False,
     )

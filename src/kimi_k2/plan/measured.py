@@ -104,7 +104,7 @@ def _rehearsed(report: dict[str, Any], path: Path) -> Any:
 
 
 def _collectives(results: Any, path: Path) -> tuple[tuple[int, float], ...]:
-    if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+    if not isinstance(results, list) or not results or not all(isinstance(row, dict) for row in results):
         raise ConfigError("expected a list of rows", field="results", file=path)
     times: dict[int, float] = {}
     for row in results:

@@ -372,7 +372,7 @@ def category(name: str) -> str:
         return "expert scales" if "scale" in name else "expert weights"
     if name == "rank_util.rank" or "norm.weight" in name:
         return "norms and rank numbers"
-    for part, where in (
+    for word, where in (
         ("self_attn", "attention"),
         ("shared_experts", "shared experts"),
         ("mlp.router.", "router"),
@@ -381,7 +381,7 @@ def category(name: str) -> str:
         ("mlp.gate.", "router"),
         (".mlp.", "dense MLP"),
     ):
-        if part in name:
+        if word in name:
             return where
     return "embedding and lm_head"
 
@@ -488,7 +488,7 @@ def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
     }
 
 
-MAX_RANKS = {one.target: one.ranks for one in INSTANCES.values()}
+MAX_RANKS = {instance.target: instance.ranks for instance in INSTANCES.values()}
 
 
 def longest_context(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
@@ -585,8 +585,8 @@ def _flash_decoding(target: Target) -> Iterator[tuple[str, Target]]:
 def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:
     layout = target.layout
     if layout.target == "neuron":
-        for experts, one in expert_formats().items():
-            if experts != layout.experts and one.quantization_type and not (one.tiles or layout.tiles):
+        for experts, held in expert_formats().items():
+            if experts != layout.experts and held.quantization_type and not (held.tiles or layout.tiles):
                 yield f"experts in {experts} FP8", replace(target, layout=replace(layout, experts=experts))
     elif layout.experts == "bf16":
         yield "the checkpoint's own format", replace(target, layout=replace(layout, experts="stored"))

@@ -64,12 +64,12 @@ class PresetRow:
 def preset_rows(config: KimiK2Config) -> list[PresetRow]:
     """A row for each preset: Trainium's first, the leading one at the top, each layout's by batch and context."""
 
-    def place(one: Deployment) -> tuple[object, ...]:
-        family = one.hardware.target != "neuron", not one.name.startswith(LEADING), one.tp_degree
-        return (*family, one.name != LEADING, one.batch_size, one.seq_len, one.name)
+    def order(preset: Deployment) -> tuple[object, ...]:
+        family = preset.hardware.target != "neuron", not preset.name.startswith(LEADING), preset.tp_degree
+        return (*family, preset.name != LEADING, preset.batch_size, preset.seq_len, preset.name)
 
     plans: dict[object, ShardingPlan] = {}  # many share a layout
-    return [preset_row(config, one, plans) for one in sorted(map(Deployment.load, preset_names()), key=place)]
+    return [preset_row(config, preset, plans) for preset in sorted(map(Deployment.load, preset_names()), key=order)]
 
 
 def preset_row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingPlan] | None = None) -> PresetRow:
@@ -202,11 +202,11 @@ def served_rows(config: KimiK2Config, context: int, requests: int | None = None)
     rows = []
     for name, instance in INSTANCES.items():
         for way in WAYS if instance.target == "cuda" else ():
-            one = _served_row(config, name, instance, way, context, requests or 1)
-            rows.append(one)
-            if requests is None and one.fits:
-                fixed = one.weights + WORKSPACE_BYTES
-                most = min((one.usable - fixed) // (one.needed - fixed), MOST)
+            least = _served_row(config, name, instance, way, context, requests or 1)
+            rows.append(least)
+            if requests is None and least.fits:
+                fixed = least.weights + WORKSPACE_BYTES
+                most = min((least.usable - fixed) // (least.needed - fixed), MOST)
                 loads = sorted({each for each in (*REQUESTS, most) if 1 < each <= most})
                 rows += [_served_row(config, name, instance, way, context, each) for each in loads]
     return rows
@@ -239,7 +239,9 @@ def _served_row(
         moe = moe_layers(config)
         exchanges, exchanged = 2 * moe, 2 * moe * requests * ranks * config.hidden_size * BF16
     else:
-        exchanged = sum(2 * (way.ranks - 1) / way.ranks * one.nbytes * n for one, n in counts.collectives.items())
+        exchanged = sum(
+            2 * (way.ranks - 1) / way.ranks * collective.nbytes * n for collective, n in counts.collectives.items()
+        )
     hosts = way.ranks // HOST  # over which a layer is spread
     between = exchanged * (hosts - 1) / hosts
     step = roofline(replace(counts, collectives={}), machine).bound + exchanges * machine.collective_latency

@@ -232,9 +232,9 @@ def _solve(x: np.ndarray, t: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Logarithms of the terms, [K, 3], for each row of weights `kept` [K, N]: damped Gauss-Newton of log residuals."""
     theta = np.tile(START, (len(kept), 1))
     for _ in range(ROUNDS):
-        parts = x * np.exp(theta)[:, None]  # [K, N, 3]
-        whole = parts.sum(-1)
-        slopes, residual = parts / whole[..., None], t - np.log(whole)
+        terms = x * np.exp(theta)[:, None]  # [K, N, 3]
+        whole = terms.sum(-1)
+        slopes, residual = terms / whole[..., None], t - np.log(whole)
         normal = np.einsum("kni,kn,knj->kij", slopes, kept, slopes) + DAMPING * np.eye(3)
         step = np.linalg.solve(normal, np.einsum("kni,kn,kn->ki", slopes, kept, residual)[..., None])[..., 0]
         theta = theta + np.clip(step, -0.5, 0.5)

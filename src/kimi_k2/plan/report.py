@@ -168,8 +168,8 @@ def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
         "bytes_moved": sum(counts.moved.values()),
         "flops": counts.flops,
         "collectives": [
-            {"kind": one.kind, "ranks": one.ranks, "bytes": one.nbytes, "times": times}
-            for one, times in counts.collectives.items()
+            {"kind": collective.kind, "ranks": collective.ranks, "bytes": collective.nbytes, "times": times}
+            for collective, times in counts.collectives.items()
         ],
         "collective_bytes": counts.collective_bytes,
         "modelled_seconds": {
@@ -226,7 +226,7 @@ def _print_time(report: dict[str, Any], console: Console) -> None:
     words = f"expected {_range(expected)}" + (f", {_range(fused)} if the compiler fuses block scales" if fused else "")
     console.print(f"{name}: {words}; {bound}", highlight=False)
     wide = f" (wider than {WIDE})" if expected["wide"] else ""
-    near = "; ".join(f"{one['run']}, {one['tpot'] * 1e3:.1f} ms" for one in expected["nearest"])
+    near = "; ".join(f"{run['run']}, {run['tpot'] * 1e3:.1f} ms" for run in expected["nearest"])
     console.print(
         f"  expected by {expected['fitted']['runs']} published runs of {expected['fitted']['models']} models in this"
         f" form ({expected['form']}): nine of ten left out lie within a factor {expected['factor']:.2f} each way{wide}."
@@ -289,20 +289,20 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
     table = Table("one rank, modelled", *labels, title="bytes, operations and time")
     steps = (report["decode"], report["prefill"])
     for name in steps[0]["bytes_read_by_part"]:
-        table.add_row(f"reads {name}", *(_size(one["bytes_read_by_part"].get(name, 0)) for one in steps))
+        table.add_row(f"reads {name}", *(_size(stage["bytes_read_by_part"].get(name, 0)) for stage in steps))
     table.add_section()
-    table.add_row("reads in all", *(_size(one["bytes_read"]) for one in steps))
-    table.add_row("gathers and scatters", *(_size(one["bytes_moved"]) for one in steps))
-    table.add_row("GFLOP", *(f"{one['flops'] / 1e9:,.1f}" for one in steps))
+    table.add_row("reads in all", *(_size(stage["bytes_read"]) for stage in steps))
+    table.add_row("gathers and scatters", *(_size(stage["bytes_moved"]) for stage in steps))
+    table.add_row("GFLOP", *(f"{stage['flops'] / 1e9:,.1f}" for stage in steps))
     table.add_row(
         "collectives",
         *(f"{sum(c['times'] for c in s['collectives'])}, {s['collective_bytes'] / 1e6:,.1f} MB" for s in steps),
     )
-    for part in ("memory", "compute", "communication"):
-        table.add_row(f"{part}, ms", *(f"{one['modelled_seconds'][part] * 1e3:.2f}" for one in steps))
+    for bound in ("memory", "compute", "communication"):
+        table.add_row(f"{bound}, ms", *(f"{stage['modelled_seconds'][bound] * 1e3:.2f}" for stage in steps))
     table.add_row(
         "bound, ms (TPOT / TTFT, modelled)",
-        *(f"{one['modelled_seconds']['bound'] * 1e3:.2f}" for one in steps),
+        *(f"{stage['modelled_seconds']['bound'] * 1e3:.2f}" for stage in steps),
         style="bold",
     )
     console.print(table)

@@ -87,7 +87,7 @@ class TorchNativeOptions(BaseModel):
                 field="torch_native.enable_structured_outputs",
             )
         lengths = self.decode_context_length_buckets or ()
-        if list(lengths) != sorted(set(lengths)) or any(one % TILE or one >= context for one in lengths):
+        if list(lengths) != sorted(set(lengths)) or any(length % TILE or length >= context for length in lengths):
             expected = f"ascending multiples of {TILE} below seq_len ({context})"
             raise ConfigError(
                 f"expected {expected}, got {list(lengths)}", field="torch_native.decode_context_length_buckets"

@@ -219,7 +219,7 @@ class Chat:
             self._complain(f"no such file: {argument}" if argument else "expected a file")
             return
         attached.append(path.resolve())
-        self._note(f"with the next message: {', '.join(one.name for one in (*self._images, *self._videos))}")
+        self._note(f"with the next message: {', '.join(path.name for path in (*self._images, *self._videos))}")
 
     def _save(self, argument: str) -> None:
         from kimi_k2.cli.conversation import write_conversation

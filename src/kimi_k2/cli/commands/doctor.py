@@ -49,13 +49,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     findings = [*_python(), *_libraries(), *_cuda(), *_neuron(), *_room()]
     parts = _parts({finding.name for finding in findings if finding.status == "missing"})
     if as_json:
-        report = {"findings": [asdict(one) for one in findings], "parts": [asdict(one) for one in parts]}
+        report = {"findings": [asdict(row) for row in findings], "parts": [asdict(row) for row in parts]}
         say(json.dumps(report, indent=1))
         return
     from rich.text import Text
 
     console = new_console(soft_wrap=True, highlight=False)
-    width = max(len(name) for name in (*(one.name for one in findings), *(one.name for one in parts))) + 2
+    width = max(len(name) for name in (*(row.name for row in findings), *(row.name for row in parts))) + 2
     for finding in findings:
         expected = f" ({finding.expected})" if finding.expected else ""
         mark = (f"{finding.status:8}", MARKS[finding.status])
@@ -85,7 +85,7 @@ def _python() -> Iterator[Finding]:
         yield Finding("kimi-k2", "note", "runs from its source folder: what it requires is not known")
         return
     needed = importlib.metadata.metadata("kimi-k2")["Requires-Python"]
-    enough = sys.version_info >= tuple(int(part) for part in re.findall(r"\d+", needed))
+    enough = sys.version_info >= tuple(int(number) for number in re.findall(r"\d+", needed))
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield Finding("Python", "ok" if enough else "missing", version, "" if enough else f"expected {needed}")
 
@@ -170,15 +170,17 @@ def _neuron() -> Iterator[Finding]:
     shown: set[str] = set()
     for line in reversed(lines) if plugin.installed() else lines:
         release = sdk.release_here(line) or sdk.releases(line)[0]
-        for one in sdk.states(release):
-            if one.package in shown or one.package == "transformers":  # `_libraries` has it
+        for pinned in sdk.states(release):
+            if pinned.package in shown or pinned.package == "transformers":  # `_libraries` has it
                 continue
-            shown.add(one.package)
-            importable = _importable(one.package.replace("-", "_"))
-            installed = one.found or ("importable, version unknown" if importable else "not installed")
-            status: Status = "ok" if one.fits else "note" if one.found or importable or one.system else "missing"
-            expected = "" if one.fits else f"Neuron SDK {release.name} has {one.expected}"
-            name = f"{one.package} (package)" if one.package == "neuronx-cc" else one.package
+            shown.add(pinned.package)
+            importable = _importable(pinned.package.replace("-", "_"))
+            installed = pinned.found or ("importable, version unknown" if importable else "not installed")
+            status: Status = (
+                "ok" if pinned.fits else "note" if pinned.found or importable or pinned.system else "missing"
+            )
+            expected = "" if pinned.fits else f"Neuron SDK {release.name} has {pinned.expected}"
+            name = f"{pinned.package} (package)" if pinned.package == "neuronx-cc" else pinned.package
             yield Finding(name, status, installed, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
     for state in states():
@@ -195,7 +197,7 @@ def _neuron() -> Iterator[Finding]:
         ):
             installed = (state.version or "importable, version unknown") if state.importable else "not installed"
             wanted = "" if needed.works == "any" else f"works with {needed.works}"
-            why = ", ".join(part for part in (wanted, needed.why) if part)
+            why = ", ".join(text for text in (wanted, needed.why) if text)
             status = "ok" if state.as_tested else "note"
             yield Finding(f"NxD: {needed.package or needed.module}", status, installed, "" if state.as_tested else why)
 

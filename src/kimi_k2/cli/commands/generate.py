@@ -87,7 +87,7 @@ class Shown:
     ] = False
 
     def view(self, session: KimiK2, prompts: list[Prompt], texts: list[str]) -> View:
-        """As JSON, or as text: on a terminal a single reply or several side by side, in a pipe plain."""
+        """As JSON, or as text: on a terminal as it is generated, or in a panel each; in a pipe plain."""
         from kimi_k2.cli.display import JsonView, PanelsView, PlainView, TerminalView
 
         console = new_console()
@@ -166,7 +166,7 @@ def _computed(session: KimiK2, options: ModelOptions, ranks: bool) -> str:
 
     assert isinstance(session.generator, Generator)
     model = session.generator.model
-    compute, cache = (str(one).removeprefix("torch.") for one in (model.dtype, model.kv_cache_dtype or model.dtype))
+    compute, cache = (str(dtype).removeprefix("torch.") for dtype in (model.dtype, model.kv_cache_dtype or model.dtype))
     stored = ranks or compute_defaults(options.backend, options.dtype, options.keep_quantized)[1]
     weights = "as stored" if stored else "dequantized"
     where = model.lm_head.weight.device

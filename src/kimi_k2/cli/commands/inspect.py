@@ -92,11 +92,11 @@ def _print_ranks(directory: Path, as_json: bool) -> None:
     if as_json:
         say(json.dumps(manifest, indent=1))
         return
-    made = manifest["made_from"]
-    sizes, options = manifest["files"].values(), made["options"]
+    origin = manifest["made_from"]
+    sizes, options = manifest["files"].values(), origin["options"]
     say(f"{directory}: output of `convert`, {len(sizes)} files, {sum(sizes) / 1e9:.3f} GB")
     say(", ".join(f"{name} {value}" for name, value in options.items()))
-    say(f"made from {len(made['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
+    say(f"made from {len(origin['source']['shards'])} shards; `kimi-k2 verify {directory}` reads the files again")
 
 
 def _sizes(reader: CheckpointReader) -> dict[str, tuple[int, int]]:

@@ -62,7 +62,7 @@ class Running:
         from kimi_k2.parity.run import run
         from kimi_k2.plan.deployment import Deployment
 
-        options = {one.name: getattr(self, one.name) for one in fields(self)}
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
         options["preset"] = None if self.preset is None else Deployment.load(self.preset)
         trace = run(checkpoint=checkpoint, inputs=inputs, greedy=greedy, **options)
         return trace if self.ranks is None or rank_number() == 0 else None
@@ -233,9 +233,9 @@ def kernels_command(
     where = "the emulator again: no nki is importable here" if install() else "nki"
     say(f"on {where}; relative L2 difference to the emulator, at most {TOLERANCE:g}:")
     passed = True
-    for one in compare_kernels(directory):
-        say(f"  {one.name:22} {one.difference:.1e} {'ok' if one.passed else 'DIFFERS'}")
-        passed = passed and one.passed
+    for kernel in compare_kernels(directory):
+        say(f"  {kernel.name:22} {kernel.difference:.1e} {'ok' if kernel.passed else 'DIFFERS'}")
+        passed = passed and kernel.passed
     if not passed:
         raise typer.Exit(1)
 

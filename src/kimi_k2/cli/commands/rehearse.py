@@ -80,9 +80,9 @@ def small_config(preset: Deployment) -> KimiK2Config:
     from kimi_k2.sharding.experts import expert_formats
     from kimi_k2.synthetic.config import TINY_VISION, tiny_config
 
-    made = expert_formats().get(preset.experts)
+    experts = expert_formats().get(preset.experts)
     on_gpus = preset.hardware.target == "cuda"
-    sizes = {**SIZES, **(ON_GPUS if on_gpus else TILES if made is not None and made.tiles else {})}
+    sizes = {**SIZES, **(ON_GPUS if on_gpus else TILES if experts is not None and experts.tiles else {})}
     model = "kimi-k2.5" if preset.vision else "kimi-k2-instruct-0905"
     return tiny_config(model, vision={**TINY_VISION, **TOWER}, **sizes)
 
@@ -114,7 +114,7 @@ def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
 
     from kimi_k2.neuron import contrib
 
-    checkpoint, ranks, golden = (str(work / one) for one in ("checkpoint", "ranks", "golden"))
+    checkpoint, ranks, golden = (str(work / folder) for folder in ("checkpoint", "ranks", "golden"))
     yield Step("plan", ["plan", checkpoint, "--preset", name], real=f"kimi-k2 plan {REAL} --preset {name}")
     yield Step(
         "convert", ["convert", checkpoint, ranks, "--preset", name],
@@ -282,7 +282,7 @@ def _report(
     return {
         "schema": REHEARSAL,
         "model": config.model_dump(mode="json", include={*SLICE}),
-        "versions": {one.requirement.module: one.version for one in found if one.importable},
+        "versions": {state.requirement.module: state.version for state in found if state.importable},
         "steps": [{"step": step, "result": result, "seconds": round(took, 1)} for step, result, took in results],
         "expected": {
             name: {"tpot": plan["tpot"], "needed": plan["rank_memory"]["needed"]} for name, plan in plans.items()

@@ -6,11 +6,9 @@ import typer
 from typer.core import TyperGroup
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.commands.bench.parts import experts, kernels
+from kimi_k2.cli.commands.bench.parts import experts, kernels, tools, tune
 from kimi_k2.cli.commands.bench.profile import profile
 from kimi_k2.cli.commands.bench.sweep import sweep
-from kimi_k2.cli.commands.bench.tools import tools
-from kimi_k2.cli.commands.bench.tune import tune
 
 
 class _SweepByDefault(TyperGroup):

@@ -1,7 +1,8 @@
-"""`kimi-k2 bench kernels` and `bench experts`: operations on a GPU beside their peers."""
+"""`kimi-k2 bench kernels`, `experts` and `tune`: operations on a GPU; `bench tools`: a server's tool calls."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,3 +82,46 @@ def experts(
     if not cases.drawn:
         refuse(context, "goes with --drawn", "seed")
     run(KimiK2Config.load(model), Selection(**cases.chosen(), with_peers=peers), out, say, seconds=seconds)
+
+
+def tune(
+    model: Configuration = DEFAULT_MODEL,
+    only: Annotated[
+        str | None, typer.Option(metavar="A,B", help="experts, linear, attention; all if not given.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Experts of ranks (TP8, EP8, TP2-EP4 ...); all of 1 to 8 if not given."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="1,2", help="Of experts; 1 to 32768 if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the tuning files; the package's if not given.", file_okay=False)
+    ] = None,
+) -> None:
+    """Find the fastest launches of experts, linears and MLA attention on this GPU and write its tuning files."""
+    from kimi_k2.bench.kernels.tune import tune as tune_operations
+    from kimi_k2.config import KimiK2Config
+
+    counts = listed_numbers(tokens, "--tokens") or None
+    tune_operations(listed(only), KimiK2Config.load(model), listed(shape) or None, counts, out, say)
+
+
+def tools(
+    url: Annotated[str, typer.Argument(help="OpenAI server, such as http://localhost:8000/v1.")],
+    requests: Annotated[Path, typer.Argument(help="Chat requests with tools, a JSON object a line.", dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="Directory for outcomes.jsonl and summary.json.", file_okay=False)] = Path(
+        "tools"
+    ),
+    reference: Annotated[
+        Path | None, typer.Option(help="outcomes.jsonl of a trusted server, for the trigger's F1.", dir_okay=False)
+    ] = None,
+    concurrency: Annotated[int, number(1, "Requests at once.")] = 8,
+) -> None:
+    """Check a server's tool calls: whether they come when they should, and whether they fit their schema."""
+    from kimi_k2.bench.tools import Endpoint, verify
+
+    server = Endpoint(url, os.environ.get("OPENAI_API_KEY"))
+    summary = verify(server, requests, out, reference=reference, concurrency=concurrency)
+    for name, value in summary.items():
+        shown = "-" if value is None else f"{value:.2%}" if isinstance(value, float) else str(value)
+        say(f"{name:32} {shown}")

@@ -23,9 +23,9 @@ class Cells:
     batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1"
     runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5
 
-    def numbers(self, field: str) -> tuple[int, ...]:
+    def numbers(self, field: str) -> list[int]:
         """Of a list, ascending and each once."""
-        return tuple(sorted(set(listed_numbers(getattr(self, field), f"--{field.replace('_', '-')}"))))
+        return sorted(set(listed_numbers(getattr(self, field), f"--{field.replace('_', '-')}")))
 
 
 @with_groups
@@ -51,14 +51,15 @@ def sweep(
     from kimi_k2.bench.backend import Backend
     from kimi_k2.bench.errors import SweepError
     from kimi_k2.bench.render import markdown, write_reports
-    from kimi_k2.bench.sweep import Settings, run_sweep
+    from kimi_k2.bench.results import Settings
+    from kimi_k2.bench.sweep import run_sweep
     from kimi_k2.sharding.manifest import made_layout
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
     from kimi_k2.synthetic.config import tiny_config
 
     lists = ("output_lengths", "prompt_lengths", "batch_sizes")
-    numbers: dict[str, Any] = {field: cells.numbers(field) for field in lists}
-    settings = Settings(Path(model).name, running.backend, runs=cells.runs, **numbers)
+    numbers = {field: cells.numbers(field) for field in lists}
+    settings = Settings.of(model=Path(model).name, backend=running.backend, runs=cells.runs, **numbers)
     longest = max(settings.prompt_lengths) + max(settings.output_lengths)
     options = running.opening(context, "dtype", length=longest, batch_size=settings.batch_sizes[0])
     details: dict[str, Any] = {}
@@ -105,9 +106,9 @@ def _print_comparison(first: Path, second: Path) -> None:
         "B is",
         title=f"B against A (noise: overlapping runs, or less than {100 * DRIFT:g} %)",
     )
-    for one in ratios:
-        shape = (str(one.prompt_length), str(one.batch_size), str(one.output_length))
-        table.add_row(*shape, one.metric, f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", one.verdict)
+    for ratio in ratios:
+        shape = (str(ratio.prompt_length), str(ratio.batch_size), str(ratio.output_length))
+        table.add_row(*shape, ratio.metric, f"{ratio.ratio:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", ratio.verdict)
     console = new_console(table=True)
     console.print(table)
     means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())

@@ -225,7 +225,7 @@ def verify(
     with ThreadPoolExecutor(concurrency) as pool:
         outcomes = list(pool.map(partial(ask, endpoint, endpoint.model()), count(1), asked))
     out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / OUTCOMES, "".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
+    replace_file(out / OUTCOMES, "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     summary = summarize(outcomes, trusted)
     write_json(out / SUMMARY, summary)
     return summary
