@@ -24,18 +24,19 @@ def ends_of(trace: list[Instruction], rates: Rates) -> list[float]:
     return _Simulation(trace, rates).run()
 
 
-def critical_path(trace: list[Instruction], rates: Rates, last: int, first: int) -> dict[str, float]:
-    """What the time between the ends of instructions `first` and `last` goes to: seconds by engine.
+def critical_path(trace: list[Instruction], rates: Rates, last: int, first: int | None) -> dict[str, float]:
+    """What the time between the ends of instructions `first` (None: the start) and `last` goes to: seconds by engine.
 
     Each instruction on the way waits for nothing but the one before it. `dma` is transfers with their wait for a ring,
     `dma latency` what lies between trigger and data.
     """
     run = _Simulation(trace, rates)
     ends = run.run()
+    start = 0.0 if first is None else ends[first]
     by_engine: dict[str, float] = {}
     number: int | None = last
-    while number is not None and number != first and ends[number] > ends[first]:
-        engine, begun = trace[number].engine, max(run.starts[number], ends[first])
+    while number is not None and number != first and ends[number] > start:
+        engine, begun = trace[number].engine, max(run.starts[number], start)
         taken = ends[number] - begun
         if engine == "dma":
             latency = min(taken, rates.dma_latency)

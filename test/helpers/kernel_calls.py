@@ -79,26 +79,31 @@ def call_cost(attributes: str, operands: tuple[Operand, ...]) -> CallCost | None
 
 @cache
 def _run(name: str, config: str, operands: tuple[Operand, ...]) -> CallCost:
-    install()
     arguments: dict[str, Any] = json.loads(config)
-    cores = arguments.pop("cores")
-    kernel: Kernel = getattr(import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
-    region = Region.shared_hbm if cores > 1 else Region.private_hbm
+    named, cores = arguments.pop("named"), arguments.pop("cores")
     arrays = [np.zeros(dims, NUMPY[_DTYPES[dtype]]) for dtype, dims in operands]
-    tensors = [argument(array, region) for array in arrays]
-    named = arguments.pop("named", [])
-    others = dict(zip(named, tensors[len(tensors) - len(named) :], strict=True))
+    return cost_of(name, cores, dict(zip(named, arrays, strict=True)), arguments)
+
+
+def cost_of(name: str, cores: int, arrays: dict[str, Any], arguments: dict[str, Any]) -> CallCost:
+    """Cost of a kernel over arrays by name, which are zeros; the other ranks' summands are left out.
+
+    Routers are made to choose as many of the rank's experts as it has of them on average.
+    """
+    install()
+    module = import_module(f"kimi_k2.nki.kernels.{MODULES[name]}")
+    kernel: Kernel = getattr(module, name)[cores]
+    region = Region.shared_hbm if cores > 1 else Region.private_hbm
+    _choose_by_bias(arrays, arguments["num_experts"])
+    tensors = {field: argument(array, region) for field, array in arrays.items()}
     ranks: dict[str, int] = {}
-    if name == "decode_layers":
-        _choose_by_bias(dict(zip(named, arrays, strict=True)), arguments["num_experts"])
-        others = _with_layers(others, import_module(kernel.function.__module__).layer_of)
-        for field, operation in (("groups", "all_reduce"), ("cache_groups", "all_to_all")):
-            if field in arguments:
-                ranks[operation] = len(arguments[field][0])
-                arguments[field] = ((0,),)  # the others' summands are left out
-    kernel(*tensors[: len(tensors) - len(named)], **arguments, **others)
+    for field, operation in (("groups", "all_reduce"), ("cache_groups", "all_to_all")):
+        if field in arguments:
+            ranks[operation] = len(arguments[field][0])
+            arguments = {**arguments, field: ((0,),)}
+    kernel(**arguments, **_with_layers(tensors, module.layer_of))
     assert kernel.last is not None
-    positions = {tensor.storage.number: number for number, tensor in enumerate(tensors)}
+    positions = {tensor.storage.number: number for number, tensor in enumerate(tensors.values())}
     read, indexed, written = [0] * len(tensors), [0] * len(tensors), 0
     for trace in kernel.last.traces:
         for instruction in trace:
@@ -140,16 +145,18 @@ def _with_layers(named: dict[str, Any], layer_of: Callable[[dict[str, Any]], Any
             layers.setdefault(int(number), {})[field] = tensor
         else:
             others[name] = tensor
-    return {**others, "layers": tuple(layer_of(layers[number]) for number in sorted(layers))}
+    if layers:
+        others["layers"] = tuple(layer_of(layers[number]) for number in sorted(layers))
+    return others
 
 
 def _choose_by_bias(arrays: dict[str, Any], num_experts: int) -> None:
     """Correction biases by which all routers choose experts of which a rank holds its average share."""
-    local = arrays["layers.0.gate_up"].shape[0]
+    local = next(array for name, array in arrays.items() if name.endswith("gate_up")).shape[0]
     local_mask = [slot * local % num_experts < local for slot in range(CHOICES)]
     numbers = [
         local_mask[:slot].count(is_local) + (0 if is_local else local) for slot, is_local in enumerate(local_mask)
     ]
     for name, array in arrays.items():
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             array[0, numbers] = np.arange(2 * CHOICES, CHOICES, -1)

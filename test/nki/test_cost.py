@@ -7,10 +7,7 @@ import nki.isa as nisa
 import nki.language as nl
 import numpy as np
 import pytest
-import torch
 
-from kimi_k2.nki.kernels.experts import selective_experts
-from kimi_k2.nki.kernels.router import noaux_tc_router
 from nki_emulator.cost import Cost, cost_of
 from nki_emulator.launch import Kernel
 from nki_emulator.rates import Rates
@@ -71,27 +68,3 @@ def test_a_later_transfer_does_not_wait_for_one_that_is_not_ready() -> None:
 
     cost = costed(kernel, np.zeros((128, 512), np.float32))
     assert cost.span < 50 * 512 / 1.2e9 + 50 * 512 / 0.96e9
-
-
-def test_the_router_reads_its_weight_once_by_both_cores() -> None:
-    kernel = noaux_tc_router[2]
-    kernel(torch.zeros(1, 7168).bfloat16(), torch.zeros(7168, 384).bfloat16(), torch.zeros(1, 384), 2.827)
-    cost = cost_of(kernel)
-    half = 7168 * 384 * 2 // 2
-    assert half < cost.hbm_bytes < half * 1.01
-    assert cost.bound == "dma"
-
-
-def test_experts_of_other_ranks_cost_no_bytes() -> None:
-    experts, width = 4, 32
-    tiles = torch.zeros(experts, 128, 56, 2 * width).to(torch.float8_e5m2), torch.ones(experts, 2, 56)
-    down = torch.zeros(experts, width, 7168).to(torch.float8_e5m2), torch.ones(experts, 56)
-    index = torch.tensor([[0, 1, 90, 91, 92, 93, 94, 95]], dtype=torch.int32)
-    counts = {}
-    for first in (0, 1, 4):
-        kernel = selective_experts[1]
-        kernel(torch.zeros(1, 7168).bfloat16(), *tiles, *down, index, torch.ones(1, 8), first, 96)
-        counts[first] = cost_of(kernel).hbm_bytes
-    weights = 3 * width * 7168
-    assert counts[0] - counts[1] == pytest.approx(weights, rel=0.01)  # and its scales
-    assert counts[0] - counts[4] == pytest.approx(2 * weights, rel=0.01)

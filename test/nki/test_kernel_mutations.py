@@ -8,16 +8,15 @@ import os
 from collections.abc import Callable
 from types import FunctionType
 
+import ml_dtypes
+import numpy as np
 import pytest
-import torch
 
 from kimi_k2.nki import kernels
 from nki_emulator.errors import NkiError
 
-from . import test_experts_kernel as experts
 from . import test_layers_kernel as layers
-from . import test_mla_kernel as mla
-from . import test_router_kernel as router
+from . import test_layers_real_widths as widths
 
 
 def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,21 +33,13 @@ def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> No
         value, other = (getattr(one, "function", one) for one in (value, other))
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
             monkeypatch.setattr(value, "__code__", other.__code__)
-    for tested in (experts, router):
-        monkeypatch.setattr(tested, "HIDDEN", 512)
-    monkeypatch.setattr(experts, "BLOCKS", 4)
 
 
 Case = layers.Case
 CHECKS: dict[str, Callable[[], None]] = {
-    "latent": lambda: mla.test_attention_in_float32(3, 1024, 8, 2),
-    "choose": lambda: router.test_router_at_real_size(4, torch.float32, 8, True, 2),
-    "route": lambda: experts.test_experts_in_float32(32, 2, 3, "float32"),
-    "route_wide": lambda: experts.test_experts_in_float32(64, 1, 3, "float32"),
-    "many": lambda: experts.test_experts_in_float32(64, 2, 9, "float32"),
-    "groups": lambda: experts.test_a_projection_of_more_than_a_bank_of_sums(),
-    "other_ranks": lambda: experts.test_experts_in_fp8_are_no_farther_than_pytorch(64, 3, 6, 6),
-    "share": lambda: experts.test_the_shared_expert_rides_along(32, 3, 2, "float32"),
+    "pages": lambda: layers.test_layers_in_float32(Case(2, apart=True)),
+    "groups": lambda: widths.test_a_projection_of_more_than_a_bank_of_sums(),
+    "elsewhere": lambda: widths.test_two_layers_of_one_rank(np.float32, ml_dtypes.float8_e4m3, False, 64, 256, 1e-5),
     "whole": lambda: layers.test_layers_in_float32(Case(1)),
     "absorbed": lambda: layers.test_layers_in_float32(Case(2)),
     "drafts": lambda: layers.test_layers_in_float32(Case(2, 2, cores=1)),
@@ -59,33 +50,36 @@ CHECKS: dict[str, Callable[[], None]] = {
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", "whole"),
-    ("columns", "offset=(begin * out.shape[1] + first) * BLOCK", "offset=begin * out.shape[1] * BLOCK", "route"),
-    ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", "many"),
-    ("exchange", "data2=received", "data2=tile", "route"),
-    ("exchange", "first = nl.program_id() * each", "first = 0", "latent"),
+    ("columns", "offset=(begin * out.shape[1] + first) * BLOCK", "offset=begin * out.shape[1] * BLOCK", "whole"),
+    ("columns", "place = (begin + chunk) * BLOCK", "place = chunk * BLOCK if begin else begin * BLOCK", "pages"),
+    ("exchange", "data2=received", "data2=tile", "whole"),
+    ("exchange", "first = nl.program_id() * each", "first = 0", "absorbed"),
     ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", "whole"),
     ("linear", "offset=first * chunks", "offset=0", "groups"),
     ("projections", "offset=1 - element", "offset=element", "whole"),
     ("projections", "group, place = self.heads + head", "group, place = head", "fp8"),
-    ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "latent"),
-    ("latent_attention", "offset=self.first * BLOCK", "offset=0", "latent"),
-    ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", "latent"),
-    ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", "latent"),
+    ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "absorbed"),
+    ("latent_attention", "offset=self.first * BLOCK", "offset=0", "absorbed"),
+    ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", "absorbed"),
+    ("latent_attention", "accumulate=tile > 0", "accumulate=tile > 1", "absorbed"),
     ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", "grouped"),
-    ("latent_cache", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", "latent"),
-    ("latent_attention", "offset=(count + token) * heads", "offset=0", "latent"),
+    ("latent_cache", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", "absorbed"),
+    ("latent_attention", "offset=(count + token) * heads", "offset=0", "absorbed"),
     ("halves", "op=nl.subtract", "op=nl.add", "fp8"),
-    ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "route"),
-    ("experts", "[-1, self.stack], [0, rows]]", "[0, self.stack], [0, rows]]", "route"),
+    ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "elsewhere"),
+    ("experts", "[-1, self.stack], [0, rows]]", "[0, self.stack], [0, rows]]", "whole"),
     ("experts", "accumulate=group > 0 or begun\n",
-        "accumulate=False\n", "route_wide"),
-    ("experts", "op=nl.silu, data=projected", "op=nl.copy, data=projected", "route"),
-    ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", "route"),
-    ("experts", "op0=nl.less, operand0=first", "op0=nl.less_equal, operand0=first", "other_ranks"),
-    ("shared_expert", "half * blocks + first", "first", "share"),
-    ("router", "index = largest(choice)", "index = largest(scores)", "choose"),
-    ("router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", "choose"),
-    ("router", "accumulate=column > 0", "accumulate=True", "choose"),
+        "accumulate=False\n", "elsewhere"),
+    ("experts", "op=nl.silu, data=projected", "op=nl.copy, data=projected", "whole"),
+    ("experts", "op0=nl.multiply, operand0=weights", "op0=nl.multiply, operand0=1.0", "whole"),
+    ("experts", "op0=nl.less, operand0=first", "op0=nl.less_equal, operand0=first", "elsewhere"),
+    ("shared_expert", "half * blocks + first", "first", "elsewhere"),
+    ("column_router", "op0=nl.add, operand0=_NORM_GUARD", "op0=nl.add, operand0=1e-2", "whole"),
+    ("latent_cache", "(first * BLOCK + begin) // each", "begin // each", "pages"),
+    ("latent_cache", "low, size = number * rope // 2", "low, size = 0", "pages"),
+    ("latent_cache", "chunk * BLOCK % each", "0", "pages"),
+    ("latent_cache", "[1, many // each]], offset=offset", "[1, many // each]], offset=0", "pages"),
+    ("layers", "runs.shape[1] * each, None", "runs.shape[1] * each // 2, None", "pages"),
     ("latent_attention", "[1, tokens], [0, each]]", "[0, tokens], [0, each]]", "drafts"),
     ("latent_attention", "value=MASKED)\n        return scores", "value=0.0)\n        return scores", "drafts"),
     ("latent_cache", "self.tokens, self.heads = tokens,", "self.tokens, self.heads = 1,", "drafts"),
@@ -121,7 +115,7 @@ ALL = bool(os.environ.get("KIMI_K2_SLOW"))
 
 @pytest.mark.parametrize("check", [*CHECKS][: None if ALL else 2])
 def test_sound_kernels_pass_at_small_sizes(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant("router", "_NORM_GUARD = 1e-20", "_NORM_GUARD = 1e-20", monkeypatch)
+    mutant("column_router", "_NORM_GUARD = 1e-20", "_NORM_GUARD = 1e-20", monkeypatch)
     CHECKS[check]()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from functools import cache
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.nki.kernels import latent_attention
-from kimi_k2.nki.kernels.layers import decode_layers, layer_of
+from kimi_k2.nki.kernels.layer_attention import FIELDS as ORDER
+from kimi_k2.nki.kernels.layers import decode_layer, decode_layers, layer_of
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -30,7 +32,7 @@ RANKS, SLOTS, LAYERS = 4, 1024, 2
 BEHIND = 128  # slots of a cache that a step does not read
 SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "first_k_dense_replace": 0, "hidden_size": 512, "num_attention_heads": RANKS,
-    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 32 * RANKS, "kv_lora_rank": 128,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 32 * RANKS, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 Q_RANKS = {"bf16": 128, "fp8": 256}  # of the first a core has no whole block of the next layer's down projections
@@ -56,7 +58,7 @@ FIELDS = {
 class Case(NamedTuple):
     """A step of `batch` sequences of some tokens each, on so many cores; groups of ranks share a cache.
 
-    `apart`: a call of the kernel for each layer.
+    `apart`: a call for each layer, over a cache in pages.
     """
 
     batch: int
@@ -166,23 +168,63 @@ class Step:
 SHARED = ("shared_gate_up", "shared_down", "shared_gate_up_scales", "shared_down_scales")
 
 
+def in_pages(arguments: list[Any], number: int, batch: int) -> dict[str, Any]:
+    """Of `decode_layer`, a layer of those of `decode_layers`, its cache in pages of 32 slots in no order."""
+    (
+        hidden,
+        projected,
+        layers,
+        rotation,
+        lengths,
+        ranks,
+        groups,
+        first,
+        experts,
+        scale,
+        factor,
+        eps,
+        *_,
+        own_eps,
+        slots,
+    ) = arguments
+    tensors = {
+        name: one
+        for name, one in zip(ORDER, layers[number], strict=True)
+        if not name.endswith(("q_b_scales", "w_uk_scales", "w_uv_scales", "o_scales"))
+    }
+    halves = zip(*(tensors[name][:, :slots].chunk(2, dim=-1) for name in ("latents", "keys")), strict=True)
+    entries = torch.stack([torch.cat(half, dim=-1) for half in halves])
+    order = torch.randperm(batch * slots // 32, generator=torch.Generator().manual_seed(7))
+    pages = torch.empty(2, len(order), 1, 32, entries.shape[-1], dtype=entries.dtype)
+    pages[:, order] = entries.reshape(pages.shape)
+    runs = (order.view(batch, -1, 1) * 16 + torch.arange(16)).flatten(1).int()
+    return tensors | {
+        "latents": pages[0], "keys": pages[1],
+        "hidden": hidden, "projected": projected, "rotation": rotation, "lengths": lengths, "runs": runs, "each": 2,
+        "first_expert": first, "ranks": ranks, "groups": groups, "num_experts": experts, "softmax_scale": scale,
+        "routed_scaling_factor": factor, "eps": eps, "latent_eps": own_eps,
+    }  # fmt: skip
+
+
+def layer_by_layer(arguments: list[list[Any]], case: Case) -> list[list[Any]]:
+    """What `decode_layers` gives, by a call a layer: what one gives is the next one's hidden states and projections."""
+    order = inspect.signature(decode_layer.function).parameters
+    entries: list[list[Any]] = [[] for _ in arguments]
+    for number in range(LAYERS):
+        calls = [in_pages(one, number, case.batch) for one in arguments]
+        found = run_on_ranks(decode_layer[case.cores], [[one[name] for name in order] for one in calls])
+        for of_rank, one, rank in zip(entries, arguments, found, strict=True):
+            of_rank.append(rank[1:3])
+            one[:2] = [rank[0].reshape(len(rank[0]), -1), rank[-1].reshape(len(rank[0]), -1)[:, : one[1].shape[1]]]
+    new = [[np.concatenate(both) for both in zip(*of_rank, strict=True)] for of_rank in entries]
+    return [[rank[0], *of_rank] for rank, of_rank in zip(found, new, strict=True)]
+
+
 def errors(case: Case, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Relative L2 to float64 of hidden states, new latents, new keys: the worst rank's, and the plain model's."""
     step = Step(case, dtype)
     arguments = [step.arguments(rank) for rank in range(RANKS)]
-    if case.apart:  # the first layer's results are the second one's hidden states and projections
-        first = run_on_ranks(decode_layers[case.cores], [[*one[:2], one[2][:1], *one[3:]] for one in arguments])
-        behind = [[part.reshape(len(part), -1) for part in (rank[0], rank[3])] for rank in first]
-        arguments = [
-            [hidden, downs[:, : step.arguments(0)[1].shape[1]], one[2][1:], *one[3:]]
-            for one, (hidden, downs) in zip(arguments, behind, strict=True)
-        ]
-    found = run_on_ranks(decode_layers[case.cores], arguments)
-    if case.apart:
-        found = [
-            [rank[0], *(np.concatenate(both) for both in zip(one[1:3], rank[1:], strict=True))]
-            for one, rank in zip(first, found, strict=True)
-        ]
+    found = layer_by_layer(arguments, case) if case.apart else run_on_ranks(decode_layers[case.cores], arguments)
     assert all(np.array_equal(rank[0], found[0][0]) for rank in found)  # the residual has the same bits on all ranks
     exact, same = step.of_plain(torch.float64)[1:], step.of_plain(dtype)[1:]
     return [

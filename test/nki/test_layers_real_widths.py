@@ -10,6 +10,9 @@ from collections import namedtuple
 from typing import Any
 
 import ml_dtypes
+import nki
+import nki.isa as nisa
+import nki.language as nl
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layers
+from kimi_k2.nki.kernels.linear import load_weight, project
 from kimi_k2.ops.experts import noaux_tc_gate
 
 from .relative_error import relative
@@ -146,3 +150,21 @@ def test_two_layers_of_one_rank(dtype: Any, stored: Any, plain: bool, width: int
     )  # fmt: skip
     wanted = reference(wide(hidden)[0], wide(downs)[0], layers, cos, sin, used)
     assert relative(out, wanted) < bound
+
+
+def test_a_projection_of_more_than_a_bank_of_sums() -> None:
+    """Tokens and output rows in groups: 640 rows, 3 chunks of inputs, 40 and 200 tokens, each chunk with its scales."""
+
+    @nki.jit
+    def kernel(columns: Any, weight: Any, scales: Any) -> Any:
+        out = nl.ndarray((128, 5, columns.shape[2]), dtype=nl.float32, buffer=nl.shared_hbm)
+        nisa.dma_copy(out, project(load_weight(columns), load_weight(weight), load_weight(scales), nl.float32))
+        return out
+
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(128, 3, 640, generator=generator), torch.rand(128, 5, 3, generator=generator)
+    for tokens in (40, 200):
+        columns = torch.randn(128, 3, tokens, generator=generator)
+        by_row = weight.double().view(128, 3, 5, 128)
+        wanted = torch.einsum("pkt,pknj,jnk->jnt", columns.double(), by_row, scales.double())
+        assert relative(kernel(columns, weight, scales), wanted) < 1e-5

@@ -74,7 +74,7 @@ def test_trainium_presets_fit_or_say_why_not(member: str) -> None:
         if preset.neuron_config.is_continuous_batching or preset.cache_ranks > 1:
             slots += 128
         # Folded matrices of decode's kernels: 384 experts' q_a and kv_a in BF16.
-        folded = 59 * 384 * 2048 * 2112 * 2 // 64 if preset.neuron_config.decode != "xla" else 0
+        folded = 59 * 384 * 2048 * 2112 * 2 // 64 if preset.experts == "tiles" else 0
         known = 60 * 384 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * slots + folded
         assert 0 < row.resident - known < 2.2 * 2**30, row.name
         reads = 60 * 8 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * preset.seq_len // preset.cache_ranks
@@ -290,7 +290,7 @@ def test_adapters_take_decode_to_xla(tmp_path: Path) -> None:
     options = {"lora_config": lora, "save_sharded_checkpoint": False}
     raw = {"like": "trn2-tp32-ep2-nki-layers", "neuron_config": options}
     preset, config = read(json.dumps(raw), tmp_path), KimiK2Config.from_preset("kimi-k2-instruct-0905")
-    assert (preset.experts, preset.neuron_config.decode, preset.layout(config).tiles) == ("blockwise", "xla", False)
+    assert (preset.experts, preset.neuron_config.decode, preset.layout(config).layers) == ("blockwise", "xla", False)
     assert preset.neuron_arguments()["lora_config"]["batch_size"] == 1
     report = make_report(config, make_target(preset, config))
     held = 4 * (1536 + 12288 + 8192 + 7168) // 64 + (1536 + 12288 // 64) + (8192 // 64 + 7168)

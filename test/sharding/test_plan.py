@@ -41,8 +41,6 @@ def test_real_model_is_covered_and_sized(layout: Layout) -> None:
 def test_early_down_projections_take_time_to_fold() -> None:
     """2112 x 7168 by 2048 columns an expert, in 59 layers that have another behind them."""
     plain, early = (dry_run(REAL, Layout(64, experts=experts)) for experts in ("blockwise", "tiles"))
-    assert early.fold_flops == 0  # as the torch-native line has them
-    early = dry_run(REAL, Layout(64, experts="tiles", decode="layers"))
     assert plain.fold_flops == 0
     assert dry_run(tiny_config(), Layout(1)).peak_memory > 300e6  # Python and PyTorch
     assert early.fold_flops == 2 * 2112 * 7168 * 59 * 385 * 2048
@@ -58,8 +56,7 @@ def test_a_hole_is_found() -> None:
 
 
 TILED = tiny_config(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128)
-LAYERS: dict[str, Any] = {"moe_tp": 2, "experts": "tiles", "decode": "layers"}
-TILES: dict[str, Any] = {"moe_tp": 2, "experts": "tiles"}
+LAYERS: dict[str, Any] = {"moe_tp": 2, "experts": "tiles"}
 
 
 def but(**changed: Any) -> KimiK2Config:
@@ -70,12 +67,12 @@ REFUSED: list[tuple[KimiK2Config, dict[str, Any], str | None]] = [
     (REAL, {"moe_tp": 3}, "num_attention_heads"),
     (REAL, {"moe_tp": 128}, "num_attention_heads"),
     (REAL, {"moe_tp": 32, "target": "cuda", "experts": "stored"}, None),  # would cut a scale block
-    (TILED, LAYERS | {"target": "cuda", "experts": "stored"}, "experts"),
-    (TILED, LAYERS | {"experts": "blockwise"}, "experts"),
-    (TILED, TILES | {"decode": "kernels"}, "decode"),
-    (TILED, TILES | {"decode": "xla"}, "experts"),
-    (TILED, TILES | {"decode": "fast"}, "decode"),
-    (TILED, TILES | {"query_group": 2}, "query_group"),
+    (TILED, LAYERS | {"target": "cuda", "experts": "stored", "decode": "layers"}, "experts"),
+    (TILED, LAYERS | {"experts": "blockwise", "decode": "layers"}, "experts"),
+    (TILED, LAYERS | {"decode": "kernels"}, "decode"),
+    (TILED, LAYERS | {"decode": "xla"}, "experts"),
+    (TILED, LAYERS | {"decode": "fast"}, "decode"),
+    (TILED, {"moe_tp": 2, "query_group": 2}, "query_group"),
     (TILED, LAYERS | {"query_group": 3}, "query_group"),
     (TILED, LAYERS | {"query_group": 2}, "num_attention_heads"),  # two heads a rank
     # Layers of several formats.
@@ -84,7 +81,7 @@ REFUSED: list[tuple[KimiK2Config, dict[str, Any], str | None]] = [
         LAYERS | {"moe_tp": 4, "query_group": 2},
         "attention_tiles",
     ),
-    # The shared expert has a width that is in no tiles; the torch-native line takes it as it is.
+    # The shared expert has a width that is in no tiles.
     (but(n_shared_experts=3), LAYERS, "decode"),
     *((but(**{name: size}), LAYERS, name) for name in ("qk_nope_head_dim", "v_head_dim") for size in (64, 256)),
     *((TILED, {"moe_tp": 1, "experts": name}, "moe_intermediate_size") for name in ("tiles", "bf16_tiles")),
@@ -101,7 +98,6 @@ def test_what_is_refused(config: KimiK2Config, options: dict[str, Any], field: s
 
 def test_what_is_not_refused() -> None:
     make_plan(REAL, Layout(1, 64))
-    make_plan(but(n_shared_experts=3), Layout(**TILES))
     layout = Layout(**LAYERS | {"moe_tp": 4, "query_group": 2})
     plans = [make_plan(config, layout).tensors for config in (TILED, with_format(TILED, "bf16"))]
     found = [{one.dtype for one in plan if ".tiles." in one.name} for plan in plans]

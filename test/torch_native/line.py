@@ -31,6 +31,7 @@ from kimi_k2.nki.kernels import MODULES
 from kimi_k2.plan.deployment import Target
 from kimi_k2.sharding.experts import expert_formats
 from nki_emulator import install
+from nki_emulator.ranks import run_as_rank
 
 BLOCK = 4
 BUCKETS = (32,), (8,)  # tokens of a prompt, lines of a step: each has a graph
@@ -39,17 +40,13 @@ WANTED = 8
 NULL = 208.0  # all of the null block, which is nobody's: were its values read, they would be seen
 HERE = threading.local()  # this rank's groups: tp, dp, ep
 FP8 = torch.float8_e4m3fn
-ROUTER, EXPERTS = "noaux_tc_router", "selective_experts"
 
 
 # An operator, so that a captured graph has it as a node, the same one on all ranks.
 @torch.library.custom_op("line::collective", mutates_args=())
 def collective(x: Tensor, kind: str, dim: int, size: int, group: str) -> Tensor:
     here = getattr(HERE, group)
-    here.values[here.rank_in_group] = x
-    here.barrier.wait()
-    found = list(here.values)
-    here.barrier.wait()
+    found = here.met(x)
     if kind == "all-gather":
         return torch.cat(found, dim)
     total = torch.stack(found).sum(0)
@@ -74,6 +71,14 @@ class Group:
     def several(cls, size: int, name: str = "tp") -> list[Group]:
         barrier, values = threading.Barrier(size, timeout=300), [None] * size
         return [cls(barrier, values, rank, name) for rank in range(size)]
+
+    def met(self, mine: Any) -> list[Any]:
+        """What each rank brings."""
+        self.values[self.rank_in_group] = mine
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
 
     def _collective(self, x: Tensor, kind: str, dim: int = 0) -> Tensor:
         return x if self.world_size == 1 else torch.ops.line.collective(x, kind, dim, self.world_size, self.name)
@@ -186,29 +191,34 @@ def launched(name: str, cores: int) -> Any:
     return getattr(importlib.import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
 
 
-@torch.library.custom_op("line::nki", mutates_args=())
-def nki(name: str, cores: int, tensors: list[Tensor], named: str, numbers: list[float], at: int) -> list[Tensor]:
-    """A kernel's positional tensors and, among them from `at` on, its numbers; the last tensors go by name."""
-    given: list[Any] = [to_kernel(one) for one in tensors]
-    names = named.split(",") if named else []
-    count = len(given) - len(names)
+@torch.library.custom_op("line::decode_layer", mutates_args=())
+def decode_layer(cores: int, tensors: list[Tensor], named: str, numbers: list[float], others: str) -> list[Tensor]:
+    """The kernel on this rank, whose others run it too; names of tensors and of numbers by commas."""
+    arguments = dict(zip(named.split(","), map(to_kernel, tensors), strict=True))
     whole = [int(one) if one == int(one) else one for one in numbers]
-    others = dict(zip(names, given[count:], strict=True))
-    made = launched(name, cores)(*given[:at], *whole, *given[at:count], **others)
-    many = made if isinstance(made, tuple | list) else [made]
+    arguments |= dict(zip(others.split(","), whole, strict=True))
+    tp = HERE.tp
+    arguments["groups"] = (tuple(range(tp.world_size)),)
+
+    def gather(group: Sequence[int], mine: Any) -> list[Any]:
+        assert list(group) == list(range(tp.world_size))
+        return list(tp.met(mine))
+
+    kernel = launched("decode_layer", cores)
+    made = run_as_rank(kernel, tp.rank_in_group, gather, (), arguments)
+    return [torch.as_tensor(one).to(like.dtype) for one, like in zip(made, _like(cores, tensors, named), strict=True)]
+
+
+@decode_layer.register_fake
+def _like(cores: int, tensors: list[Tensor], named: str, *_: Any) -> list[Tensor]:
+    of = dict(zip(named.split(","), tensors, strict=True))
+    tokens, hidden = of["hidden"].shape
+    entries = [of["latents"].new_empty(1, tokens, n) for n in (of["w_uk"].shape[-1], of["rotation"].shape[1])]
+    following = [] if "next_residual" not in of else [of["projected"].shape[1]]
     return [
-        torch.as_tensor(one).to(like.dtype).reshape(like.shape)
-        for one, like in zip(many, _like(name, 0, tensors), strict=True)
-    ]
-
-
-@nki.register_fake
-def _like(name: str, cores: int, tensors: list[Tensor], *_: Any) -> list[Tensor]:
-    x = tensors[0].float()
-    if name == ROUTER:
-        top = x.new_empty(len(x), 8)
-        return [top.int(), top]
-    return [torch.empty_like(x) if name == EXPERTS else x.new_empty(*x.shape[:2], tensors[4].shape[1])]
+        of["hidden"].new_empty(tokens, -(-hidden // 128), 128), *entries,
+        *(of["hidden"].new_empty(tokens, -(-n // 128), 128) for n in following),
+    ]  # fmt: skip
 
 
 @torch.library.custom_op("line::write_pages", mutates_args=("former", "latter"))
@@ -228,7 +238,7 @@ written_pages.register_fake(lambda former, latter, *_: [torch.empty_like(former)
 
 
 class Launch:
-    """The line's wrap_nki: `wrap_nki(kernel)[cores](...)` inside a graph."""
+    """The line's wrap_nki, `wrap_nki(kernel)[cores](...)` inside a graph: tensors are arguments, not parts of them."""
 
     def __init__(self, kernel: Any, cores: int = 0) -> None:
         self.kernel, self.cores = kernel, cores
@@ -236,16 +246,15 @@ class Launch:
     def __getitem__(self, cores: int) -> Launch:
         return Launch(self.kernel, cores)
 
-    def __call__(self, *arguments: Any, **named: Tensor) -> Any:
-        name = self.kernel.__name__
-        if name == "write_pages":
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.kernel.__name__ == "write_pages":
             torch.ops.line.write_pages(*arguments, self.cores)
             return arguments[0].view_as(arguments[0]), arguments[1].view_as(arguments[1])
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
-        numbers = [float(one) for one in arguments if not isinstance(one, Tensor)]
-        at = [isinstance(one, Tensor) for one in arguments].index(False)
-        made = torch.ops.line.nki(name, self.cores, tensors + list(named.values()), ",".join(named), numbers, at)
-        return made if len(made) > 1 else made[0]
+        tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
+        numbers = {name: float(one) for name, one in named.items() if name not in tensors and name != "groups"}
+        assert named["groups"] == (tuple(range(named["ranks"])),)
+        given = list(tensors.values()), ",".join(tensors), list(numbers.values()), ",".join(numbers)
+        return torch.ops.line.decode_layer(self.cores, *given)
 
 
 def stand_ins(*, kernels: bool | None = None) -> dict[str, ModuleType]:

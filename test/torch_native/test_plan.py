@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import line
+import numpy as np
 import pytest
 import torch
+from kernel_calls import CallCost, cost_of
 from lowering import Captured, name_of, stale_readers, written_by
 from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,9 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.cost import Collective, decode_counts, prefill_counts
 from kimi_k2.plan.deployment import Target, load_target
+from kimi_k2.plan.memory import local_bytes
+from nki_emulator.dtypes import NUMPY
 
-PRESETS = ["trn2-native-tp4-ep16", "trn2-native-tp4-ep16+fp8", "trn2-native-tp32-ep2", "trn2-native-tp32-ep2-nki"]
-CONFIG = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=2)
+PRESETS = [
+    "trn2-native-tp4-ep16",
+    "trn2-native-tp4-ep16+fp8",
+    "trn2-native-tp32-ep2",
+    "trn2-native-tp32-ep2-nki-layers",
+]
+CONFIG = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_hidden_layers=3)
 
 
 @functools.cache
@@ -32,7 +43,7 @@ def target_of(preset: str) -> Target:
 
 @functools.cache
 def captured(preset: str, tokens: int, lines: int, slots: int, kernels: bool = False) -> GraphModule:
-    """One bucket's graph, a rank's as good as another's: a dense layer and an MoE layer."""
+    """One bucket's graph, a rank's as good as another's: a dense layer and two MoE layers."""
     runner = line.on_meta(CONFIG, target_of(preset), rank=37)
     runner.width = slots // runner.block
     with torch.device("meta"):
@@ -48,12 +59,28 @@ def largest(preset: str, decode: bool) -> tuple[int, int, int]:
     return (target.batch if decode else target.prompt, target.batch if decode else 1, target.context)
 
 
+def costs_of(graph: GraphModule) -> Iterator[CallCost]:
+    """Of the kernels of whole layers in a graph, one after the other."""
+    for node in graph.graph.nodes:
+        if name_of(node) == "line.decode_layer":
+            cores, tensors, named, numbers, others = node.args
+            like = [one.meta["example_value"] for one in tensors]
+            arrays = [np.zeros(one.shape, NUMPY[str(one.dtype).split(".")[1].removesuffix("fn")]) for one in like]
+            whole = [int(one) if one == int(one) else one for one in numbers]
+            arguments: dict[str, Any] = dict(zip(others.split(","), whole, strict=True))
+            arguments["groups"] = (tuple(range(arguments["ranks"])),)
+            yield cost_of("decode_layer", cores, dict(zip(named.split(","), arrays, strict=True)), arguments)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations, collectives, writes, and bytes held; where kernels may run, one a layer moves new rows."""
     target = target_of(preset)
-    graph = captured(preset, *largest(preset, decode))
+    whole = decode and target.layout.layers
+    if whole:
+        line.put(monkeypatch, line.stand_ins(kernels=True))
+    graph = captured(preset, *largest(preset, decode), kernels=whole)
     assert sum(len(written_by(node)) for node in graph.graph.nodes) == 2 * CONFIG.num_hidden_layers
     planned = (decode_counts if decode else prefill_counts)(CONFIG, target, target.sharding(CONFIG))
     collectives = Counter(
@@ -61,14 +88,25 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
         for node in graph.graph.nodes
         if name_of(node) == "line.collective"
     )
+    if whole:
+        for layer, cost in enumerate(costs_of(graph), CONFIG.first_k_dense_replace):
+            collectives.update(Collective(*one) for one in cost.collectives)
+            parts = (size for name, size in planned.read.items() if name.startswith(f"layers.{layer}."))
+            outside = sum(
+                planned.read.get(f"layers.{layer}.{name}.weight", 0)
+                for name in ("self_attn.qkv_a_proj", "input_layernorm")
+            )
+            read = sum(parts) - outside + planned.read["cache"] // CONFIG.num_hidden_layers
+            assert sum(cost.read) == pytest.approx(read, rel=0.01)
+    else:
+        inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        with FlopCounterMode(display=False) as flops:
+            graph(*[torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs])
+        assert planned.flops == pytest.approx(flops.get_total_flops(), rel=1e-3)
     assert planned.collectives == collectives
-    inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    with FlopCounterMode(display=False) as flops:
-        graph(*[torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs])
-    assert planned.flops == pytest.approx(flops.get_total_flops(), rel=1e-3)
     runner = line.on_meta(CONFIG, target)
     held = sum(one.nbytes for one in runner.model.parameters())
-    assert held == planned.bytes_held() - planned.held["cache"]
+    assert held == sum(map(local_bytes, target.sharding(CONFIG).tensors))
     slots = 256 * runner.block  # of each page of the runner
     pages = sum(half.nbytes for halves in runner.pages.values() for half in halves)
     assert planned.held["cache"] == pages // slots * target.batch * target.context

@@ -18,34 +18,39 @@ from nki_emulator.storage import Region
 class Layers:
     """A kernel of several layers with collectives inside, run on one rank of the emulator.
 
-    The layer before the last is taken for all: its loads run ahead of it, and it has a next one to load for.
+    The layer before the last is taken for all: its loads run ahead of it, and it has a next one to load for. Of a
+    kernel of one layer all is taken, from its first load to its last store.
 
     Attributes:
         kernel: with its latest launch.
         collectives: of a layer, in words, in their order.
+        apart: whether it is of one layer.
     """
 
     kernel: Kernel
     collectives: tuple[str, ...]
+    apart: bool = False
 
     def _traces(self) -> list[list[Instruction]]:
         launch = self.kernel.last
         assert launch is not None
         return launch.traces
 
-    def _bounds(self, trace: list[Instruction]) -> list[int]:
-        """The collectives of the layer before the last, and the last one of the layer before it."""
+    def _bounds(self, trace: list[Instruction]) -> list[int | None]:
+        """The collectives of the layer before the last, and the last one of the layer before it; None for the start."""
         positions = [number for number, one in enumerate(trace) if one.engine == "collective"]
         count = len(self.collectives)
-        return positions[-2 * count - 1 : -count]
+        if self.apart:  # behind the last comes its result's way to HBM
+            return [None, *positions[: count - 1], len(trace) - 1]
+        return list(positions[-2 * count - 1 : -count])
 
     def stages(self, rates: Rates) -> list[float]:
         """Seconds from one collective's end to the next one's, on the core that takes longer over the layer."""
         best: list[float] = []
         for trace in self._traces():
-            ends, bounds = ends_of(trace, rates), self._bounds(trace)
-            times = [ends[after] - ends[before] for before, after in pairwise(bounds)]
-            best = max(best, times, key=sum)
+            ends = [*ends_of(trace, rates), 0.0]
+            marks = [ends[-1 if bound is None else bound] for bound in self._bounds(trace)]
+            best = max(best, [after - before for before, after in pairwise(marks)], key=sum)
         return best
 
     def seconds(self, rates: Rates) -> float:
@@ -54,16 +59,21 @@ class Layers:
 
     def path(self, rates: Rates) -> dict[str, float]:
         """What a layer's time goes to, by engine: seconds on the critical path."""
-        trace = max(self._traces(), key=lambda one: _between(one, self._bounds(one), rates))
-        bounds = self._bounds(trace)
-        return critical_path(trace, rates, bounds[-1], bounds[0])
+
+        def of(trace: list[Instruction]) -> dict[str, float]:
+            first, *_, last = self._bounds(trace)
+            assert last is not None
+            return critical_path(trace, rates, last, first)
+
+        return max(map(of, self._traces()), key=lambda path: sum(path.values()))
 
     def counts(self, rates: Rates) -> Cost:
         """Bytes, descriptors and engines of a layer, of the core that moves more."""
         parts = []
         for trace in self._traces():
-            bounds = self._bounds(trace)
-            parts.append(counts_of(trace[bounds[0] + 1 : bounds[-1] + 1], rates))
+            first, *_, last = self._bounds(trace)
+            assert last is not None
+            parts.append(counts_of(trace[0 if first is None else first + 1 : last + 1], rates))
         return max(parts, key=lambda cost: cost.hbm_bytes)
 
     def sbuf_bytes(self) -> int:
@@ -87,8 +97,3 @@ def described(cost: Cost) -> dict[str, Any]:
         "instructions": dict(sorted(cost.instructions.items())),
         "busy_us": {name: round(time * 1e6, 3) for name, time in sorted(cost.busy.items())},
     }
-
-
-def _between(trace: list[Instruction], bounds: list[int], rates: Rates) -> float:
-    ends = ends_of(trace, rates)
-    return ends[bounds[-1]] - ends[bounds[0]]

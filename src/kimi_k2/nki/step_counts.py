@@ -31,9 +31,15 @@ PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 # Cache slots, and the ranks that share them.
 CONTEXTS = {4096: 1, 131072: 16}
 EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
-FORMS = {"folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4)}
+FORMS = {
+    "folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4),
+    "apart": Form(apart=True), "apart_4": Form(tokens=4, apart=True),
+}  # fmt: skip
+PAGE = 32  # slots
 LAYERS = 4  # that the whole-layer kernel is run with
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
+ATTENDED = "all-reduce of the attention's output and the router's logits"
+MOVED = "all-reduce of the experts' output and the next down projections"
 
 
 def expert_shape(preset: str, form: Form) -> ExpertShape:
@@ -57,9 +63,26 @@ def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Laye
         RANKS, ((0,),), 0, EXPERTS if shape.others else shape.count, SCALE, SCALING, EPS, *group,
     )  # fmt: skip
     exchange = () if ranks == 1 else ("all-to-all of the group's sums",)
-    attended = "all-reduce of the attention's output and the router's logits"
-    moved = "all-reduce of the experts' output and the next down projections"
-    return Layers(kernel, (*exchange, attended, moved))
+    return Layers(kernel, (*exchange, ATTENDED, MOVED))
+
+
+def layer_apart(slots: int, shape: ExpertShape, form: Form) -> Layers:
+    """The kernel of one layer over pages, on rank 0 of 64; a page of 32 slots has four runs of 8."""
+    from kimi_k2.nki.kernels.layer_attention import FIELDS
+    from kimi_k2.nki.kernels.layers import decode_layer
+
+    kernel, each = decode_layer[2], 8
+    held = dict(zip(FIELDS, _layer(slots, 1, shape, form, last=False), strict=True))
+    layer = {name: one for name, one in held.items() if one is not None}
+    layer["latents"] = layer["keys"] = sizes.bfloat16((slots // PAGE, 1, PAGE, (sizes.RANK + ROPE) // 2))
+    kernel(
+        hidden=shape.hidden(), projected=sizes.float32((form.tokens, DOWNS)),
+        rotation=torch.zeros(2, ROPE, form.tokens), lengths=sizes.lengths(slots),
+        runs=torch.arange(slots // each, dtype=torch.int32)[None], each=each,
+        first_expert=0, ranks=RANKS, groups=((0,),), num_experts=EXPERTS if shape.others else shape.count,
+        softmax_scale=SCALE, routed_scaling_factor=SCALING, eps=EPS, latent_eps=EPS, **layer,
+    )  # fmt: skip
+    return Layers(kernel, (ATTENDED, MOVED), apart=True)
 
 
 def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form, last: bool) -> tuple[Any, ...]:
@@ -90,12 +113,13 @@ def counts() -> dict[str, Any]:
     presets: dict[str, Any] = {preset: {} for preset in PRESETS}
     for name, form in FORMS.items():
         for slots, group in CONTEXTS.items():
-            # Drafts are not counted over a spread cache; attention in FP8 is held for that alone.
-            if (form.tokens > 1 and group > 1) or (form.attention == "fp8" and group == 1):
+            # Drafts and pages are not counted over a spread cache; attention in FP8 is held for that alone.
+            if ((form.tokens > 1 or form.apart) and group > 1) or (form.attention == "fp8" and group == 1):
                 continue
             for preset in PRESETS:
                 shape = expert_shape(preset, form)
-                counted = layer_counts(whole_layers(slots, group, shape, form))
+                layers = layer_apart(slots, shape, form) if form.apart else whole_layers(slots, group, shape, form)
+                counted = layer_counts(layers)
                 presets[preset].setdefault(name, {})[str(slots)] = counted
     return {"schema": SCHEMA, "modelled": True, "presets": presets}
 

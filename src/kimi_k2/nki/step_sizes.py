@@ -30,10 +30,12 @@ class Form:
     Attributes:
         attention: "bfloat16", or "fp8" with the checkpoint's scales.
         tokens: of the sequence: one, or drafts to be verified with it.
+        apart: a call for each layer, over a cache in pages.
     """
 
     attention: str = "bfloat16"
     tokens: int = 1
+    apart: bool = False
 
     def weight(self, *shape: int) -> Any:
         """Zeros of attention's type."""

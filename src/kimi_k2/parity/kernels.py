@@ -1,4 +1,4 @@
-"""NKI kernels of a decode step on a device against the emulator, one by one, at the sizes of one rank.
+"""The NKI kernel of a decode step's layer on a device against the emulator, at the sizes of one rank.
 
 `record` runs in a process of its own, as `python -m kimi_k2.parity.kernels DIRECTORY`: it puts the emulator in the
 place of the vendor's `nki`, which the comparing process needs.
@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,11 +22,14 @@ from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import read_data
+from kimi_k2.neuron.layer_arguments import emulated_fp8, numbers, torch_tensor
+from kimi_k2.nki.kernels import MODULES
 from kimi_k2.parity.trace import ParityError
 from nki_emulator import install
 
 CASES, TENSORS = "kernels.json", "kernels.safetensors"
-EXPERTS = 16  # tables of a rank, of which the 8 chosen ones are read
+EXPERTS = 16  # tables of a rank, of which the chosen ones are read
+RUN = 8  # slots of the cache after each other
 # Of results in BF16: two roundings of 2^-9 each, with room for another order of sums.
 TOLERANCE = 1e-2
 Arguments = dict[str, Any]
@@ -35,12 +37,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A call: kernel and its module, LNC, tensors in the kernel's order, the other arguments."""
+    """A call of `decode_layer`: its tensors and its other arguments, by name."""
 
     name: str
-    module: str
-    kernel: str
-    tensors: list[Tensor]
+    tensors: dict[str, Tensor]
     arguments: Arguments
 
 
@@ -58,33 +58,47 @@ class Compared:
 
 
 def cases(config: KimiK2Config) -> Iterator[Case]:
-    """The kernels at one rank's sizes of TP64 and TP32 x EP2, one token, 4,096 slots."""
+    """The kernel of one layer at one rank's sizes of TP64 and TP32 x EP2, one token, 4,096 slots; alone in its sums."""
     draw = torch.Generator().manual_seed(16)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=draw) * scale).to(torch.bfloat16)
 
-    hidden, count, top_k = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
-    blocks, rank, rope = hidden // 128, config.kv_lora_rank, config.qk_rope_head_dim
-    bias = torch.randn(1, count, generator=draw) * 0.1
-    routing = {
-        "routed_scaling_factor": config.routed_scaling_factor, "norm_topk_prob": config.norm_topk_prob, "top_k": top_k,
-    }  # fmt: skip
-    router = [normal(1, hidden), normal(hidden, count, scale=0.02), bias]
-    yield Case("router", "router", "noaux_tc_router", router, routing)
-    query, pages = normal(1, 1, rank + rope), [normal(4096, (rank + rope) // 2) for _ in range(2)]
-    rows, length = torch.randperm(4096, generator=draw).to(torch.int32)[None], torch.tensor([[3000]], dtype=torch.int32)
-    cache = [query, *pages, rows, normal(1, rank), normal(1, rope), length]
-    yield Case("attention", "mla_decode", "mla_decode_pages", cache, {"softmax_scale": config.softmax_scale})
-    for name, width, local_choices in (("experts, TP64", 32, top_k), ("experts, TP32 x EP2", 64, top_k // 2)):
-        gate_up = (torch.randn(EXPERTS, 128, blocks, 2 * width, generator=draw) * 40).clamp(-224, 224)
-        down = (torch.randn(EXPERTS, width, hidden, generator=draw) * 40).clamp(-224, 224)
-        scales = [torch.rand(EXPERTS, *shape, generator=draw) * 1e-3 + 1e-4 for shape in ((2, blocks), (blocks,))]
-        fp8 = [gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)]
-        index = torch.arange(top_k, dtype=torch.int32)[None] + EXPERTS - local_choices
-        tensors = [normal(1, hidden), fp8[0], scales[0], fp8[1], scales[1], index, torch.rand(1, top_k, generator=draw)]
-        arguments = {"first_expert": 0, "num_experts": EXPERTS if local_choices == top_k else 2 * EXPERTS}
-        yield Case(name, "experts", "selective_experts", tensors, arguments)
+    def values(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * 40).clamp(-224, 224).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=draw) * 1e-4 + 1e-5
+
+    hidden, count, ranks, slots = config.hidden_size, config.n_routed_experts, 64, 4096
+    q_rank, rank, rope, downs = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim, config.qkv_a_dim
+    blocks, own, shared = hidden // 128, hidden // ranks, config.moe_intermediate_size // ranks
+    for name, width, local in (("layer, TP64", 32, count), ("layer, TP32 x EP2", 64, count // 2)):
+        bias = torch.randn(1, count, generator=draw) * 0.1
+        bias[:, :EXPERTS] += 2.0  # those that the recording has
+        if local < count:
+            bias[:, -EXPERTS:] += 2.0
+        tensors = {
+            "hidden": normal(1, hidden).float(), "projected": normal(1, downs).float(),
+            "rotation": torch.ones(2, rope, 1) * 0.5**0.5, "lengths": torch.tensor([[3000]], dtype=torch.int32),
+            "runs": torch.randperm(slots // RUN, generator=draw).to(torch.int32)[None],
+            "first_expert": torch.zeros(1, 1, dtype=torch.int32), "q_norm": normal(q_rank), "kv_norm": normal(rank),
+            "q_b": normal(128, q_rank // 128, 128 + rope, scale=q_rank**-0.5),
+            "w_uk": normal(1, 128, 1, rank, scale=0.1),
+            "w_uv": normal(1, 128, rank // 128, 128, scale=0.05), "o_proj": normal(128, 1, hidden, scale=0.05),
+            "early_residual": normal(own, count, scale=0.02).float(),
+            "early_heads": normal(128, count, scale=0.02).float(),
+            **{name: normal(slots // 32, 1, 32, (rank + rope) // 2) for name in ("latents", "keys")},
+            "norm": normal(hidden), "bias": bias, "gate_up": values(EXPERTS, 128, blocks, 2 * width),
+            "gate_up_scales": scales(EXPERTS, 2, blocks), "down": values(EXPERTS, width, hidden),
+            "down_scales": scales(EXPERTS, blocks), "shared_gate_up": values(128, blocks, 2 * shared),
+            "shared_gate_up_scales": scales(2, blocks), "shared_down": values(shared, hidden),
+            "shared_down_scales": scales(blocks), "next_residual": normal(own, downs, scale=0.02),
+            "next_experts": normal(EXPERTS, width, downs, scale=0.05), "next_shared": normal(shared, downs, scale=0.05),
+        }  # fmt: skip
+        arguments = {**numbers(config), "each": RUN, "ranks": ranks, "groups": [[0]]}
+        arguments["num_experts"] = EXPERTS if local == count else count
+        yield Case(name, tensors, arguments)
 
 
 def record(directory: Path, config: KimiK2Config, cores: int) -> None:
@@ -93,12 +107,10 @@ def record(directory: Path, config: KimiK2Config, cores: int) -> None:
     listed = []
     for number, case in enumerate(cases(config)):
         results = _call(case, cores, emulated=True)
-        tensors |= {f"{number}.input.{index}": tensor.contiguous() for index, tensor in enumerate(case.tensors)}
+        tensors |= {f"{number}.input.{name}": tensor.contiguous() for name, tensor in case.tensors.items()}
         tensors |= {f"{number}.result.{index}": tensor for index, tensor in enumerate(results)}
-        counts = {"inputs": len(case.tensors), "results": len(results)}
-        listed.append(
-            {"name": case.name, "module": case.module, "kernel": case.kernel, "arguments": case.arguments} | counts
-        )
+        counts = {"inputs": list(case.tensors), "results": len(results)}
+        listed.append({"name": case.name, "arguments": case.arguments} | counts)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / TENSORS)
     write_json(directory / CASES, {"cores": cores, "cases": listed})
@@ -132,8 +144,8 @@ def compare_kernels(directory: Path) -> Iterator[Compared]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"no recording of the emulator: {error}", file=directory / CASES) from None
     for number, call in enumerate(listed):
-        tensors = [stored[f"{number}.input.{index}"] for index in range(call["inputs"])]
-        case = Case(call["name"], call["module"], call["kernel"], tensors, call["arguments"])
+        tensors = {name: stored[f"{number}.input.{name}"] for name in call["inputs"]}
+        case = Case(call["name"], tensors, call["arguments"])
         results = _call(case, cores, emulated)
         wanted = [stored[f"{number}.result.{index}"] for index in range(call["results"])]
         yield Compared(call["name"], max(map(_difference, results, wanted)))
@@ -147,29 +159,15 @@ def _difference(actual: Tensor, wanted: Tensor) -> float:
 
 
 def _call(case: Case, cores: int, emulated: bool) -> list[Tensor]:
-    kernel = getattr(import_module(f"kimi_k2.nki.kernels.{case.module}"), case.kernel)[cores]
-    inputs: list[Any] = case.tensors
+    kernel = import_module(f"kimi_k2.nki.kernels.{MODULES['decode_layer']}").decode_layer[cores]
     if emulated:
-        inputs = [_emulated(tensor) for tensor in inputs]
+        inputs: Arguments = {name: emulated_fp8(tensor) for name, tensor in case.tensors.items()}
     else:
         import torch_xla
 
-        inputs = [tensor.to(torch_xla.device()) for tensor in inputs]
-    results = kernel(*inputs, **case.arguments)
-    return [_on_host(result) for result in (results if isinstance(results, list | tuple) else [results])]
-
-
-def _emulated(tensor: Tensor) -> Any:
-    """e4m3fn under the emulator's name for the same bits; no value is above 224."""
-    if tensor.dtype != torch.float8_e4m3fn:
-        return tensor
-    import ml_dtypes
-
-    return tensor.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
-
-
-def _on_host(result: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(result)) if isinstance(result, np.ndarray) else result.cpu()
+        inputs = {name: tensor.to(torch_xla.device()) for name, tensor in case.tensors.items()}
+    groups = tuple(map(tuple, case.arguments["groups"]))
+    return [torch_tensor(part).cpu() for part in kernel(**inputs, **{**case.arguments, "groups": groups})]
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     tokens = target.rows
     share = expert_share(config, target, tokens)
     of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
-    on_kernel = target.layout.tiles and of_all < 1
+    on_kernel = target.layout.layers and of_all < 1
     if on_kernel:
         share = of_all  # on average: the kernel skips the experts of other ranks
     plan = of_stage(plan, target, decode=True)
@@ -199,7 +199,7 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
     counts.read["cache"] = cache_bytes_read(config, target, slots)
     counts.held["cache"] = cache_bytes(config, target)
     if target.torch_native:
-        if target.cache_itemsize < BF16 or not target.layout.tiles:  # pages laid one after another, and read again
+        if not target.layout.layers:  # pages laid one after another, and read again
             counts.moved["gather"] = 2 * BF16 // target.cache_itemsize * counts.read["cache"]
         counts.moved["cache write"] = _cache_write(config, target, tokens)
     counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
@@ -353,48 +353,31 @@ def _collectives(
     ranks, layers = target.layout.ranks, config.num_hidden_layers
     if ranks == 1:
         return {}
-    hidden = tokens * config.hidden_size * BF16
-    if target.torch_native:
-        return _of_torch_native(config, target, tokens, sampled, divided=not decode and tokens % ranks == 0)
+    hidden, line = tokens * config.hidden_size * BF16, target.torch_native
     early = moe_layers(config) if decode and target.layout.layers else 0
     riding = max(early - 1, 0)
     logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
     sizes = [hidden] * (2 * (layers - early))  # the dense layers' are as ever; the last layer's has nothing riding
     if early:
         sizes += [logits] * early + [downs] * riding + [_summed(config, tokens, 0)]
-    counts = dict(Counter(Collective("all-reduce", ranks, size) for size in sizes))
+    counts = Counter(Collective("all-reduce", ranks, size) for size in sizes)
     if not target.is_neuron:
         counts[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
         counts[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
         return counts
-    gathers = [hidden, *(sampled * ranks * size for size in SAMPLED_BYTES)]
-    for size in gathers:
-        counts[Collective("all-gather", ranks, size)] = 1
-    if target.arrangement.down_projections_split:
-        counts[Collective("all-gather", ranks, tokens * config.qkv_a_dim * BF16)] = layers - riding
-    return counts
-
-
-def _of_torch_native(
-    config: KimiK2Config, target: Target, tokens: int, sampled: int, *, divided: bool
-) -> dict[Collective, int]:
-    """Embedding, down projections and logits are gathered, two sums a layer; a prompt's tokens are divided between.
-
-    Sampled on the device only each rank's largest values and their numbers are gathered.
-    """
-    ranks, layers, hidden = target.layout.ranks, config.num_hidden_layers, tokens * config.hidden_size * BF16
-    assert target.torch_native is not None
-    logits = [sampled * config.vocab_size * FLOAT32]
-    if (on_device := target.torch_native.on_device_sampling_config) is not None:
-        most = min(on_device["max_top_k"], config.vocab_size // ranks)
-        logits = [sampled * ranks * most * size for size in SAMPLED_BYTES]
-    gathers = [hidden, *logits, *[tokens * config.qkv_a_dim * BF16] * layers]
-    counts: Counter[Collective] = Counter()
-    if divided:
+    gathers = [hidden]
+    if line is None:
+        gathers += [sampled * ranks * size for size in SAMPLED_BYTES]
+    elif line.on_device_sampling_config is None:
+        gathers += [sampled * config.vocab_size * FLOAT32]
+    else:  # each rank's largest values and their numbers
+        most = min(line.on_device_sampling_config["max_top_k"], config.vocab_size // ranks)
+        gathers += [sampled * ranks * most * size for size in SAMPLED_BYTES]
+    if line is not None and not decode and tokens % ranks == 0:  # a prompt's tokens are divided between the sums
         gathers += [hidden] * (2 * layers + 1)
-        counts[Collective("reduce-scatter", ranks, hidden // ranks)] = 2 * layers
-    else:
-        counts[Collective("all-reduce", ranks, hidden)] = 2 * layers
+        counts = Counter({Collective("reduce-scatter", ranks, hidden // ranks): 2 * layers})
+    if target.arrangement.down_projections_split:
+        gathers += [tokens * config.qkv_a_dim * BF16] * (layers - riding)
     return dict(counts + Counter(Collective("all-gather", ranks, size) for size in gathers))
 
 

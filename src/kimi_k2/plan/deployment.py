@@ -243,7 +243,10 @@ class Deployment(_Fields):
         if self.torch_native:
             self.torch_native.check(self.batch_size, self.seq_len, self.max_context_length)
         # Refuses a format of the other target, or of another form of decode.
-        Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self._decode)
+        layout = Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self._decode)
+        if self.torch_native and layout.layers and self.torch_native.kv_cache_dtype != "auto":
+            expected = f"expected auto with experts in {self.experts}, whose kernels read pages of the model's dtype"
+            raise ConfigError(expected, field="torch_native.kv_cache_dtype")
         return self
 
     @property
@@ -300,17 +303,15 @@ class Deployment(_Fields):
         Raises:
             ConfigError: the kernel of whole layers, and a checkpoint whose shared expert does not become tiles.
         """
-        if self.torch_native:
-            return Layout(self.moe_tp_degree, self.moe_ep_degree, "neuron", self.experts)
         layout = Layout(
             self.moe_tp_degree,
             self.moe_ep_degree,
             self.hardware.target,
             "bf16" if self.experts == "stored" and config.quantization is None else self.experts,
-            decode=self.neuron_config.decode,
+            decode=self._decode,
             query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )
-        if layout.decode == "layers" and layout.expert_format(config).shared is None:
+        if layout.layers and layout.expert_format(config).shared is None:
             expected = "the shared expert in tiles, of 32 or 64 columns a rank"
             raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
         return layout

@@ -43,6 +43,8 @@ _FORMS = {
     "folded_fp8": "one kernel a layer: the same with attention in FP8, by the checkpoint's scales",
     "folded_4": "one kernel a layer, 4 tokens of a sequence: at EP2 the slowest rank has 18 of the 32 experts (expected"
     " 18.2 of uniform routing)",
+    "apart": "one kernel a layer, a call each, over pages: no load runs ahead of a call",
+    "apart_4": "one kernel a layer, a call each, over pages, 4 tokens of a sequence",
 }
 _OF_THE_CLASS = (
     "this is the step of the class, which runs its MoE layers so (decode: layers): with the whole cache on each"
@@ -103,6 +105,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     if counted is None or not same:
         return None
     form = "folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded"
+    form = "apart" if target.torch_native else form
     if target.positions > 1:
         form += f"_{target.positions}"
     if form not in counted:
@@ -116,7 +119,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
         "assumptions": [
             *(line.format(**rates._asdict()) for line in ASSUMPTIONS),
             _FORMS[form],
-            _OF_THE_CLASS,
+            *([] if target.torch_native else [_OF_THE_CLASS]),
         ],
         "other_bytes": other_bytes,
         "rates": rates._asdict(),

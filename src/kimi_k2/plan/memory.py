@@ -247,7 +247,7 @@ def _experts_decode(config: KimiK2Config, target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
     local = config.n_routed_experts // target.layout.moe_ep
     slots = target.rows * config.num_experts_per_tok
-    if target.layout.tiles and slots < config.n_routed_experts:
+    if target.layout.layers and slots < config.n_routed_experts:
         return 0
     elements, stored = _gate_up(config, target, min(slots, local)), held_as(config, target)
     tokens = 1 if slots < local else target.rows
@@ -586,7 +586,7 @@ def _alternatives(target: Target) -> Iterator[tuple[str, Target]]:
     layout = target.layout
     if layout.target == "neuron":
         for experts, held in expert_formats().items():
-            if experts != layout.experts and held.quantization_type and not (held.tiles or layout.tiles):
+            if experts != layout.experts and held.quantization_type and not (held.tiles or layout.layers):
                 yield f"experts in {experts} FP8", replace(target, layout=replace(layout, experts=experts))
     elif layout.experts == "bf16":
         yield "the checkpoint's own format", replace(target, layout=replace(layout, experts="stored"))

@@ -266,7 +266,7 @@ def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> dict[st
     if target.machine.name != TRN2_LNC2.name:
         return None
     layers, scaled = config.num_hidden_layers, counts.block_scaled
-    form = "whole layers" if target.layout.layers else "kernels" if target.layout.tiles else "xla"
+    form = "whole layers" if target.layout.layers else "xla"
     found = fit(form)
     x = (counts.memory_bytes - scaled) / TRN2_LNC2.bytes_per_second, scaled / TRN2_LNC2.bytes_per_second, layers
     more = sum(counts.collectives.values()) - (2 * layers + 1)

@@ -104,6 +104,25 @@ def attention_tiles_tensors(config: KimiK2Config, layout: Layout, layer: int) ->
             yield PlannedTensor(full, dtype, shape, layer, dim, 1, parts, groups)
 
 
+def queries(normed: Tensor, q_b: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """q_b of float tiles: normed [.., q_lora_rank] to [.., heads, 128] without position and [.., heads, rope]."""
+    in_order = normed.unflatten(-1, (-1, PARTITIONS)).mT.flatten(-2)
+    both = in_order @ q_b.flatten(0, 1)
+    plain, rotary = both.split([heads * PARTITIONS, q_b.shape[2] - heads * PARTITIONS], dim=-1)
+    return plain.unflatten(-1, (heads, -1)), rotary.unflatten(-1, (heads, -1))
+
+
+def up_projections(w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """W_UK and W_UV of float tiles, [heads, 128, rank] both."""
+    return w_uk.squeeze(2), w_uv.permute(0, 3, 2, 1).flatten(2)
+
+
+def output(values: Tensor, o_proj: Tensor) -> Tensor:
+    """o_proj of float tiles: [.., heads * 128] to a rank's part of [.., H]."""
+    by_row: Tensor = values.unflatten(-1, (o_proj.shape[1], -1)).mT.flatten(-2)
+    return by_row @ o_proj.flatten(0, 1)
+
+
 def make_tiles(config: KimiK2Config, layout: Layout, module: str, stored: Stored) -> dict[str, Tensor]:
     """Tiles and scales, by name and suffix, of one of SOURCES.
 

@@ -136,18 +136,6 @@ class NeuronMapping(CheckpointMapping):
             if in_tiles:
                 yield Module(f"{own}.tiles", module.sources, partial(self._tiles, module.sources[0]))
 
-    def router(self, own: str, stored: str) -> Module:
-        """The base's; the torch-native line's weight is [hidden, experts]."""
-        module = super().router(own, stored)
-        if not self.layout.transposed_router:
-            return module
-
-        def make(read: list[Stored]) -> dict[str, Tensor]:
-            made = dict(module.make(read))
-            return made | {"linear_router.weight": made["linear_router.weight"].T.contiguous()}
-
-        return module._replace(make=make)
-
     def mlp(self, own: str, stored: str) -> Iterator[Module]:
         """The base's; a shared expert in tiles is a stack of one."""
         held = self.experts.shared if own.endswith("shared_experts") else None

@@ -44,8 +44,8 @@ class Layout:
         experts: format of the routed experts, one of `experts.format.expert_formats`; for cuda `bf16`, or `stored`: the
             whole model keeps the checkpoint's, or `w2_bf16`: all but the experts' down_proj.
         dtype: of float weights for neuron and for cuda with `bf16`.
-        decode: form of the NxDI class's decode step; neuron only. `layers` has experts in tiles and further weights,
-            `xla` neither. None is `xla`, or with tiles those alone, as the torch-native line reads them.
+        decode: form of a decode step; neuron only. `layers` has experts in tiles and further weights, `xla` neither.
+            None is that of `experts`.
         replicas: copies of all but the routed experts, each cut over as many ranks (data parallelism); cuda only.
         query_group: with `layers`, ranks that share a cache, each of which makes the queries of all their heads: write
             weights for it; 0 without. One head a rank.
@@ -71,10 +71,10 @@ class Layout:
             raise ConfigError(f"expected {' or '.join(allowed)} for {self.target}, got {self.experts}", field="experts")
         held = expert_formats().get(self.experts)
         in_tiles = held is not None and held.tiles
-        if self.decode is None and not in_tiles:
-            object.__setattr__(self, "decode", "xla")
+        if self.decode is None:
+            object.__setattr__(self, "decode", "layers" if in_tiles else "xla")
         check_decode(self.decode)
-        if self.decode is not None and in_tiles != self.layers:
+        if in_tiles != self.layers:
             expected = "tiles or bf16_tiles" if self.layers else "no tiles"
             raise ConfigError(f"expected {expected} with decode {self.decode!r}, got {self.experts}", field="experts")
         if self.query_group and (not self.layers or self.query_group % 2):
@@ -112,16 +112,6 @@ class Layout:
     def layers(self) -> bool:
         """Whether a decode step's MoE layers are one kernel: what it reads of attention, router and sums is written."""
         return self.decode == "layers"
-
-    @property
-    def tiles(self) -> bool:
-        """Whether experts lie in the tiles of NKI kernels."""
-        return self.decode != "xla"
-
-    @property
-    def transposed_router(self) -> bool:
-        """Whether routers' weights are [hidden, experts], as the torch-native line's kernel reads them."""
-        return self.decode is None
 
     def attention_tiles(self, config: KimiK2Config) -> AttentionTiles:
         """Format of MoE layers' attention in the kernel's tiles (`sharding.attention_tiles`); "" without.

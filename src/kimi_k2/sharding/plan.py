@@ -137,8 +137,7 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
         yield from attention_tiles_tensors(config, layout, layer)
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
-    gate = (hidden, count) if layout.transposed_router else (count, hidden)
-    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, gate, layer)
+    yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, (count, hidden), layer)
     yield PlannedTensor(f"{root}.mlp.router.e_score_correction_bias", torch.float32, (count,), layer)
     if layout.layers:
         yield from early_router_tensors(config, layout, layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,9 +40,8 @@ class Cut:
             refuse(context, "the preset says it", "tp", "ep", "target", "experts")
             return Deployment.load(self.preset).layout(config)
         best = "stored" if self.target == "cuda" else "blockwise"
-        decode: Literal["layers"] | None = "layers" if self.experts in ("tiles", "bf16_tiles") else None
         tp, ep = (32, self.ep or 2) if self.tp is None else (self.tp, self.ep or 1)  # of trn2-tp32-ep2
-        return Layout(tp, ep, self.target, self.experts or best, decode=decode)
+        return Layout(tp, ep, self.target, self.experts or best)
 
 
 @dataclass(frozen=True)

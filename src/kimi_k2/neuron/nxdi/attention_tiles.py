@@ -15,16 +15,10 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import Tensor, nn
 
 from kimi_k2.contrib_model.moe import Held
-from kimi_k2.sharding.attention_tiles import CORES, group_shapes, shapes
-from kimi_k2.sharding.experts import PARTITIONS
+from kimi_k2.sharding.attention_tiles import CORES, group_shapes, output, queries, shapes, up_projections
 
 from .config import KimiK2InferenceConfig
 from .experts import CutWeights
-
-
-def in_order_of_tiles(values: Tensor) -> Tensor:
-    """Values along the last dimension in the order of a tile's rows: of each partition its value of every chunk."""
-    return values.unflatten(-1, (-1, PARTITIONS)).mT.flatten(-2)
 
 
 class AttentionTiles(nn.Module):
@@ -59,41 +53,26 @@ class AttentionTiles(nn.Module):
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """q_b of float tiles: [B, S, q_lora_rank] to [B, h, S, 128] without position and [B, h, S, rope]."""
-        q_b = self._held("q_b").flatten(0, 1)
-        both = in_order_of_tiles(normed) @ q_b
-        plain, rotary = both.split([self.heads * PARTITIONS, q_b.shape[1] - self.heads * PARTITIONS], dim=2)
-        nope, rope = (states.unflatten(2, (self.heads, -1)).transpose(1, 2) for states in (plain, rotary))
+        nope, rope = (part.transpose(1, 2) for part in queries(normed, self._held("q_b"), self.heads))
         return nope, rope
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_UK and W_UV of float tiles, [h, 128, rank] both."""
-        return self._held("w_uk").squeeze(2), self._held("w_uv").permute(0, 3, 2, 1).flatten(2)
+        return up_projections(self._held("w_uk"), self._held("w_uv"))
 
     def output(self, values: Tensor, sequence_parallel: bool) -> Tensor:
         """o_proj of float tiles: [B, S, h * 128] to [B, S, H], summed over the ranks.
 
         With `sequence_parallel` a rank's part of the sequence.
         """
-        o_proj = self._held("o").flatten(0, 1)
-        by_row = values.unflatten(2, (self.heads, -1)).mT.flatten(2)
-        group, partial_sum = parallel_state.get_tensor_model_parallel_group(), (by_row @ o_proj).to(self.reduce_dtype)
+        group = parallel_state.get_tensor_model_parallel_group()
+        partial_sum = output(values, self._held("o")).to(self.reduce_dtype)
         out: Tensor
         if sequence_parallel:
             out = reduce_scatter_to_sequence_parallel_region(partial_sum, 1, process_group=group, dtype=values.dtype)
         else:
             out = reduce_from_tensor_model_parallel_region(partial_sum, process_group=group)
         return out.to(values.dtype)
-
-    def arguments(self) -> dict[str, Tensor]:
-        """All by the kernel's names."""
-        tensors: dict[str, Tensor] = {}
-        for name, tile in self.named_children():
-            assert isinstance(tile, CutWeights)
-            field = name.removeprefix("group_")  # in the place of a rank's own
-            tensors["o_proj" if name == "o" else field] = tile.weight
-            if tile.scale is not None:
-                tensors[f"{field}_scales"] = tile.scale
-        return tensors
 
     def _held(self, name: str) -> Tensor:
         tile = self.get_submodule(name)

@@ -12,6 +12,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import configuration_kimi_k2 as base
 from kimi_k2.contrib_model.quantization import StoredForm, require
+from kimi_k2.neuron import layer_arguments
 from kimi_k2.quantization.stored import parse_quantization
 from kimi_k2.sharding.attention_tiles import check_sizes
 from kimi_k2.sharding.experts import PARTITIONS, ExpertFormat, check_width, shared_width
@@ -172,7 +173,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
         hf, neuron = self.hf, self.neuron_config
         check_width(hf, self.layout.moe_tp)
         check_sizes(hf)
-        options.check_layer_sizes(hf, neuron)
+        layer_arguments.check_sizes(hf, neuron.tp_degree, neuron.logical_nc_config, neuron.query_group)
         needed = "decode 'layers' needs the shared expert in tiles, of 32 or 64 columns a rank"
         require(self.shared_width > 0, "decode", needed)
 

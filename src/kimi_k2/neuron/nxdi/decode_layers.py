@@ -24,11 +24,10 @@ from neuronx_distributed_inference.modules.flashdecode.utils import EXTRA_RESERV
 from torch import Tensor, nn
 
 from kimi_k2.model.decoder import HiddenStates
+from kimi_k2.neuron import layer_arguments
 from kimi_k2.nki.kernels import MODULES
 from nki_emulator import install
 from nki_emulator.ranks import run_as_rank
-
-from .experts import NAMES
 
 CALL_PREFIX = "kimi_k2.nki."
 
@@ -77,7 +76,7 @@ class DecodeLayersKernel:
             named = {**inputs, **named_layers(layers)}
             return self._lowered(list(named.values()), {**numbers, "named": list(named)}, results)
         module: Any = import_module(f"kimi_k2.nki.kernels.{MODULES[self.name]}")
-        kept = emulated_fp8 if self.emulated else (lambda tensor: tensor)
+        kept = layer_arguments.emulated_fp8 if self.emulated else (lambda tensor: tensor)
         arguments = {name: kept(tensor) for name, tensor in inputs.items()}
         arguments["layers"] = tuple(
             module.layer_of({name: kept(tensor) for name, tensor in layer.items()}) for layer in layers
@@ -87,7 +86,7 @@ class DecodeLayersKernel:
             outputs = run_as_rank(kernel, torch.distributed.get_rank(), _gather, (), {**arguments, **numbers})
         else:
             outputs = kernel(**arguments, **numbers)
-        return [torch_tensor(result).to(device) for result in outputs]
+        return [layer_arguments.torch_tensor(result).to(device) for result in outputs]
 
     def _lowered(self, tensors: list[Tensor], arguments: dict[str, Any], results: Sequence[Result]) -> list[Tensor]:
         import torch_xla
@@ -98,29 +97,6 @@ class DecodeLayersKernel:
             tensors, CALL_PREFIX + self.name, shapes, dtypes, False, described, 0, {}
         )
         return outputs
-
-
-def torch_tensor(array: Any) -> Tensor:
-    """A kernel's result as a tensor; torch does not know ml_dtypes' bfloat16."""
-    if isinstance(array, Tensor) or array.dtype.name != "bfloat16":
-        return torch.as_tensor(array)
-    return torch.as_tensor(array.view("uint16")).view(torch.bfloat16)
-
-
-def emulated_fp8(tensor: Tensor) -> Any:
-    """An e4m3fn tensor under Trainium's name for the same bits below 256 (`kimi_k2.quantization.neuron_e4m3`)."""
-    if tensor.dtype != torch.float8_e4m3fn:
-        return tensor
-    import ml_dtypes
-
-    return tensor.detach().contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3)
-
-
-def kernel_rotation(cosines: Tensor, sines: Tensor) -> Tensor:
-    """What kernels take, float32 [2, rope, B], from [B, 1, rope / 2] each: both once a value, sines signed."""
-    cos, sin = (angles.squeeze(1).repeat_interleave(2, dim=1) for angles in (cosines, sines))
-    signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[1] // 2)
-    return torch.stack((cos, sin * signs)).transpose(1, 2).contiguous()
 
 
 def named_layers(layers: Sequence[Tensors]) -> Tensors:
@@ -196,20 +172,15 @@ class WholeLayers:
         if group > 1:  # NxDI's mask is over the slots that it reserves too
             slots -= EXTRA_RESERVED_SPACE
             attention_mask = attention_mask[..., :slots]
+        downs = attention.qkv_a_proj(first.input_layernorm(hidden_states))
+        rotation = (part.squeeze(1) for part in attention.rotation(position_ids.reshape(tokens, 1), torch.float32))
         inputs = {
             "hidden": hidden_states.flatten(0, 1).to(torch.float32),
-            "projected": _projected(first, hidden_states).flatten(0, 1),
-            "rotation": kernel_rotation(*attention.rotation(position_ids.reshape(tokens, 1), torch.float32)),
+            "projected": layer_arguments.without_scalar(downs, hidden_states, hf.rms_norm_eps).flatten(0, 1),
+            "rotation": layer_arguments.rotation(*rotation),
             "lengths": attention_mask[:, 0, 0].sum(dim=1).to(torch.int32).unsqueeze(1),
         }
-        numbers: dict[str, Any] = {
-            "num_experts": hf.n_routed_experts,
-            "softmax_scale": hf.softmax_scale,
-            "routed_scaling_factor": hf.routed_scaling_factor,
-            "eps": hf.rms_norm_eps,
-            "latent_eps": hf.latent_norm_eps,
-            "attended": slots,
-        }
+        numbers = {**layer_arguments.numbers(hf), "attended": slots}
         if group > 1:
             assert active_mask is not None
             own = active_mask[:, 0].diagonal(dim1=1, dim2=2)
@@ -222,7 +193,7 @@ class WholeLayers:
         read = [] if states is None else [layer - before for layer in states.layers if layer >= before]
         bounds = sorted({*range(0, len(moe), each), *read, len(moe)})
         for begin, end in pairwise(bounds):
-            tensors = [layer_tensors(layer, cache, dtype) for layer, cache in moe[begin:end]]
+            tensors = [_tensors(layer, cache, dtype) for layer, cache in moe[begin:end]]
             results: list[Result] = [
                 ((tokens, hf.hidden_size // 128, 128), torch.float32),
                 ((len(tensors), tokens, hf.kv_lora_rank), dtype),
@@ -243,39 +214,8 @@ class WholeLayers:
         return inputs["hidden"].unflatten(0, (batch, length)).to(dtype)
 
 
-def _projected(layer: Any, hidden_states: Tensor) -> Tensor:
-    """A layer's down projections of [B, S, H] without the norm's scalar, which the kernel applies: float32."""
-    mean = hidden_states.to(torch.float32).square().mean(dim=2, keepdim=True)
-    projected = layer.self_attn.qkv_a_proj(layer.input_layernorm(hidden_states))
-    return projected.to(torch.float32) * torch.sqrt(mean + layer.self_attn.hf.rms_norm_eps)
-
-
-def layer_tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:
-    """A MoE layer's weights and cache by the fields of the kernel's `Layer`; norms and cache in the model's `dtype`.
-
-    On a device they have it already, and nothing is copied.
-    """
-    attention, routed, shared = layer.self_attn, layer.mlp.experts, layer.mlp.shared_experts
-    keys, latents = (slot.squeeze(1) for slot in cache)
-    floats: Tensors = {
-        "q_norm": attention.q_a_layernorm.weight,
-        "kv_norm": attention.kv_a_layernorm.weight,
-        "norm": layer.post_attention_layernorm.weight,
-        "latents": latents,
-        "keys": keys,
-    }
-    behind: Tensors = {}
-    if layer.early_qkv_a is not None:
-        behind["next_residual"] = layer.early_qkv_a.residual_weight
-        behind["next_experts"] = routed.early_qkv_a.weight
-        behind["next_shared"] = shared.early_qkv_a.weight.squeeze(0)
-    return {
-        **{name: tensor.to(dtype) for name, tensor in floats.items()},
-        **behind,
-        **attention.tiles.arguments(),
-        **dict(zip(NAMES, routed.tiles(), strict=True)),
-        **{f"shared_{name}": tensor for name, tensor in shared.alone().items()},
-        "early_residual": layer.early_router.residual_weight,
-        "early_heads": layer.early_router.heads_weight,
-        "bias": layer.mlp.router.e_score_correction_bias.unsqueeze(0),
-    }
+def _tensors(layer: Any, cache: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensors:
+    """A MoE layer's weights and cache, all but FP8 in the model's `dtype`."""
+    held = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    keys, latents = (slot.squeeze(1).to(dtype) for slot in cache)
+    return {**layer_arguments.weights(held, dtype), "latents": latents, "keys": keys}

@@ -20,8 +20,6 @@ from kimi_k2.sharding.experts import PARTITIONS
 
 from .config import KimiK2InferenceConfig
 
-NAMES = ("gate_up", "gate_up_scales", "down", "down_scales")  # of the kernel
-
 
 class CutWeights(ExpertWeights):
     """Weights that all ranks divide; the cut is the dimension, and how many sections of it are cut one by one."""
@@ -73,24 +71,6 @@ class Tiles(nn.Module):
                 for dim, sections in [TILE_CUTS[full]]
             }
             self.add_module(name, (CutWeights if shared else ExpertWeights)(held, neuron.tp_degree))
-
-    def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the kernel takes: gate and up [E, 128, H/128, 2 I], scales [E, 2, H/128], down [E, I, H], [E, H/128].
-
-        Of float weights the scales are ones.
-        """
-        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        scales = self.gate_up_proj.scale, self.down_proj.scale
-        if self.gate_up_proj.scale is None:
-            ones = torch.ones(len(down), 3, gate_up.shape[2], dtype=torch.float32, device=down.device)
-            scales = ones[:, :2], ones[:, 2:]
-        return gate_up, scales[0], down, scales[1].squeeze(1)
-
-    def alone(self) -> dict[str, Tensor]:
-        """`tiles` of a stack of one expert, by name, without that dimension and without the scales of float weights."""
-        tiles = {name: tile.squeeze(0) for name, tile in zip(NAMES, self.tiles(), strict=True)}
-        floats = self.gate_up_proj.scale is None
-        return {name: tile for name, tile in tiles.items() if not (floats and name.endswith("_scales"))}
 
     def mlp(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """Tokens [E' or 1, T, H] through all local experts, or those of `experts` [E']: [E', T, H]."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import quantization as contrib
 from kimi_k2.contrib_model.quantization import require
 from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.layer_arguments import MOST_TOKENS
 from kimi_k2.sharding import layout
 
 # NxDI's options, with tests in test/nxd, and this class's own.
@@ -55,8 +55,6 @@ FUSED: Beside = {
     "tensor_capture_config": ((None,), "NxDI takes outputs behind the tokens for caches (NeuronFusedSpecModel)"),
 }
 TILES = "of slots that decode 'layers' takes at once"
-# Tokens of a step, whose tiles fit SBUF at the widths of a rank of 64 and 4,096 slots, by the emulator.
-MOST_SEQUENCES = 32
 MOST_HEADS = 128  # of all sequences, where a group of ranks shares a cache: a partition each
 
 
@@ -147,8 +145,8 @@ def _check_decode(config: Any) -> None:
         return
     check_beside(config, "decode 'layers'", LAYERS)
     tokens, kind = tokens_of(config), config.quantization_type
-    expected = f"expected at most {MOST_SEQUENCES} tokens a step with decode 'layers', got {tokens}"
-    require(tokens <= MOST_SEQUENCES, "batch_size", expected)
+    expected = f"expected at most {MOST_TOKENS} tokens a step with decode 'layers', got {tokens}"
+    require(tokens <= MOST_TOKENS, "batch_size", expected)
     held = not config.quantized or kind == contrib.BLOCKWISE
     require(held, "quantization_type", f"expected {contrib.BLOCKWISE} with decode 'layers', got {kind!r}")
 
@@ -169,22 +167,3 @@ def check_slots(config: Any, group: int) -> None:
         expected = f"decode 'layers' takes at most {MOST_HEADS // group} tokens a step over groups of {group}"
         require(tokens * group <= MOST_HEADS, "batch_size", f"{expected}, got {tokens}")
     config.check_lengths(("seq_len", "token_generation_buckets"), 128 * cores * group, TILES)
-
-
-def check_layer_sizes(hf: KimiK2Config, neuron: Any) -> None:
-    """Refuse models that the kernel of all MoE layers does not take; the field is named, and what it takes."""
-    dense, ranks = [layer for layer in range(hf.num_hidden_layers) if not hf.is_moe_layer(layer)], neuron.tp_degree
-    experts, hidden, side = hf.n_routed_experts, hf.hidden_size, 128 * neuron.logical_nc_config
-    rank, rope, heads = hf.kv_lora_rank, hf.qk_rope_head_dim, hf.num_attention_heads
-    behind = bool(dense) and dense == list(range(len(dense)))
-    for taken, field, expected in (
-        (behind, "first_k_dense_replace", "MoE layers behind dense ones"),
-        (experts % 128 == 0 and experts <= 512, "n_routed_experts", "a multiple of 128 up to 512"),  # columns of logits
-        (hf.num_experts_per_tok == 8, "num_experts_per_tok", "8"),
-        (hidden <= 128 * ranks, "hidden_size", "at most 128 columns of the residual a rank"),
-        (hidden % side == 0, "hidden_size", f"a multiple of {side}"),
-        (not neuron.query_group or heads == ranks, "num_attention_heads", "one head a rank with flash decoding"),
-        (rank % 128 == 0 and rank <= 512 and rope <= 128, "kv_lora_rank", "a multiple of 128 up to 512, rotary 128"),
-        (hf.norm_topk_prob, "norm_topk_prob", "normalised weights alone"),
-    ):
-        require(taken, field, f"decode 'layers' takes {expected}, got {getattr(hf, field)}")

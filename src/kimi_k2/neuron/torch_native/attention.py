@@ -1,6 +1,7 @@
 """Multi-head latent attention of one rank over the line's pages.
 
-A token's 576 cached values are one head of 288 in the K pages and 288 in the V pages, each held once.
+A token's 576 cached values are one head of 288 in the K pages and 288 in the V pages, each held once: half of the
+latents, and behind them half of the rotated key, as `decode_layer` reads them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,27 @@ from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.linear import rms_norm as rms_norm_operation
 from kimi_k2.plan.torch_native import KEYS
 from kimi_k2.quantization.neuron_e4m3 import NEURON_E4M3_MAX
+from kimi_k2.sharding import attention_tiles
+
+Up = tuple[Tensor, Tensor]  # W_UK and W_UV, [heads, n, rank]; or latents and rotated keys
 
 # The plain functions: a table of implementations has no place inside a graph.
 rms_norm = rms_norm_operation.__wrapped__  # type: ignore[attr-defined]
 rotate = apply_rotary_interleaved.__wrapped__  # type: ignore[attr-defined]
+
+
+def halves_of(latents: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """What K's and V's pages hold of latents [.., rank] and rotated keys [.., rope]."""
+    first, second = (torch.cat(half, dim=-1) for half in zip(latents.chunk(2, -1), keys.chunk(2, -1), strict=True))
+    return first, second
+
+
+def entries_of(halves: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Latents and rotated keys of what `halves_of` gave."""
+    latents, keys = (
+        torch.cat(parts, dim=-1) for parts in zip(*(h.tensor_split([rank // 2], -1) for h in halves), strict=True)
+    )
+    return latents, keys
 
 
 class Pages:
@@ -75,12 +93,20 @@ class Attention:
         config: of the model.
         weights: the layer's `self_attn`.
         ranks: which this is.
-        kernels: that may run; None for none.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks, kernels: Kernels | None) -> None:
-        self.config, self.weights, self.ranks, self.kernels = config, weights, ranks, kernels
+    def __init__(self, config: KimiK2Config, weights: nn.Module, ranks: Ranks) -> None:
+        self.config, self.weights, self.ranks = config, weights, ranks
+        self.tiles = "tiles" in dict(weights.named_children())
         self.pages: Pages | None = None
+
+    def _of(self, name: str) -> Tensor:
+        return self.weights.get_parameter(f"{name}.weight")
+
+    def down(self, x: Tensor) -> Tensor:
+        """q_a and kv_a of normed [T, H]: [T, N]."""
+        made: Tensor = self.ranks.tp.all_gather(linear(x, self._of("qkv_a_proj")), -1)
+        return made
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any) -> Tensor:
         """Normed [T, H] of all this batch's tokens to this rank's part of [T, H].
@@ -91,88 +117,82 @@ class Attention:
             rotation: cos and sin at these positions, each [T, rope / 2].
             metadata: the line's, of this layer.
         """
-        config, weights = self.config, self.weights
+        config, eps = self.config, self.config.latent_norm_eps
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-
-        def of(name: str) -> Tensor:
-            return weights.get_parameter(f"{name}.weight")
-
-        qkv_a = self.ranks.tp.all_gather(linear(x, of("qkv_a_proj")), -1)
-        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, rank, rope], dim=-1)
-        eps = config.latent_norm_eps
-        q = linear(rms_norm(q_a, of("q_a_layernorm"), eps), of("q_b_proj")).unflatten(-1, (-1, nope + rope))
-        q_nope, q_rope = q.split([nope, rope], dim=-1)
+        heads = config.num_attention_heads // int(self.ranks.tp.world_size)
+        q_a, latent, k_rope = self.down(x).split([config.q_lora_rank, rank, rope], dim=-1)
+        normed = rms_norm(q_a, self._of("q_a_layernorm"), eps)
+        if self.tiles:
+            q_nope, q_rope = attention_tiles.queries(normed, self._of("tiles.q_b"), heads)
+            up = attention_tiles.up_projections(self._of("tiles.w_uk"), self._of("tiles.w_uv"))
+        else:
+            q_nope, q_rope = linear(normed, self._of("q_b_proj")).unflatten(-1, (heads, -1)).split([nope, rope], dim=-1)
+            up = self._of("kv_b_proj").view(heads, -1, rank).split([nope, config.v_head_dim], dim=1)
         cos, sin = rotation
         q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
-        entries = torch.cat((rms_norm(latent, of("kv_a_layernorm"), eps), rotate(k_rope, cos, sin)), dim=-1)
+        entries = rms_norm(latent, self._of("kv_a_layernorm"), eps), rotate(k_rope, cos, sin)
         assert self.pages is not None, "bind_kv_cache comes first"
-        pages = self.pages.write(entries, metadata["slot_mapping"])
-        kv_b = of("kv_b_proj").view(-1, nope + config.v_head_dim, rank)
+        pages = self.pages.write(torch.cat(halves_of(*entries), dim=-1), metadata["slot_mapping"])
         if metadata["max_query_len"] <= metadata["decode_token_threshold"]:
-            out = self._absorbed(q_nope, q_rope, kv_b, positions, metadata["block_table_tensor"], entries, pages)
+            out = self._absorbed(q_nope, q_rope, up, positions, metadata["block_table_tensor"], pages)
         else:
-            out = self._expanded(q_nope, q_rope, kv_b, positions, self._keys(entries, metadata, pages))
-        return linear(out.flatten(1), of("o_proj"))
+            out = self._expanded(q_nope, q_rope, up, positions, self._keys(entries, metadata, pages))
+        if self.tiles:
+            return attention_tiles.output(out.flatten(1), self._of("tiles.o"))
+        return linear(out.flatten(1), self._of("o_proj"))
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, table: Tensor, entries: Tensor,
-        pages: Pages,
-    ) -> Tensor:  # fmt: skip
+        self, q_nope: Tensor, q_rope: Tensor, up: Up, positions: Tensor, table: Tensor, pages: Pages
+    ) -> Tensor:
         """Decode: every head of every line's tokens reads the line's latents once. [T, heads, v_head_dim]."""
-        w_uk, w_uv = kv_b.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
-        query = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope), dim=-1)
-        lines, (tokens, heads, width) = len(table), query.shape
-        if self.kernels is not None and lines == tokens:
-            rank, scale = w_uv.shape[-1], self.config.softmax_scale
-            sums = self.kernels.attention(query, pages.halves, table, entries, positions, rank, scale)
-            if sums is not None:
-                return torch.einsum("thr,hvr->thv", sums.to(query.dtype), w_uv)
-        k, v = pages.read(table, query.dtype)
-        first, second = query.reshape(lines, -1, width).chunk(2, dim=-1)
+        w_uk, w_uv = up
+        half = w_uv.shape[-1] // 2
+        queries = halves_of(torch.einsum("thn,hnr->thr", q_nope, w_uk), q_rope)
+        lines, (tokens, heads) = len(table), q_nope.shape[:2]
+        k, v = pages.read(table, q_nope.dtype)
+        first, second = (query.reshape(lines, -1, query.shape[-1]) for query in queries)
         scores = torch.bmm(first, k.mT).to(torch.float32) + torch.bmm(second, v.mT).to(torch.float32)
         scores = scores.view(tokens, heads, -1) * self.config.softmax_scale
         visible = torch.arange(scores.shape[-1], device=scores.device) <= positions[:, None]
-        weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(-1).to(query.dtype)
+        weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(-1).to(q_nope.dtype)
         weights = weights.view(lines, -1, weights.shape[-1])
-        rest = v[..., : w_uv.shape[-1] - k.shape[-1]]  # behind it the rotated key
-        summed = torch.cat((torch.bmm(weights, k), torch.bmm(weights, rest)), dim=-1)
+        summed = torch.cat((torch.bmm(weights, k[..., :half]), torch.bmm(weights, v[..., :half])), dim=-1)
         return torch.einsum("thr,hvr->thv", summed.reshape(tokens, heads, -1), w_uv)
 
-    def _keys(self, entries: Tensor, metadata: Any, pages: Pages) -> Iterator[Tensor]:
-        """Cached entries that a prompt's tokens may see, some at a time, from position 0 on.
+    def _keys(self, entries: Up, metadata: Any, pages: Pages) -> Iterator[Up]:
+        """Latents and keys that a prompt's tokens may see, some at a time, from position 0 on.
 
         A whole prompt sees its own; a segment what the pages hold, its own tokens included.
         """
         segment = int(metadata["kv_segment_size"])
         if not segment:
-            yield from entries.split(KEYS)
+            yield from zip(*(one.split(KEYS) for one in entries), strict=True)
             return
         table = metadata["block_table_tensor"]
         for blocks in table.split(max(1, segment // int(metadata["block_size"])), dim=1):
-            yield torch.cat(pages.read(blocks, entries.dtype), dim=-1)[0]
+            latents, keys = entries_of(pages.read(blocks, entries[0].dtype), self.config.kv_lora_rank)
+            yield latents[0], keys[0]
 
-    def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, positions: Tensor, keys: Iterator[Tensor]
-    ) -> Tensor:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, up: Up, positions: Tensor, keys: Iterator[Up]) -> Tensor:
         """Prefill of one request: keys and values expanded part by part, [T, heads, v_head_dim].
 
         The softmax runs along in float32 (Milakov and Gimelshein 2018, arXiv 1805.02867).
         """
         config = self.config
         query = torch.cat((q_nope, q_rope), dim=-1).transpose(0, 1)  # [heads, T, nope + rope]
+        kv_b = torch.cat(up, dim=1)
         tokens, heads, start = len(positions), len(kv_b), 0
         total = torch.zeros(heads, tokens, config.v_head_dim, dtype=torch.float32, device=query.device)
         weight = torch.zeros(heads, tokens, 1, dtype=torch.float32, device=query.device)
         largest = torch.full_like(weight, torch.finfo(torch.float32).min)
-        for part in keys:
-            latent, k_rope = part.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        for latent, k_rope in keys:
             expanded = torch.matmul(latent, kv_b.mT)  # [heads, S, nope + v]
             k_nope, values = expanded.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
             key = torch.cat((k_nope, k_rope.expand(heads, -1, -1)), dim=-1)
             scores = torch.bmm(query, key.mT).to(torch.float32) * config.softmax_scale
-            visible = start + torch.arange(len(part), device=query.device) <= positions[:, None]
+            visible = start + torch.arange(len(latent), device=query.device) <= positions[:, None]
             scores = scores.masked_fill(~visible, float("-inf"))
-            start += len(part)
+            start += len(latent)
             now = torch.maximum(largest, scores.amax(-1, keepdim=True))
             share, kept = (scores - now).exp(), (largest - now).exp()
             total = total * kept + torch.bmm(share.to(values.dtype), values).to(torch.float32)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.ops.experts import noaux_tc_gate
 from kimi_k2.plan import torch_native as cut
 
@@ -48,13 +47,11 @@ class Experts:
         config: of the model.
         weights: `experts` with `gate_up_proj` and `down_proj`, each with `weight` [E_local, input, output] and perhaps
             `scale`; in tiles as `sharding.experts` has them, then perhaps with such `shared_experts` beside it.
-        kernels: that may run where they lie in tiles; None where they do not.
         first: int64 scalar, number of the first expert held. A tensor, so that all ranks have one graph.
     """
 
-    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor, kernels: Kernels | None) -> None:
-        self.top_k, self.total = config.num_experts_per_tok, config.n_routed_experts
-        self.first, self.kernels = first, kernels
+    def __init__(self, config: KimiK2Config, weights: nn.Module, first: Tensor) -> None:
+        self.top_k, self.first = config.num_experts_per_tok, first
         parts = dict(weights.named_children())
         self.routed, shared = parts["experts"], parts.get("shared_experts")
         self.shared = shared if hasattr(shared, "gate_up_proj") else None  # three linears are the caller's
@@ -67,13 +64,6 @@ class Experts:
         """
         local = topk_indices - self.first
         count = len(self.routed.get_parameter("down_proj.weight"))
-        if self.kernels is not None and decode and topk_indices.numel() < count:
-            routed, beside = dict(self.routed.named_parameters()), {}
-            if self.shared is not None:
-                beside = dict(self.shared.named_parameters())
-            made = self.kernels.experts(x, routed, beside, local, topk_weights, self.total)
-            if made is not None:
-                return made.to(x.dtype)
         out = self._routed(x, local, topk_weights, count, decode=decode)
         if self.shared is None:
             return out
@@ -142,16 +132,10 @@ class Experts:
         return scaled_matmul(x, weight, scale)
 
 
-def route(config: KimiK2Config, x: Tensor, router: nn.Module, kernels: Kernels | None) -> tuple[Tensor, Tensor]:
-    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]. With kernels the weight is [H, E]."""
+def route(config: KimiK2Config, x: Tensor, router: nn.Module) -> tuple[Tensor, Tensor]:
+    """noaux_tc of [T, H] in float32: int64 [T, k], float32 [T, k]."""
     weight: Tensor = router.get_parameter("linear_router.weight")
     bias = router.get_parameter("e_score_correction_bias")
-    if kernels is not None:
-        scaling, norm = config.routed_scaling_factor, config.norm_topk_prob
-        made = kernels.router(x, weight, bias, scaling, norm, config.num_experts_per_tok)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
-        weight = weight.T
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = linear(x.to(wide), weight.to(wide))
     return noaux_tc_gate(

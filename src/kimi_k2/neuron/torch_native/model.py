@@ -12,7 +12,8 @@ from torch.nn.functional import embedding, linear
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, GenerationError, TensorShapeError
 from kimi_k2.model.rope import RotaryEmbedding
-from kimi_k2.neuron.torch_native.attention import Attention, Pages, rms_norm
+from kimi_k2.neuron import layer_arguments
+from kimi_k2.neuron.torch_native.attention import Attention, Pages, halves_of, rms_norm
 from kimi_k2.neuron.torch_native.experts import Experts, mlp, route
 from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.loading import rank_tensors
@@ -39,17 +40,16 @@ class Layer:
         weights: nn.Module,
         ranks: Ranks,
         first: Tensor,
-        kernels: Kernels,
-        *,
-        tiles: bool,
     ) -> None:
         self.config, self.weights, self.ranks = config, weights, ranks
-        self.kernels = kernels if tiles else None  # one choice: experts in tiles
-        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks, self.kernels)
+        self.attention = Attention(config, weights.get_submodule("self_attn"), ranks)
         self.mlp = weights.get_submodule("mlp")
-        self.experts = None
-        if config.is_moe_layer(layer):
-            self.experts = Experts(config, self.mlp, first, self.kernels)
+        self.experts = Experts(config, self.mlp, first) if config.is_moe_layer(layer) else None
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """One of the layer's norms."""
+        rows: Tensor = rms_norm(x, self.weights.get_parameter(f"{name}.weight"), self.config.rms_norm_eps)
+        return rows
 
     def __call__(
         self, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], metadata: Any, divided: bool
@@ -58,7 +58,7 @@ class Layer:
         tp = self.ranks.tp
 
         def normed(name: str) -> Tensor:
-            rows: Tensor = rms_norm(x, self.weights.get_parameter(f"{name}.weight"), self.config.rms_norm_eps)
+            rows = self.norm(x, name)
             return tp.all_gather(rows, 0) if divided else rows
 
         def summed(part: Tensor) -> Tensor:
@@ -74,12 +74,63 @@ class Layer:
         if dp is not None:  # other replicas' tokens pass this rank's experts too
             rows = dp.all_gather(x, 0)
         decode = metadata["max_query_len"] <= metadata["decode_token_threshold"]
-        chosen = route(self.config, rows, self.mlp.get_submodule("router"), self.kernels)
+        chosen = route(self.config, rows, self.mlp.get_submodule("router"))
         out = self.experts(rows, *chosen, decode=decode)
         if dp is not None:
             out = dp.reduce_scatter(out, 0)
         shared = getattr(self.mlp, "shared_experts", None)
         return out if shared is None or self.experts.shared is not None else out + mlp(x, shared)
+
+
+class WholeLayers:
+    """The MoE layers of one decode step: each is one kernel, its collectives inside.
+
+    The residual goes from kernel to kernel in float32, with the down projections that ride in the sum before.
+
+    Args:
+        kernels: that run.
+        layer: the first of the layers.
+        positions: int64 [T], after each other the tokens of a line.
+        rotation: float32, of `layer_arguments.rotation`.
+        table: int32 [B, M], pages of each line.
+        runs: of `Kernels.runs`.
+    """
+
+    def __init__(
+        self, kernels: Kernels, layer: Layer, positions: Tensor, rotation: Tensor, table: Tensor, runs: dict[str, Any]
+    ) -> None:
+        ranks, experts = layer.ranks, layer.experts
+        assert experts is not None
+        self.kernels = kernels
+        self.hidden: Tensor | None = None
+        self.projected: Tensor | None = None
+        self.shared = {
+            **runs,
+            **layer_arguments.numbers(layer.config),
+            "rotation": rotation,
+            "lengths": positions.view(len(table), -1)[:, :1].to(torch.int32),
+            "first_expert": experts.first.to(torch.int32).view(1, 1),
+            "ranks": ranks.tp.world_size,
+            "groups": (tuple(range(ranks.tp.world_size)),),
+        }
+
+    def __call__(self, layer: Layer, x: Tensor, metadata: Any) -> Tensor:
+        """As a layer's, of whole tokens; `x` is read before the first of them alone."""
+        eps, attention = layer.config.rms_norm_eps, layer.attention
+        if self.hidden is None:
+            self.hidden = x.to(torch.float32)
+            self.projected = layer_arguments.without_scalar(attention.down(layer.norm(x, "input_layernorm")), x, eps)
+        assert attention.pages is not None, "bind_kv_cache comes first"
+        latents, keys = attention.pages.halves
+        weights = layer_arguments.weights(dict(layer.weights.named_parameters()), x.dtype)
+        out, *entries = self.kernels.layer(
+            hidden=self.hidden, projected=self.projected, latents=latents, keys=keys, **weights, **self.shared
+        )
+        attention.pages.write(torch.cat(halves_of(entries[0][0], entries[1][0]), dim=-1), metadata["slot_mapping"])
+        self.hidden = hidden = out.flatten(1)
+        if len(entries) > 2:
+            self.projected = entries[2].flatten(1)[:, : layer.config.qkv_a_dim]
+        return hidden.to(x.dtype)
 
 
 class KimiK2ForVllmNeuron(nn.Module):
@@ -118,6 +169,9 @@ class KimiK2ForVllmNeuron(nn.Module):
             self.dtype = getattr(torch, config_dtype) if isinstance(config_dtype, str) else config_dtype
         self.experts = getattr(neuron_config, "quantization", None) or DEFAULT_FORMAT
         self.ranks = Ranks.of_process(neuron_config)
+        self.kernels, self.whole = Kernels.find(), expert_formats()[self.experts].tiles
+        if self.whole:
+            layer_arguments.check_sizes(config, int(self.ranks.tp.world_size), self.kernels.cores, halves=True)
         self.planned = planned_tensors(config, self.ranks, self.experts, self.dtype)
         if any(tensor.dtype == FP8 for tensor in self.planned) and neuron_config is not None:
             # The runner reads this word once the model is made, and tells the compiler of Trainium2 by it that its
@@ -180,18 +234,18 @@ class KimiK2ForVllmNeuron(nn.Module):
         Raises:
             ConfigError: they hold another dtype than the model's or e4m3.
         """
-        layers, kernels = self.get_submodule("layers"), Kernels.find()
-        shared = self.ranks, self.first_expert, kernels
-        tiles = expert_formats()[self.experts].tiles
+        layers = self.get_submodule("layers")
         self._layers = [
-            Layer(self.config, number, layers.get_submodule(str(number)), *shared, tiles=tiles)
+            Layer(self.config, number, layers.get_submodule(str(number)), self.ranks, self.first_expert)
             for number in range(self.config.num_hidden_layers)
         ]
         for number, layer in enumerate(self._layers):
             k, v = kv_caches[layer_name(number)]
-            if k.dtype not in (self.dtype, FP8):
-                raise ConfigError(f"expected {self.dtype} or {FP8}, got {k.dtype}", field="kv_cache_dtype")
-            layer.attention.pages = Pages(k, v, kernels)
+            taken = (self.dtype,) if self.whole else (self.dtype, FP8)
+            if k.dtype not in taken:
+                expected = " or ".join(map(str, taken))
+                raise ConfigError(f"expected {expected}, got {k.dtype}", field="kv_cache_dtype")
+            layer.attention.pages = Pages(k, v, self.kernels)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Return the residual stream before these layers too, which an Eagle3 head reads.
@@ -275,11 +329,16 @@ class KimiK2ForVllmNeuron(nn.Module):
             x = x.view(size, tokens // size, -1).index_select(0, rank.view(1).to(torch.long)).squeeze(0)
         positions = positions.to(torch.long)
         rotation = cos_sin(positions, self.inv_freq, self.multiplier, self.dtype)
+        whole = None if prefill else self._whole_layers(x, positions, first)
         aux = []
         for number, layer in enumerate(self._layers):
             if number in self.aux_layers:
                 aux.append(self.ranks.tp.all_gather(x, 0) if divided else x)
-            x = layer(x, positions, rotation, attn_metadata[layer_name(number)], divided)
+            metadata = attn_metadata[layer_name(number)]
+            if whole is not None and layer.experts is not None:
+                x = whole(layer, x, metadata)
+            else:
+                x = layer(x, positions, rotation, metadata, divided)
         x = rms_norm(x, self.get_parameter("norm.weight"), self.config.rms_norm_eps)
         if divided:
             x = self.ranks.tp.all_gather(x, 0)
@@ -295,6 +354,18 @@ class KimiK2ForVllmNeuron(nn.Module):
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))
         return (logits, torch.cat(aux, dim=-1)) if aux else logits
+
+    def _whole_layers(self, x: Tensor, positions: Tensor, metadata: Any) -> WholeLayers | None:
+        """The kernels of a step of [T, H]; None where they do not run, and PyTorch computes with their weights."""
+        kernels, table = self.kernels, metadata["block_table_tensor"]
+        if not self.whole or len(x) > layer_arguments.MOST_TOKENS or not kernels.can_run(x):
+            return None
+        runs = kernels.runs(table, int(metadata["block_size"]))
+        if runs is None:
+            return None
+        angles = cos_sin(positions, self.inv_freq, self.multiplier, torch.float32)
+        first = next(layer for layer in self._layers if layer.experts is not None)
+        return WholeLayers(kernels, first, positions, layer_arguments.rotation(*angles), table, runs)
 
 
 def _place(root: nn.Module, name: str, tensor: Tensor) -> None:

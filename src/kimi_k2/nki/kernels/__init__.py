@@ -5,9 +5,7 @@ Each module imports `nki`: the vendor's, or the emulator after `nki_emulator.ins
 
 # Kernels that the classes for Neuron call, and their modules.
 MODULES = {
-    "noaux_tc_router": "router",
-    "mla_decode_pages": "mla_decode",
-    "selective_experts": "experts",
     "decode_layers": "layers",
+    "decode_layer": "layers",
     "write_pages": "cache_write",
 }

@@ -13,8 +13,11 @@ import nki.language as nl
 from kimi_k2.nki.kernels.columns import BLOCK, load_columns
 from kimi_k2.nki.kernels.exchange import share_of
 from kimi_k2.nki.kernels.linear import finish, load_weight
-from kimi_k2.nki.kernels.router import largest, normalized_weights
 from kimi_k2.nki.kernels.views import stretched
+
+_NORM_GUARD = 1e-20
+# Values that the Vector Engine finds at once.
+_FOUND = 8
 
 
 class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
@@ -44,14 +47,14 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
             nisa.activation(dst=scores[:, :, token], op=nl.sigmoid, data=sums[:, :, token], scale=factor)
         biased = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=biased, data1=scores, data2=stretched(self.bias, tokens), op=nl.add)
-        return largest(self._rows(biased)), scores
+        return _largest(self._rows(biased)), scores
 
     def weights(self, scores: Any, index: Any) -> Any:
         """Weights float32 [T, 8] of what `choose` gave."""
         rows = self._rows(scores)
         in_sbuf = nl.ndarray(rows.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=in_sbuf, src=rows, engine=nisa.engine.scalar)
-        return normalized_weights(in_sbuf, index, self.factor)
+        return _normalized(in_sbuf, index, self.factor)
 
     def _rows(self, columns: Any) -> Any:
         """Columns as rows in PSUM, float32 [T, E]."""
@@ -127,3 +130,25 @@ class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
                     accumulate=factor == None or head > 0,
                 )
         finish(out, sums, factor, residual)
+
+
+def _largest(values: Any) -> Any:
+    """Numbers of the 8 largest of each row of values [T, E], by falling value, uint32 [T, 8]."""
+    best = nl.ndarray((values.shape[0], _FOUND), dtype=nl.float32, buffer=nl.sbuf)
+    index = nl.ndarray((values.shape[0], _FOUND), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.max8(dst=best, src=values)
+    nisa.nc_find_index8(dst=index, data=values, vals=best)
+    return index
+
+
+def _normalized(scores: Any, index: Any, routed_scaling_factor: float) -> Any:
+    """Weights float32 [T, n] of the experts uint32 [T, n], of scores [T, E]."""
+    weights = nl.ndarray(index.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.nc_n_gather(dst=weights, data=scores, indices=index)
+    total = nl.ndarray((index.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=total, op=nl.add, data=weights, axis=1)
+    nisa.tensor_scalar(dst=total, data=total, op0=nl.add, operand0=_NORM_GUARD)
+    nisa.reciprocal(dst=total, data=total)
+    nisa.tensor_scalar(dst=total, data=total, op0=nl.multiply, operand0=routed_scaling_factor)
+    nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=total)
+    return weights

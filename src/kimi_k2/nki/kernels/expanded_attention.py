@@ -35,11 +35,9 @@ class ExpandedAttention(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(
         self, latents: Any, keys: Any, lengths: Any, first: int, count: int, identity: Any, exact: Any, ones: Any,
-        w_uk: Any, w_uv: Any,
+        w_uk: Any, w_uv: Any, pages: Any,
     ) -> None:  # fmt: skip
-        self.latent = LatentAttention(
-            latents, keys, lengths, None, first, count, identity, exact, ones, turns_later=True
-        )
+        self.latent = LatentAttention(latents, keys, lengths, None, first, count, identity, exact, ones, pages)
         self.count, self.identity, self.ones = count, identity, ones
         self.w_uk, self.w_uv = w_uk, w_uv
         self.turned_uk = None
@@ -49,7 +47,7 @@ class ExpandedAttention(nl.NKIObject):  # type: ignore[misc]
     def turn(self) -> None:
         """Make keys [128, tiles, slots] and values [slots, tiles, 128] of the cache."""
         cache, chunks = self.latent.caches[0], self.w_uv.shape[1]
-        dtype = cache.tiles[0].dtype
+        dtype = self.identity.dtype
         self.turned_uk = self._turned_weight(chunks, dtype)
         # All tiles first, so that the Tensor Engine does not wait for what it has transposed.
         self.latent.turn()

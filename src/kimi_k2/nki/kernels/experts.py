@@ -9,88 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from kimi_k2.nki.kernels.columns import BLOCK, load_columns, store_columns
+from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
 from kimi_k2.nki.kernels.halves import in_parts, parts_of
-from kimi_k2.nki.kernels.shared_expert import SharedExpert
 from kimi_k2.nki.kernels.views import bytes_of
 
 # For one table's tiles, a partition.
 _BUFFER_BYTES = 64 * 1024
 # Partitions that a transfer writes, where the kernel has others that wait for it.
 _ROWS_A_DMA = 32
-
-
-@nki.jit
-def selective_experts(
-    hidden: Any,
-    gate_up_tiles: Any,
-    gate_up_scales: Any,
-    down_tiles: Any,
-    down_scales: Any,
-    expert_index: Any,
-    expert_weights: Any,
-    first_expert: int,
-    num_experts: int,
-    shared_gate_up_tiles: Any = None,
-    shared_gate_up_scales: Any = None,
-    shared_down_tiles: Any = None,
-    shared_down_scales: Any = None,
-) -> Any:
-    """The sum over a token's 8 experts, of those that this rank holds, and of its share of the shared expert.
-
-    Args:
-        hidden: [T, H], T at most 128, H a multiple of 128 (of 256 at LNC=2), BF16 or float32. Beside narrower weights
-            float32 is multiplied as two BF16 parts, and so is what goes into down.
-        gate_up_tiles: [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row j of gate (of up
-            from I on) and column c * 128 + p.
-        gate_up_scales: float32 [E_local, 2, H/128], of gate and of up by block of columns; the rank's rows lie in one
-            block.
-        down_tiles: [E_local, I, H], the transposed weight.
-        down_scales: float32 [E_local, H/128], by block of rows.
-        expert_index: int32 [T, 8], global numbers.
-        expert_weights: float32 [T, 8], final.
-        first_expert: global number of the rank's first expert.
-        num_experts: of all ranks.
-        shared_gate_up_tiles: [128, H/128, 2 * I_shared], as one routed expert's, I_shared 32 or 64; None: without.
-        shared_gate_up_scales: float32 [2, H/128]; None for weights without scales.
-        shared_down_tiles: [I_shared, H].
-        shared_down_scales: float32 [H/128], or None.
-
-    Returns:
-        [T, H/128, 128] float32, to be summed over the ranks.
-    """
-    tokens, blocks = hidden.shape[0], gate_up_tiles.shape[2]
-    out = nl.ndarray((tokens, blocks, BLOCK), dtype=nl.float32, buffer=nl.shared_hbm)
-    first, count = share_of(blocks)
-    exact = nl.shared_identity_matrix(BLOCK, dtype=nl.float32)
-    identity = nl.shared_identity_matrix(BLOCK, dtype=hidden.dtype)
-    routed = RoutedExperts(gate_up_tiles, gate_up_scales, down_tiles, down_scales, first, count, num_experts)
-
-    # On its way before anything that a collective brings.
-    shared_expert = None
-    if shared_gate_up_tiles != None:
-        shared_expert = SharedExpert(
-            shared_gate_up_tiles, shared_gate_up_scales, shared_down_tiles, shared_down_scales, first, count
-        )
-
-    index = nl.ndarray(expert_index.shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=index, src=expert_index)
-    weights = nl.ndarray(expert_weights.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=weights, src=expert_weights)
-    # First of all, as the experts' loads wait for it.
-    places, held_here = routed.numbers(index, first_expert)
-    kept = routed.kept(weights, held_here)
-    columns = load_columns(hidden, identity)[:, first : first + count, :]
-    shared = None
-    if shared_expert != None:
-        shared = shared_expert.outer(shared_expert.activated(columns))
-    store_columns(out, routed.sum(columns, places, kept, shared, exact), first, exact)
-    return out
 
 
 class Table(nl.NKIObject):  # type: ignore[misc]
@@ -115,17 +45,25 @@ class Table(nl.NKIObject):  # type: ignore[misc]
 
 
 class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
-    """A rank's routed experts, and the tiles in SBUF that they are loaded into; arguments as `selective_experts`.
+    """A rank's routed experts, and the tiles in SBUF that they are loaded into.
 
     `per` experts lie side by side in a stationary tile of gate and up, and `stack` one above the other in one of down:
     expert slot * per + s in columns s * 2I, expert slot * stack + k in rows k * `rows`, this core's rows of I.
 
+    This core's sums are to be added to the other's, which adds up other experts or, where gate and up are divided by
+    blocks, other rows of down.
+
     Args:
-        first, count: blocks of H of this core.
-        slots: of a token's experts that this core adds up.
-        apart: this core's sums are of all blocks, and to be added to the other's, which adds up other experts or, where
-            gate and up are divided by blocks, other rows of down.
-        beside: with `apart`, [E_local, I, N] without scales, more columns of down; None: none.
+        gate_up: [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row j of gate (of up from I on)
+            and column c * 128 + p.
+        gate_up_scales: float32 [E_local, 2, H/128], of gate and of up by block of columns; the rank's rows lie in one
+            block.
+        down: [E_local, I, H], the transposed weight.
+        down_scales: float32 [E_local, H/128], by block of rows.
+        first, count: blocks of H of gate and up that this core multiplies.
+        num_experts: of all ranks.
+        slots: of a token's 8 experts that this core adds up.
+        beside: [E_local, I, N] without scales, more columns of down; None: none.
     """
 
     beside_rows: Any
@@ -133,28 +71,26 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(
         self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
-        num_experts: int, slots: int = 8, apart: bool = False, beside: Any = None,
+        num_experts: int, slots: int, beside: Any,
     ) -> None:  # fmt: skip
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
-        self.apart, self.beside, self.local = apart, beside, local
+        self.beside, self.local = beside, local
         self.extra = 0 if beside == None else beside.shape[2]
         self.num_experts = num_experts
         self.width, self.count, self.slots = width, count, slots
         self.exchanged = count < blocks
-        out_first, out_count, begin, rows = first, count, 0, width
-        if apart:
-            out_first, out_count = 0, blocks
-            if self.exchanged:
-                begin, rows = share_of(width)
+        out_count, begin, rows = blocks, 0, width
+        if self.exchanged:
+            begin, rows = share_of(width)
         self.out_count, self.begin, self.rows = out_count, begin, rows
         self.skips = local < num_experts
         self.per, self.stack = max(1, BLOCK // double), BLOCK // rows
         self.narrow = down
         self.gate_up = Table(gate_up, (BLOCK, count, double), (blocks * double, double, 1), first * double)
-        self.down = Table(down, (rows, out_count, BLOCK), (size, BLOCK, 1), begin * size + out_first * BLOCK)
+        self.down = Table(down, (rows, out_count, BLOCK), (size, BLOCK, 1), begin * size)
         self.gate_up_scales = Table(gate_up_scales, (2, count), (blocks, 1), first)
-        self.down_scales = Table(down_scales, (1, out_count), (blocks, 1), out_first)
+        self.down_scales = Table(down_scales, (1, out_count), (blocks, 1), 0)
         pairs, groups = slots // self.per, slots // self.stack
         self.gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
         self.down_tiles = self._buffers(groups, (BLOCK, out_count, BLOCK), down.dtype)
@@ -190,9 +126,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         """The part of row `place` of a table in HBM; nothing where another rank holds it."""
         mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
         # Smaller transfers, of as many descriptors, let others pass between them.
-        each = _ROWS_A_DMA if self.apart else tile.shape[0]
-        for begin in range(0, tile.shape[0], each):
-            end = min(begin + each, tile.shape[0])
+        for begin in range(0, tile.shape[0], _ROWS_A_DMA):
+            end = min(begin + _ROWS_A_DMA, tile.shape[0])
             nisa.dma_copy(dst=tile[begin:end], src=table.part(place, begin, end), oob_mode=mode)
 
     def _load_group(self, tile: Any, table: Table, group: int, place: list[Any]) -> None:
@@ -201,12 +136,12 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             self._load(tile[row * self.rows : (row + 1) * self.rows], table, place[group * self.stack + row])
 
     def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
-        """[128, n, T] float32: over each token's experts, of n blocks, with `shared` [128, n, T] where there is one.
+        """[128, n, T] float32: `shared` and each token's experts, of n blocks.
 
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
             places, kept: of `numbers` and `kept`.
-            shared: float32 in SBUF, or None; [128, n + ceil(N / 128), T] with N columns `beside`.
+            shared: float32 in SBUF, [128, n, T]; [128, n + ceil(N / 128), T] with N columns `beside`.
             exact: identity, float32 [128, 128].
         """
         tokens = columns.shape[2]
@@ -218,7 +153,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         blocks = whole + (1 if rest > 0 else 0)
         result = nl.ndarray((BLOCK, blocks, tokens), dtype=nl.float32, buffer=nl.sbuf)
         # One part's sums begin with what is shared; those of several parts have it added.
-        begun = shared != None and parts_of(columns, self.narrow) == 1
+        begun = parts_of(columns, self.narrow) == 1
         if rest > 0 and not begun:
             nisa.memset(dst=result[:, whole, :], value=0.0)
         parts = parts_of(columns, self.gate_up.tensor)
@@ -410,12 +345,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 def _add(result: Any, total: Any, shared: Any, token: int, rows: int, begin: int, end: int) -> None:
     """A token's sums of blocks `begin` to `end` on the first `rows` partitions, and what is shared, in the result."""
     target = result[0:rows, begin:end, token]
-    if shared == None:
-        nisa.tensor_copy(dst=target, src=total[0:rows, begin:end])
-    else:
-        nisa.tensor_tensor(
-            dst=target, data1=total[0:rows, begin:end], data2=shared[0:rows, begin:end, token], op=nl.add
-        )
+    nisa.tensor_tensor(dst=target, data1=total[0:rows, begin:end], data2=shared[0:rows, begin:end, token], op=nl.add)
 
 
 def _of_parts(values: Any, parts: int) -> Any:

@@ -1,4 +1,4 @@
-"""Dense MLA decode over the latent cache, on queries and new entries that lie in SBUF: the body of two kernels.
+"""Dense MLA decode over the latent cache, on queries and new entries that lie in SBUF.
 
 A sequence's cache is read once. Its transposes need no query, so they come first: under a kernel's own order they run
 while the queries are still on their way. Sums of latents come out as columns, as W_UV contracts them.
@@ -40,7 +40,6 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         first, count: tiles of 128 slots of this core.
         identity: [128, 128] in the cache's dtype.
         exact, ones: identity and ones, float32 [128, 128].
-        turns_later: leave the first cache's transposes to `turn`.
         pages: `Pages` where caches lie so, whose parts are `latents` and `keys`.
     """
 
@@ -49,7 +48,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
 
     def __init__(
         self, latents: Any, keys: Any, lengths: Any, own: Any, first: int, count: int, identity: Any, exact: Any,
-        ones: Any, turns_later: bool = False, pages: Any = None,
+        ones: Any, pages: Any = None,
     ) -> None:  # fmt: skip
         self.pages = pages
         self.latents, self.keys = latents, keys
@@ -74,7 +73,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
             nisa.tensor_scalar(
                 dst=self.absent, data=self.absent, op0=nl.multiply, operand0=-MASKED, op1=nl.add, operand1=MASKED
             )
-        self._load(0, turns_later)
+        self.caches[0] = self._cache(0)
 
     def _numbers(self, table: Any) -> Any:
         """A table int32 [B, 1] in HBM as float32 [128, B], on every partition."""
@@ -91,11 +90,14 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
             for tile in range(self.count):
                 self.caches[0].turn(tile)
 
-    def _load(self, sequence: int, turns_later: bool = False) -> None:
+    def _cache(self, sequence: int) -> Cache:
+        return Cache(self.latents, self.keys, sequence, self.first, self.count, self.identity, self.pages)
+
+    def _load(self, sequence: int) -> None:
         if sequence >= self.latents.shape[0] or self.caches[sequence] != None:
             return
-        cache = Cache(self.latents, self.keys, sequence, self.first, self.count, self.identity, self.pages)
-        if self.turns_first and not turns_later:
+        cache = self._cache(sequence)
+        if self.turns_first:
             for tile in range(self.count):
                 cache.turn(tile)
         self.caches[sequence] = cache
@@ -265,7 +267,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
             for chunk in range(chunks):
                 nisa.nc_matmul(
                     dst=in_psum[:, chunk, :],
-                    stationary=cache.tiles[tile][:, chunk * BLOCK : (chunk + 1) * BLOCK],
+                    stationary=cache.tiles[tile][chunk],
                     moving=weights[:, tile, :],
                     accumulate=tile > 0,
                 )

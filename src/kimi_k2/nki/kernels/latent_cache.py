@@ -70,7 +70,11 @@ def copies_of_keys(rope: int) -> int:
 
 
 class Cache(nl.NKIObject):  # type: ignore[misc]
-    """One sequence's cache in SBUF: slot p * count + t of this core's share on partition p of tile t."""
+    """One sequence's cache in SBUF: slot p * count + t of this core's share on partition p of tile t.
+
+    Attributes:
+        tiles: of each the latents in chunks of 128 values, [128, 128].
+    """
 
     turned: list[Any]
     turned_keys: list[Any]
@@ -87,12 +91,17 @@ class Cache(nl.NKIObject):  # type: ignore[misc]
         for begin in range(0, count, _TILES_A_DMA):
             many = min(_TILES_A_DMA, count - begin)
             if pages == None:
-                latent_tile = _load_slots(latents, sequence, first, count, begin, many)
+                parts = [_load_slots(latents, sequence, first, count, begin, many)]
                 key_tile = _load_slots(keys, sequence, first, count, begin, many)
             else:
-                latent_tile, key_tile = pages.load(sequence, first, count, begin, many)
+                parts, key_tile = pages.load(sequence, first, count, begin, many)
+            each = self.rank // len(parts)
             for tile in range(many):
-                self.tiles.append(latent_tile[:, tile, :])
+                chunks = []
+                for chunk in range(self.rank // BLOCK):
+                    part, at = parts[chunk * BLOCK // each], chunk * BLOCK % each
+                    chunks.append(part[:, tile, at : at + BLOCK])
+                self.tiles.append(chunks)
                 self.turned.append(None)
             for tile in range(0, many, self.copies):
                 self.key_groups.append(key_tile[:, tile : min(tile + self.copies, many), :])
@@ -109,12 +118,11 @@ class Cache(nl.NKIObject):  # type: ignore[misc]
             self.turned_keys[group] = nl.ndarray((size, BLOCK), dtype=keys.dtype, buffer=nl.sbuf)
             nisa.tensor_copy(dst=self.turned_keys[group], src=in_psum, engine=nisa.engine.vector)
         chunks = self.rank // BLOCK
-        latent = self.tiles[tile]
-        in_psum = nl.ndarray((BLOCK, chunks, BLOCK), dtype=latent.dtype, buffer=nl.psum)
+        pieces, dtype = self.tiles[tile], self.identity.dtype
+        in_psum = nl.ndarray((BLOCK, chunks, BLOCK), dtype=dtype, buffer=nl.psum)
         for chunk in range(chunks):
-            piece = latent[:, chunk * BLOCK : (chunk + 1) * BLOCK]
-            nisa.nc_matmul(dst=in_psum[:, chunk, :], stationary=piece, moving=self.identity, is_transpose=True)
-        self.turned[tile] = nl.ndarray((BLOCK, chunks, BLOCK), dtype=latent.dtype, buffer=nl.sbuf)
+            nisa.nc_matmul(dst=in_psum[:, chunk, :], stationary=pieces[chunk], moving=self.identity, is_transpose=True)
+        self.turned[tile] = nl.ndarray((BLOCK, chunks, BLOCK), dtype=dtype, buffer=nl.sbuf)
         # Vector and Scalar Engine both read PSUM: each takes a share, the faster one more.
         engine = nisa.engine.scalar if tile % 5 == 1 or tile % 5 == 4 else nisa.engine.vector
         nisa.tensor_copy(dst=self.turned[tile], src=in_psum, engine=engine)
@@ -153,35 +161,47 @@ class Part(nl.NKIObject):  # type: ignore[misc]
 
 
 class Pages(nl.NKIObject):  # type: ignore[misc]
-    """Caches that lie in pages, in HBM: an entry is a row of `former` and one of `latter`, latents first.
+    """Caches that lie in pages, in HBM: an entry is a row of `former` and one of `latter`.
+
+    Each has half of the latents, in whole chunks of 128, and behind them half of the rotary key.
+
+    Args:
+        former, latter: halves of all slots' entries, [blocks, 1, block, (rank + rope) / 2] or [blocks, block, 1, ..].
+        runs: int32 [B, S / each], where a sequence's slots lie, `each` after each other.
+        each: that divides 8 and the tiles of a core.
+        rank, rope: of an entry.
 
     Attributes:
         latents, keys: `Part` of each.
     """
 
-    def __init__(self, former: Any, latter: Any, rows: Any, rank: int, rope: int) -> None:
-        self.former, self.latter, self.rows = former, latter, rows
-        batch, slots = rows.shape
+    def __init__(self, former: Any, latter: Any, runs: Any, each: int, rank: int, rope: int) -> None:
+        self.half, self.each, self.runs = former.shape[3], each, runs
+        count = former.shape[0] * former.shape[1] * former.shape[2]
+        run = (count // each, each * self.half)
+        self.halves = (former.reshape(run), latter.reshape(run))
+        batch, slots = runs.shape[0], runs.shape[1] * each
         self.latents = Part((batch, slots, rank), former.dtype)
         self.keys = Part((batch, slots, rope), former.dtype)
 
-    def load(self, sequence: int, first: int, count: int, begin: int, many: int) -> tuple[Any, Any]:
-        """`_load_slots` of latents and of keys, by the numbers of their rows."""
-        place = nl.ndarray((BLOCK, many), dtype=nl.int32, buffer=nl.sbuf)
-        offset = sequence * self.rows.shape[1] + first * BLOCK + begin
-        nisa.dma_copy(dst=place, src=self.rows.ap(pattern=[[count, BLOCK], [1, many]], offset=offset))
-        rank, rope, half = self.latents.shape[2], self.keys.shape[2], self.former.shape[1]
-        latent = nl.ndarray((BLOCK, many, rank), dtype=self.former.dtype, buffer=nl.sbuf)
-        key = nl.ndarray((BLOCK, many, rope), dtype=self.former.dtype, buffer=nl.sbuf)
-        for tile in range(many):
-            row = place[:, tile : tile + 1]
-            _gather(latent[:, tile, 0:half], self.former, row, 0)
-            _gather(latent[:, tile, half:rank], self.latter, row, 0)
-            _gather(key[:, tile, :], self.latter, row, rank - half)
-        return latent, key
-
-
-def _gather(out: Any, table: Any, row: Any, column: int) -> None:
-    """Columns from `column` on of a row [R, n] in HBM for each partition, to out [128, many]."""
-    pattern = [[table.shape[1], BLOCK], [1, out.shape[1]]]
-    nisa.dma_copy(dst=out, src=table.ap(pattern=pattern, offset=column, vector_offset=row, indirect_dim=0))
+    def load(self, sequence: int, first: int, count: int, begin: int, many: int) -> tuple[list[Any], Any]:
+        """`_load_slots` of the halves, latents first, and of keys: by the numbers of their runs."""
+        each, half = self.each, self.half
+        place = nl.ndarray((BLOCK, many // each), dtype=nl.int32, buffer=nl.sbuf)
+        offset = sequence * self.runs.shape[1] + (first * BLOCK + begin) // each
+        nisa.dma_copy(dst=place, src=self.runs.ap(pattern=[[count // each, BLOCK], [1, many // each]], offset=offset))
+        rope, dtype = self.keys.shape[2], self.latents.dtype
+        key = nl.ndarray((BLOCK, many, rope), dtype=dtype, buffer=nl.sbuf)
+        loaded = []
+        for number in range(2):
+            table = self.halves[number]
+            tile = nl.ndarray((BLOCK, many // each, each * half), dtype=dtype, buffer=nl.sbuf)
+            for run in range(many // each):
+                pattern = [[each * half, BLOCK], [1, each * half]]
+                source = table.ap(pattern=pattern, offset=0, vector_offset=place[:, run : run + 1], indirect_dim=0)
+                nisa.dma_copy(dst=tile[:, run, :], src=source)
+            slots = tile.reshape((BLOCK, many, half))
+            low, size = number * rope // 2, rope // 2
+            nisa.tensor_copy(dst=key[:, :, low : low + size], src=slots[:, :, half - size : half])
+            loaded.append(slots)
+        return loaded, key

@@ -13,12 +13,12 @@ from kimi_k2.nki.kernels.columns import BLOCK, all_ones, turn_columns
 from kimi_k2.nki.kernels.exchange import from_other_core, share_of
 from kimi_k2.nki.kernels.expanded_attention import MOST_TILES, ExpandedAttention
 from kimi_k2.nki.kernels.latent_attention import LatentAttention
-from kimi_k2.nki.kernels.latent_cache import rows_of_keys
+from kimi_k2.nki.kernels.latent_cache import Pages, rows_of_keys
 from kimi_k2.nki.kernels.projections import OutputProjection, QueryProjection, turn_short_rows
 from kimi_k2.nki.kernels.residual import OwnColumns, residual_share
 from kimi_k2.nki.kernels.views import on_partitions, spread
 
-# Weights of a MoE layer on one rank, as the arguments of `projections` and `selective_experts` of the same names.
+# Weights of a MoE layer on one rank, as the arguments of `projections`, `RoutedExperts` and `SharedExpert`.
 # `next_*` are folded down projections of the next layer, [n, N], [E_local, I, N] and [I_shared, N]; None in the last.
 FIELDS = (
     "q_norm", "kv_norm", "q_b", "q_b_scales", "w_uk", "w_uk_scales", "w_uv", "w_uv_scales", "o_proj",
@@ -81,8 +81,9 @@ class Step(nl.NKIObject):  # type: ignore[misc]
     def __init__(
         self, dtype: Any, ranks: int, groups: Any, rotation: Any, lengths: Any, first_expert: Any, num_experts: int,
         softmax_scale: float, routed_scaling_factor: float, eps: float, latent_eps: float, attended: int,
-        cache_groups: Any, own: Any,
+        cache_groups: Any, own: Any, runs: Any = None, each: int = 1,
     ) -> None:  # fmt: skip
+        self.runs, self.each = runs, each
         self.dtype, self.ranks, self.rotation, self.lengths = dtype, ranks, rotation, lengths
         self.softmax_scale, self.routed_scaling_factor = softmax_scale, routed_scaling_factor
         self.eps, self.latent_eps = eps, latent_eps
@@ -154,19 +155,23 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
 
     def load_cache(self) -> None:
         """Load the cache and the early router."""
-        layer, step = self.layer, self.step
+        layer, step, pages = self.layer, self.step, None
+        latents, keys = layer.latents, layer.keys
+        if step.runs != None:
+            rank, rope = layer.w_uk.shape[3], step.rotation.shape[1]
+            pages = Pages(layer.latents, layer.keys, step.runs, step.each, rank, rope)
+            latents, keys = pages.latents, pages.keys
         first, count = share_of(step.attended // BLOCK)
         one = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
         self.expanded = one and count <= MOST_TILES
         if self.expanded:
             self.core = ExpandedAttention(
-                layer.latents, layer.keys, step.lengths, first, count, step.identity, step.exact, step.ones,
-                self.before.w_uk[0], self.behind.w_uv[0],
+                latents, keys, step.lengths, first, count, step.identity, step.exact, step.ones, self.before.w_uk[0],
+                self.behind.w_uv[0], pages,
             )  # fmt: skip
         else:
             self.core = LatentAttention(
-                layer.latents, layer.keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones,
-                turns_later=True,
+                latents, keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones, pages
             )  # fmt: skip
         self.early = EarlyLogits(layer.early_residual, layer.early_heads)
 

@@ -59,7 +59,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
             self.slot, slots, self.begin, size = 0, 8, first, count
         self.routed = RoutedExperts(
             layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, self.begin, size, step.num_experts,
-            slots, apart=True, beside=layer.next_experts,
+            slots, layer.next_experts,
         )  # fmt: skip
 
     def apply(self, hidden: Any, logits: Any) -> Any:
@@ -127,8 +127,8 @@ def decode_layers(
         lengths: int32 [B, 1], slots in use, without the new entry.
         ranks: among which the residual's columns are divided.
         groups: of the all-reduces, all ranks: tuples of ranks in a tuple.
-        first_expert, num_experts: as those of `selective_experts`; the first is a number or, where one graph serves all
-            ranks, int32 [1, 1] in HBM.
+        first_expert: global number of the rank's first expert; where one graph serves all ranks int32 [1, 1] in HBM.
+        num_experts: of all ranks.
         softmax_scale, routed_scaling_factor, eps: of the configuration.
         cache_groups: ranks that share a cache, each with a part of its slots and one head (flash decoding); q_b and
             w_uk are then those of all heads of the group, one half of them on each core: [cores, 128, q_rank/128,
@@ -143,14 +143,79 @@ def decode_layers(
         keys [layers, B, rope], which the caller writes to the caches; where the last layer has folded down projections
         of a next one, those, float32 [B, ceil(N/128), 128], padded).
     """
+    latents = Layer(layers[0]).latents
+    step = Step(
+        latents.dtype, ranks, groups, rotation, lengths, first_expert, num_experts, softmax_scale,
+        routed_scaling_factor, eps, eps if latent_eps == None else latent_eps,
+        latents.shape[1] if attended == None else attended, cache_groups, own,
+    )  # fmt: skip
+    return _computed(hidden, projected, layers, step)
+
+
+@nki.jit
+def decode_layer(
+    hidden: Any,
+    projected: Any,
+    rotation: Any,
+    lengths: Any,
+    runs: Any,
+    first_expert: Any,
+    q_norm: Any,
+    kv_norm: Any,
+    q_b: Any,
+    w_uk: Any,
+    w_uv: Any,
+    o_proj: Any,
+    early_residual: Any,
+    early_heads: Any,
+    latents: Any,
+    keys: Any,
+    norm: Any,
+    bias: Any,
+    gate_up: Any,
+    gate_up_scales: Any,
+    down: Any,
+    down_scales: Any,
+    shared_gate_up: Any,
+    shared_down: Any,
+    each: int,
+    ranks: int,
+    groups: Any,
+    num_experts: int,
+    softmax_scale: float,
+    routed_scaling_factor: float,
+    eps: float,
+    latent_eps: float,
+    shared_gate_up_scales: Any = None,
+    shared_down_scales: Any = None,
+    next_residual: Any = None,
+    next_experts: Any = None,
+    next_shared: Any = None,
+) -> tuple[Any, ...]:
+    """One layer of `decode_layers` over a cache in pages, its tensors by the names of `layer_attention.FIELDS`.
+
+    vllm-neuron's `wrap_nki` takes tensors as arguments of their own alone, not in tuples.
+
+    Args:
+        latents, keys, runs, each: pages and where sequences lie in them, `former`, `latter`, `runs` and `each` of
+            `latent_cache.Pages`; slots of a sequence a multiple of 128 (of 256 at LNC=2).
+    """
+    layer = (
+        q_norm, kv_norm, q_b, None, w_uk, None, w_uv, None, o_proj, None, early_residual, early_heads, latents, keys,
+        norm, bias, gate_up, gate_up_scales, down, down_scales, shared_gate_up, shared_gate_up_scales, shared_down,
+        shared_down_scales, next_residual, next_experts, next_shared,
+    )  # fmt: skip
+    step = Step(
+        latents.dtype, ranks, groups, rotation, lengths, first_expert, num_experts, softmax_scale,
+        routed_scaling_factor, eps, latent_eps, runs.shape[1] * each, None, None, runs, each,
+    )  # fmt: skip
+    return _computed(hidden, projected, (layer,), step)
+
+
+def _computed(hidden: Any, projected: Any, layers: Any, step: Step) -> tuple[Any, ...]:
     count, batch = len(layers), hidden.shape[0]
     layer = Layer(layers[0])
-    dtype, rank, rope = layer.latents.dtype, layer.latents.shape[2], layer.keys.shape[2]
-    step = Step(
-        dtype, ranks, groups, rotation, lengths, first_expert, num_experts, softmax_scale, routed_scaling_factor, eps,
-        eps if latent_eps == None else latent_eps, layer.latents.shape[1] if attended == None else attended,
-        cache_groups, own,
-    )  # fmt: skip
+    dtype, rank, rope = step.dtype, layer.w_uk.shape[len(layer.w_uk.shape) - 1], step.rotation.shape[1]
     attention = Attention(layer, step)
     attention.load_weights()
     attention.load_cache()
@@ -159,7 +224,7 @@ def decode_layers(
     nisa.tensor_copy(dst=stream, src=loaded)
     downs = _load_downs(projected, step.exact)
     chunks = stream.shape[1]
-    own_part = OwnColumns(residual_share(stream, nl.num_programs()), step.exact, ranks)
+    own_part = OwnColumns(residual_share(stream, nl.num_programs()), step.exact, step.ranks)
     new_latents = nl.ndarray((count, batch, rank), dtype=dtype, buffer=nl.shared_hbm)
     new_keys = nl.ndarray((count, batch, rope), dtype=dtype, buffer=nl.shared_hbm)
     moved = None
@@ -174,7 +239,7 @@ def decode_layers(
                 following.load_weights()
         attention.core.turn()
         if moved != None:
-            own_part = OwnColumns(moved.total[:, 0:chunks, :], step.exact, ranks)  # without the other core's part
+            own_part = OwnColumns(moved.total[:, 0:chunks, :], step.exact, step.ranks)  # without the other core's part
             total = moved.result()
             stream, downs = total[:, 0:chunks, :], total[:, chunks:, :]
         summand, queries = attention.apply(stream, downs, own_part, following)
