@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.names import modules
+from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import TensorShapeError
 from kimi_k2.model.decoder import DecoderLayer
 from kimi_k2.serving.paged.adapted import EXPERTS, PROJECTIONS, AdaptedStep, Adapters, LowRank
@@ -34,7 +36,7 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
         sizes: rows and columns of each projection, whole.
     """
 
-    def __init__(self, name: str, loras: Loras, sizes: list[tuple[int, int]]) -> None:
+    def __init__(self, name: str, loras: Loras, sizes: list[tuple[int, ...]]) -> None:
         nn.Module.__init__(self)
         self.name, self.loras, self.sizes, self.n_slices = name, loras, sizes, len(sizes)
         self.made: list[LowRank] = []
@@ -54,11 +56,9 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
     def planned(self, place: int) -> PlannedTensor:
         """How ranks share a projection."""
         names = self.loras.paged.loader.planned
-        target = self.name
-        if target.endswith(EXPERTS):
-            target += ".down_proj" if PROJECTIONS[place] == "down_proj" else ".gate_up_proj"
-            return next(tensor for name, tensor in names.items() if name.startswith(target))
-        return next(tensor for name, tensor in names.items() if name.startswith(f"{target}.weight"))
+        projection = "down_proj" if PROJECTIONS[place] == "down_proj" else "gate_up_proj"
+        target = f"{self.name}.{projection if self.name.endswith(EXPERTS) else 'weight'}"
+        return next(tensor for name, tensor in names.items() if name.startswith(target))
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """Take an adapter's matrices: of routed experts three of all experts, else one pair.
@@ -110,9 +110,7 @@ class Loras:
         expert_names = [f"experts.{number}.{name}" for number in range(experts) for name in PROJECTIONS]
         model.packed_modules_mapping = {**PACKED, "experts": expert_names}
         for number in paged.layers:
-            layer = paged.plain.model.layers[number]
-            assert isinstance(layer, DecoderLayer)
-            for name, sizes in _linears(layer, number):
+            for name, sizes in _linears(paged.plain.config, number):
                 whole = f"model.layers.{number}.{name}"
                 self.sites[whole] = _Site(whole, self, sizes)
                 _put(model, whole, self.sites[whole])
@@ -142,17 +140,13 @@ class Loras:
         """This rank's part of A [..., r, K] and B [..., N, r]."""
         rank, dim = self.paged.loader.rank, planned.dim
         if _of_experts(planned):
-            experts = planned.experts_of(rank)
+            held, dim = planned.experts_of(rank), None if dim is None else dim - 1
             if a.dim() == 3:
-                a, b = a[experts.start : experts.stop], b[experts.start : experts.stop]
-            if dim is not None:
-                part, parts = rank % planned.parts, planned.parts
-                a, b = (a, b.chunk(parts, -2)[part]) if dim == 1 else (a.chunk(parts, -1)[part], b)
-            return a, b
+                a, b = a[held.start : held.stop], b[held.start : held.stop]
         if dim == 0:
-            b = _cut(planned, rank, b, 0)
+            b = b.chunk(planned.parts, -2)[rank % planned.parts]
         elif dim == 1:
-            a = _cut(planned, rank, a, 1)
+            a = a.chunk(planned.parts, -1)[rank % planned.parts]
         return a, b
 
     def forget(self) -> None:
@@ -167,23 +161,13 @@ class Loras:
         self.adapters.tell(host, ids)
 
 
-def _linears(layer: DecoderLayer, number: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _linears(config: KimiK2Config, number: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Modules of a layer that adapters may touch, and whole sizes; of routed experts each projection's."""
-    config = layer.self_attn.config
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    yield "self_attn.q_a_proj", [(config.q_lora_rank, hidden)]
-    yield "self_attn.kv_a_proj_with_mqa", [(config.cache_dim, hidden)]
-    yield "self_attn.q_b_proj", [(heads * config.qk_head_dim, config.q_lora_rank)]
-    yield "self_attn.o_proj", [(hidden, heads * config.v_head_dim)]
-    dense, width = "mlp", config.intermediate_size
-    if config.is_moe_layer(number):
-        wide = config.moe_intermediate_size, hidden
-        yield EXPERTS, [wide[::-1] if name == "down_proj" else wide for name in PROJECTIONS]
-        dense, width = "mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts
-    if width:
-        for name in ("gate_proj", "up_proj"):
-            yield f"{dense}.{name}", [(width, hidden)]
-        yield f"{dense}.down_proj", [(hidden, width)]
+    for name, shape in modules(config, number):
+        if name == EXPERTS:
+            yield name, [shape[:0:-1] if projection == "down_proj" else shape[1:] for projection in PROJECTIONS]
+        elif len(shape) == 2 and name not in ("mlp.gate", "self_attn.kv_b_proj"):
+            yield name, [shape]
 
 
 def _of_experts(planned: PlannedTensor) -> bool:
@@ -199,10 +183,3 @@ def _put(root: nn.Module, name: str, site: nn.Module) -> None:
             root.add_module(part, children[part])
         root = children[part]
     root.add_module(last, site)
-
-
-def _cut(planned: PlannedTensor, rank: int, tensor: Tensor, dim: int) -> Tensor:
-    cuts = [region[dim] for region in planned.regions(rank)]
-    whole, size = planned.shape[dim], tensor.shape[dim]  # packed values are fewer
-    parts = [tensor.narrow(dim, one.start * size // whole, (one.stop - one.start) * size // whole) for one in cuts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import torch
 
@@ -38,7 +37,23 @@ DRAFTS = (None, "ngram", "suffix", "eagle3", "dflash")
 # Backends of --all2all-backend; None for one replica.
 EXCHANGES = (None, "allgather_reducescatter", "naive")
 DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
-REPLICAS = "data parallelism"
+# What may be asked for beside tensor parallelism, by its name in a reason.
+DRAFTED, LORA, OF_EXPERTS, TRANSFER = "drafts", "LoRA", "LoRA of routed experts", "a transfer of caches"
+REPLICAS, STAGES, SPREAD = "data parallelism", "pipeline parallelism", "decode context parallelism"
+BALANCED, SECOND, MANY = "expert load balancing", "vLLM's second model runner", f"more than {MOST_INVARIANT} requests"
+RANKS = REPLICAS, STAGES, SPREAD, BALANCED
+LORA_FORMATS = "fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"
+# With what each has not been tried, does not hold, or is not built. A replica numbers its adapters by itself, and does
+# not know the others'; which copy of a balanced expert serves goes by a token's place; the second runner puts a
+# prompt's last token among the decodes.
+AGAINST = {
+    DRAFTED: (STAGES,),
+    SPREAD: (DRAFTED, TRANSFER),
+    BALANCED: (STAGES,),
+    LORA: (STAGES, SPREAD, BALANCED, *LORA_FORMATS),
+    OF_EXPERTS: (REPLICAS,),
+    BATCH_INVARIANT: (LORA, DRAFTED, *RANKS, TRANSFER, MANY, SECOND),
+}
 
 
 def layout_of(it: Deployment) -> Layout:
@@ -62,23 +77,22 @@ def cache_dtype(it: Deployment, config: KimiK2Config) -> torch.dtype | None:
 
 def refusal(it: Deployment) -> str | None:
     """Why vLLM's own model is to serve this deployment; None if ours can."""
-    exchange = it.exchange if it.replicas > 1 else None
+    exchange, asked = it.exchange if it.replicas > 1 else None, _asked(it)
+    joined = it.spread_joined_by if asked[SPREAD] else None
     for reason, holds in (
-        ("drafts in a pipeline", it.stages > 1 and it.drafts is not None),
+        *((f"{one} with {other}", asked[one] and asked[other]) for one, some in AGAINST.items() for other in some),
         (f"an exchange of tokens by {exchange}", exchange not in EXCHANGES),
         ("context parallelism of prompts", it.spread_prompts > 1),
-        *((f"decode context parallelism with {what}", holds) for what, holds in _beside_context_ranks(it)),
+        (f"{SPREAD} with --dcp-comm-backend {joined}", joined not in (None, "ag_rs")),
+        (f"{SPREAD} with --dcp-q-replicate", asked[SPREAD] and it.spread_queries),
         ("microbatches", it.microbatches),
-        ("expert load balancing in a pipeline", it.balanced and it.stages > 1),
         (
             f"{redundant_experts(it)} redundant experts, which do not divide among the ranks",
             redundant_experts(it) % layout_of(it).moe_ep > 0,
         ),
         ("a loader that leaves out other experts than ours", _loads_other_experts(it)),
-        *((f"LoRA with {what}", holds) for what, holds in _beside_lora(it)),
         (f"drafts by {it.drafts}", it.drafts not in DRAFTS),
         (f"{MLA_DISABLE}={os.environ.get(MLA_DISABLE)}", _is_set(MLA_DISABLE)),
-        *((f"{BATCH_INVARIANT} with {what}", holds) for what, holds in _varying(it)),
         *((argument, True) for argument in flags.noted(it, "vllm")),
     ):
         if holds:
@@ -107,29 +121,15 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "0") not in ("0", "")
 
 
-def _varying(it: Deployment) -> Iterator[tuple[str, bool]]:
-    """With what batch-invariant mode has not been tried, or does not hold."""
-    if not invariant():
-        return
-    yield "LoRA", it.lora is not None
-    yield "drafts", it.drafts is not None
-    yield from _more_than_ranks(it)  # which copy of a balanced expert serves goes by a token's place
-    yield "a transfer of caches", it.transfer is not None
-    yield f"{it.most} requests, more than {MOST_INVARIANT}", it.most > MOST_INVARIANT
-    # It puts a prompt's last token among the decodes.
-    yield "vLLM's second model runner", it.second_runner
-
-
-def _beside_lora(it: Deployment) -> Iterator[tuple[str, bool]]:
-    """With what LoRA has not been tried, or is not built."""
-    if it.lora is None:
-        return
-    experts = may_touch_experts(it)
-    for what, holds in _more_than_ranks(it):
-        # A replica numbers its adapters by itself, and does not know the others'.
-        yield what, holds and (experts or what != REPLICAS)
-    for name in ("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"):
-        yield name, bool(getattr(it.lora, name, False))
+def _asked(it: Deployment) -> dict[str, bool]:
+    """Of what `AGAINST` names, whether it is asked for."""
+    return {
+        DRAFTED: it.drafts is not None, LORA: it.lora is not None, OF_EXPERTS: may_touch_experts(it),
+        REPLICAS: it.replicas > 1, STAGES: it.stages > 1, SPREAD: it.spread > 1, BALANCED: bool(it.balanced),
+        TRANSFER: it.transfer is not None, BATCH_INVARIANT: invariant(), MANY: it.most > MOST_INVARIANT,
+        SECOND: invariant() and bool(it.second_runner),
+        **{name: bool(getattr(it.lora, name, False)) for name in LORA_FORMATS},
+    }  # fmt: skip
 
 
 def may_touch_experts(it: Deployment) -> bool:
@@ -139,39 +139,20 @@ def may_touch_experts(it: Deployment) -> bool:
     return it.lora_targets is None or any(name.rpartition(".")[2] == "experts" for name in it.lora_targets)
 
 
-def _more_than_ranks(it: Deployment) -> Iterator[tuple[str, bool]]:
-    """What beside tensor parallelism may have been asked for."""
-    yield REPLICAS, it.replicas > 1
-    yield "pipeline parallelism", it.stages > 1
-    yield "decode context parallelism", it.spread > 1
-    yield "expert load balancing", it.balanced
-
-
 def against_decode_steps(it: Deployment) -> str | None:
     """Why vLLM is to prepare all decode steps of a deployment; None if they can be ours."""
+    asked = _asked(it)
     for reason, holds in (
         (f"{DECODE_GRAPHS}=0", not switch(DECODE_GRAPHS, True)),
         ("eager execution", str(it.device) == "cuda" and it.eager),
         # Others draft as many tokens as they find, another number for each request.
         (f"drafts by {it.drafts}", it.drafts not in (None, "eagle3", "dflash")),
-        ("LoRA", it.lora is not None),
-        *_more_than_ranks(it),
-        ("a transfer of caches", it.transfer is not None),
+        *((name, asked[name]) for name in (LORA, *RANKS, TRANSFER)),
         ("a transfer of encoders' outputs", it.encoders_transfer is not None),
     ):
         if holds:
             return reason
     return None
-
-
-def _beside_context_ranks(it: Deployment) -> Iterator[tuple[str, bool]]:
-    """With what sequences spread over ranks have not been tried, or it is not built."""
-    if it.spread == 1:
-        return
-    yield "drafts", it.drafts is not None
-    yield "a transfer of caches", it.transfer is not None
-    yield f"--dcp-comm-backend {it.spread_joined_by}", it.spread_joined_by not in (None, "ag_rs")
-    yield "--dcp-q-replicate", it.spread_queries
 
 
 def _loads_other_experts(it: Deployment) -> bool:
