@@ -24,26 +24,6 @@ from kimi_k2.sharding.presharder import Presharder
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 
 
-def tokens_of(generator: Generator, new_tokens: int) -> list[list[int | None]]:
-    steps = generator.stream(PROMPTS, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
-    return [list(row) for row in zip(*(step.tokens for step in steps), strict=True)]
-
-
-def test_kept_caches_change_nothing(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arrangement that a GPU captures, run launch by launch."""
-    monkeypatch.setattr(module, "capturable", lambda model, batch: True)
-    monkeypatch.setattr(module, "SLOTS", 8)
-    model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
-    generator = Generator(model)
-    wanted = {n: generate(model, PROMPTS, SamplingParams(max_new_tokens=n, ignore_eos=True)) for n in (4, 9)}
-    assert tokens_of(generator, 4) == wanted[4]
-    kept = generator.prepare(2, 7)[0]
-    assert kept.max_length == 8
-    assert tokens_of(generator, 9) == wanted[9]  # longer than the cache
-    assert generator.prepare(2, 7)[0].max_length == 16
-    assert tokens_of(generator, 4) == wanted[4]  # over what the longer one left behind
-
-
 @pytest.mark.parametrize("how", ["eager", "captured", "ranks"])
 def test_a_next_turn_reads_what_is_new(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Tokens are those of a fresh cache; the model is given only what neither the prompt before nor its reply had."""

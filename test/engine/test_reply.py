@@ -73,12 +73,6 @@ def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled
     assert (call.name, call.arguments) == ("get", '{"city": "Bern"}')
 
 
-def test_an_end_token_is_a_stop_and_no_text(tokenizer: KimiTokenizer) -> None:
-    reply = Reply(tokenizer, {5})
-    run(reply, [*tokenizer.encode("ab"), 5, *tokenizer.encode("cd")])
-    assert (reply.text, reply.finish_reason, reply.tokens) == ("ab", "stop", len(tokenizer.encode("ab")) + 1)
-
-
 def test_an_empty_stop_string_is_refused(tokenizer: KimiTokenizer) -> None:
     with pytest.raises(GenerationError, match="stop"):
         Reply(tokenizer, {5}, stop=["x", ""])
