@@ -57,9 +57,9 @@ Messages = Sequence[dict[str, Any]]
 
 
 def stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    """Several; GenerationError for a single one, whose every character would be taken for one."""
-    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
-        raise GenerationError(f"stop: expected a list of strings, got {stop!r}")
+    """Several; GenerationError for a single one, whose every character would be taken for one, and for empty ones."""
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise GenerationError(f"stop: expected a list of strings of at least one character, got {stop!r}")
     return tuple(stop)
 
 

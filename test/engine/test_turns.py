@@ -261,7 +261,8 @@ def test_what_comments_asked_for_is_checked(model: KimiK2ForCausalLM, seeing: Ki
     reasoned.flush()
     used = Timing([0.1])
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: seeing.generate("a", stop="END"), GenerationError, "stop: expected a list of strings, got 'END'"),
+        (lambda: seeing.generate("a", stop="END"), GenerationError, "stop: expected a list of strings of at least one"),
+        (lambda: seeing.generate("a", stop=["x", ""]), GenerationError, "one character, got ['x', '']"),
         (lambda: list(text.answer([picture])), MediaError, "text only"),
         (lambda: list(seeing.answer([seeing.bare("a")], timing=used)), GenerationError, "another generation's steps"),
         (lambda: SamplingParams(max_new_tokens=odd(2.5)), GenerationError, "max_new_tokens: expected int, got 2.5"),

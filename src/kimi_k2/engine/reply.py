@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kimi_k2.engine.sampler import TokenLogprobs
-from kimi_k2.errors import GenerationError
 from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
 from kimi_k2.tokenization.message import FinishReason, MessageStream
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -28,7 +27,7 @@ class Reply:
     Args:
         tokenizer: of the checkpoint.
         end_ids: tokens that end a turn; they are no text.
-        stop: strings that end it; neither they nor what follows is part of the message.
+        stop: strings that end it, none empty; neither they nor what follows is part of the message.
         tools: of the request, None for none; see MessageStream.
         prefilled: the prompt left <think> open; see `opens_reasoning`.
         parse: split reasoning and tool calls off; without it everything is content.
@@ -39,9 +38,6 @@ class Reply:
         tokens: how many were fed.
         logprobs: each with its log-probabilities, where they were asked for; whoever feeds the reply adds them.
         finish_reason: None while running; then stop, length or tool_calls, as in OpenAI's API.
-
-    Raises:
-        GenerationError: a stop string is empty.
     """
 
     def __init__(
@@ -55,8 +51,6 @@ class Reply:
         parse: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        if not all(stop):
-            raise GenerationError("stop: expected strings of at least one character")
         self.text, self.tokens = "", 0
         self.logprobs: list[tuple[int, TokenLogprobs]] = []
         self.finish_reason: FinishReason | None = None
