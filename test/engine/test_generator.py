@@ -92,6 +92,7 @@ def test_pages_that_are_too_few(wide: Path) -> None:
     config = KimiK2ForCausalLM.from_pretrained(wide).config
     cache = PagedCache(config, 2, 128, 3)
     assert not cache.fits([128]) and not cache.fits([129, 1])
+    assert not PagedCache(config, 2, 64, 3).fits([65, 1])  # though so many pages are there
     with pytest.raises(GenerationError, match="4 pages, do not fit 2 sequences of 128 slots and 3 pages"):
         cache.assign([128, 65])
     with pytest.raises(ValueError, match="exceeds max_position_embeddings"):

@@ -219,6 +219,26 @@ class Certain(Table):
         return super().propose(last, wanted, lambda logits, place: (logits.argmax(dim=-1), None))
 
 
+@pytest.mark.parametrize("setting", GREEDY[1:])
+def test_what_was_drafted_before_counts(setting: dict[str, Any]) -> None:
+    """Of a target that repeats a token until it is penalized enough."""
+    table, prompts = Table(1), [[token] for token in range(8)]
+    table.target += 3 * torch.eye(64)
+    params = SamplingParams(24, eos_token_ids=frozenset(range(0, 64, 3)), **setting)
+
+    def run(drafter: Oracle, most: int) -> list[list[int]]:
+        sampler, length = Sampler(params, prompts), DraftLength(most)
+        drafter.start(None, prompts)  # type: ignore[arg-type]
+
+        def begin() -> tuple[Tensor, Tensor | None]:
+            return sampler(table.target[torch.arange(8)]), None
+
+        return replies_of(speculative_steps(prompts, sampler, begin, table.verify, drafter, length, DraftStats()))
+
+    wanted = run(Oracle([[]] * 8), 0)
+    assert run(Oracle([[*own, *[1] * 24] for own in wanted]), 4) == wanted
+
+
 def processed(logits: np.ndarray[Any, Any], said: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
     """Probabilities in float64 after penalties, temperature, top-k and top-p, written by hand."""
     logits = logits.astype(np.float64).copy()
