@@ -63,8 +63,8 @@ def logged() -> None:
     log.addHandler(logging.StreamHandler())
     with errors_handled():
         try:
-            raise KeyError(EVIL)
-        except KeyError:
+            raise ValueError(EVIL)
+        except ValueError:
             log.exception("Removing redundant keys: %s", EVIL)
 
 
