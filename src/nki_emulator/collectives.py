@@ -210,5 +210,5 @@ def _exchange(
     for number, dst in enumerate(dsts):
         arrays = [part[number] for part in brought]
         exact = call.operation.endswith(("all_gather", "all_to_all"))
-        values = combine(arrays if exact else [widen(part, dst.dtype) for part in arrays], group.index(launch.rank))
+        values = combine(arrays if exact else [widen(array, dst.dtype) for array in arrays], group.index(launch.rank))
         call.write("dsts", dst, values.reshape(dst.shape))

@@ -61,7 +61,7 @@ def install(*, force: bool = False) -> bool:
     for name in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "nki"]:
         del sys.modules[name]
     sys.modules["nki"] = root
-    sys.modules.update({f"nki.{name}": part for name, part in modules.items()})
+    sys.modules.update({f"nki.{name}": module for name, module in modules.items()})
     sys.modules["nki.isa.constants"] = constants
     return True
 

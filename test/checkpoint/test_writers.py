@@ -265,7 +265,7 @@ def test_draft_heads_by_the_templates_of_who_trains_them(
     heads = [Eagle3Head.from_pretrained(tmp_path / name, target) for name in ("source", "other")]
     tokens, hidden = torch.arange(6)[None], torch.randn(1, 6, len(heads[0].config.layers(config)) * config.hidden_size)
     results = [head(tokens, head.fuse(hidden), tokens, _cache(head.cache_dim), 6)[0] for head in heads]
-    assert torch.equal(*(head.logits(one) for head, one in zip(heads, results, strict=True)))
+    assert torch.equal(*(head.logits(result) for head, result in zip(heads, results, strict=True)))
     drafted = torch.arange(heads[0].config.draft_vocab_size)
     assert torch.equal(*(head.to_target(drafted) for head in heads))
 

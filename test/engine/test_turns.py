@@ -192,7 +192,9 @@ def test_five_hundred_requests(seeing: KimiK2, tmp_path: Path) -> None:
     to another thread in the middle, closed or left there.
     """
     seeing, questions = replace(seeing, params=replace(seeing.params, max_new_tokens=6)), asked(tmp_path)
-    prompts = [seeing.bare(one) if isinstance(one, str) else seeing.prompt(one) for one in questions]
+    prompts = [
+        seeing.bare(question) if isinstance(question, str) else seeing.prompt(question) for question in questions
+    ]
     texts = [reply_of(seeing, question) for question in questions]
     wanted = [
         [] if prompt.media else tokens(seeing.generator.stream([prompt.ids], seeing.params)) for prompt in prompts

@@ -241,7 +241,7 @@ def test_expert_parallel_ranks_sum_to_the_whole(machine: Machine, kind: str, tok
         held = slice(16 * rank, 16 * rank + 16)
         mine = torch.full((32,), -1, dtype=torch.int32, device="cuda")
         mine[held] = torch.arange(16, device="cuda", dtype=torch.int32)
-        part = given._replace(weights=tuple(one[held].contiguous() for one in given.weights))
+        part = given._replace(weights=tuple(weight[held].contiguous() for weight in given.weights))
         total += part(x, *chosen, mine).float()
     assert distance(total, given(x, *chosen)) < 5e-3
 

@@ -106,7 +106,7 @@ def test_memory_is_as_planned(grid: Grid, count: int) -> None:
     with torch.device("cuda"):
         model = VisionModel(small, dtype=torch.bfloat16).eval()
     patches = torch.zeros(count, grid.patches, 3, 14, 14, dtype=torch.uint8, device="cuda")
-    media = [Media(grid, one) for one in patches]
+    media = [Media(grid, patch) for patch in patches]
     run_pack(model, media)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -39,7 +39,9 @@ def drawn(format_: StoredFormat, experts: int, inter: int, hidden: int, seed: in
     stacks: tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]] = ([], [])
     for _ in range(experts):
         projections = [_held(format_, inter, hidden, generator) for _ in range(2)]
-        stacks[0].append({suffix: torch.cat([part[suffix] for part in projections]) for suffix in projections[0]})
+        stacks[0].append(
+            {suffix: torch.cat([projection[suffix] for projection in projections]) for suffix in projections[0]}
+        )
         stacks[1].append(_held(format_, hidden, inter, generator))
     gate_up, down = (
         Weight({suffix: torch.stack([tensors[suffix] for tensors in stack]) for suffix in stack[0]}, format_)

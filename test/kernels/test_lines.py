@@ -168,9 +168,9 @@ def tensors_of(name: str, case: dict[str, Any]) -> dict[str, Tensor]:
     """Empty ones as the line has them, the optional ones that `with` names."""
     chosen = case.get("with", "").split()
     return {
-        one.name: torch.empty(shape_of(one.dims, case), dtype=DTYPES[one.dtype.split("|")[0]], device="cpu")
-        for one in OPERATIONS[name].line.operands
-        if not one.optional or one.name in chosen
+        operand.name: torch.empty(shape_of(operand.dims, case), dtype=DTYPES[operand.dtype.split("|")[0]], device="cpu")
+        for operand in OPERATIONS[name].line.operands
+        if not operand.optional or operand.name in chosen
     }
 
 
@@ -262,7 +262,7 @@ def test_other_tensors_are_refused(name: str) -> None:
     line, (case, _, _) = OPERATIONS[name].line, CASES[name]
     with FakeTensorMode():
         given = arguments_of(name, case)
-        there = [one for one in line.operands if given.get(one.name) is not None]
+        there = [operand for operand in line.operands if given.get(operand.name) is not None]
         for one in there:
             bound = [name for other in there if other is not one for name in names_of(other)] + list(given)
             others = [torch.empty_like(given[one.name], device="meta")] if len(there) > 1 else []

@@ -211,8 +211,8 @@ def layer_by_layer(arguments: list[list[Any]], case: Case) -> list[list[Any]]:
     order = inspect.signature(decode_layer.function).parameters
     entries: list[list[Any]] = [[] for _ in arguments]
     for number in range(LAYERS):
-        calls = [in_pages(one, number, case.batch) for one in arguments]
-        found = run_on_ranks(decode_layer[case.cores], [[one[name] for name in order] for one in calls])
+        calls = [in_pages(argument, number, case.batch) for argument in arguments]
+        found = run_on_ranks(decode_layer[case.cores], [[call[name] for name in order] for call in calls])
         for of_rank, one, rank in zip(entries, arguments, found, strict=True):
             of_rank.append(rank[1:3])
             one[:2] = [rank[0].reshape(len(rank[0]), -1), rank[-1].reshape(len(rank[0]), -1)[:, : one[1].shape[1]]]

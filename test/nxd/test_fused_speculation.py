@@ -145,7 +145,7 @@ def test_executed_graphs(targets: Callable[[str], Target], tmp_path: Path, form:
     target = targets(decode)
     batches, expected = batches_of(target.model, 1, None)
     job = job_of(target, head_of(target.model, form, tmp_path), tmp_path, ranks, decode)
-    asked = [{**one, "adapter": len(one["prompts"]) == 1} for one in batches]
+    asked = [{**batch, "adapter": len(batch["prompts"]) == 1} for batch in batches]
     for answer, wanted in zip(launch(generations, job, asked, ranks=ranks, way="executed"), expected, strict=True):
         assert answer["replies"] == wanted
         # NxDI's adapter stops where a step might give too many tokens, or behind one that did.

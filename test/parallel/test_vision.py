@@ -33,9 +33,9 @@ def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[lis
 def compare(source: Path | str, work: Path, where: str, ranks: int) -> float:
     ((expected, _, distance),), found = encode(source, work, where, 1, ranks)
     for results, _, _ in found:
-        for one, other in zip(results, expected, strict=True):
-            assert len(one) == len(other)
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for result, other in zip(results, expected, strict=True):
+            assert len(result) == len(other)
+            assert all(torch.equal(a, b) for a, b in zip(result, other, strict=True))
     # Each image was run by one rank, and 16 of them by more than one.
     assert [sum(packs[place] for _, packs, _ in found) for place in range(3)] == [1, 3, 16]
     assert sum(packs[2] > 0 for _, packs, _ in found) == ranks

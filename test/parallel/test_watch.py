@@ -61,7 +61,8 @@ def run_all(calls: list[tuple[Callable[..., None], tuple[object, ...]]]) -> list
         port = free.getsockname()[1]
     fork = get_context("fork")
     processes = [
-        fork.Process(target=call, args=[port if one is None else one for one in arguments]) for call, arguments in calls
+        fork.Process(target=call, args=[port if argument is None else argument for argument in arguments])
+        for call, arguments in calls
     ]
     try:
         for process in processes:

@@ -72,7 +72,9 @@ def swapped(directory: Path) -> None:
 
 def moved(by: int) -> Damage:
     """A tensor's data elsewhere."""
-    return header(lambda entries: entries[W].update(data_offsets=[one + by for one in entries[W]["data_offsets"]]))
+    return header(
+        lambda entries: entries[W].update(data_offsets=[offset + by for offset in entries[W]["data_offsets"]])
+    )
 
 
 def without(name: str) -> Damage:

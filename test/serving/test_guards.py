@@ -128,7 +128,7 @@ def fresh() -> Iterator[Callable[[str], Any]]:
             sys.modules.pop(f"{package.__name__}.{module}", None)
             vars(package).pop(module, None)
         yield lambda name: importlib.import_module(f"{package.__name__}.{name}")
-        others = {name: one for name, one in sys.modules.items() if not name.startswith(f"{package.__name__}.")}
+        others = {name: module for name, module in sys.modules.items() if not name.startswith(f"{package.__name__}.")}
     sys.modules.update(others)
 
 

@@ -62,11 +62,13 @@ def chat(client: Any, **options: Any) -> Any:
 
 def said(*messages: Any) -> tuple[str, str, str, list[tuple[str, str]]]:
     """Reasoning, content, arguments, ids and names of calls; of a whole message, or of a stream's changes together."""
-    reasoning = [getattr(one, "reasoning", None) or getattr(one, "reasoning_content", None) or "" for one in messages]
-    calls = [call for one in messages for call in one.tool_calls or ()]
+    reasoning = [
+        getattr(message, "reasoning", None) or getattr(message, "reasoning_content", None) or "" for message in messages
+    ]
+    calls = [call for message in messages for call in message.tool_calls or ()]
     named = [(call.id, call.function.name) for call in calls if call.function.name]
     arguments = "".join(call.function.arguments or "" for call in calls)
-    return "".join(reasoning), "".join(one.content or "" for one in messages), arguments, named
+    return "".join(reasoning), "".join(message.content or "" for message in messages), arguments, named
 
 
 def answers(client: Any, stream: bool, **options: Any) -> list[tuple[Any, str]]:
@@ -79,7 +81,7 @@ def answers(client: Any, stream: bool, **options: Any) -> list[tuple[Any, str]]:
         for choice in chunk.choices:
             found[choice.index].append(choice)
     assert {choice.finish_reason for choices in found for choice in choices[:-1]} <= {None}
-    return [(said(*(one.delta for one in choices)), choices[-1].finish_reason) for choices in found]
+    return [(said(*(choice.delta for choice in choices)), choices[-1].finish_reason) for choices in found]
 
 
 @pytest.mark.parametrize("stream", [False, True])

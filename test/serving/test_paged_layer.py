@@ -114,7 +114,7 @@ def test_slots_that_ranks_hold_together(ranks: int, run: int) -> None:
         for at in range(count):
             slot = at // (run * ranks) * run + at % run
             caches[at // run % ranks, table[sequence, slot // PAGE], slot % PAGE] = entries[sequence][at]
-    fresh = torch.cat([one[count:] for one, count in zip(entries, old, strict=True)])
+    fresh = torch.cat([entry[count:] for entry, count in zip(entries, old, strict=True)])
     given, counts = list[torch.Tensor](), (new, tuple(map(len, entries)))
     fewer, every = (Ragged(some, torch.tensor([0, *itertools.accumulate(some)])) for some in counts)
     spreads = [Spread(ranks, rank, run, lambda _: torch.cat(given), lambda x: x) for rank in range(ranks)]

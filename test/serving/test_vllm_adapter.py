@@ -60,9 +60,9 @@ def test_every_name_is_used_and_in_the_table() -> None:
     """And no other module imports vLLM."""
     functions = [node for node in SOURCES["adapter"].body if isinstance(node, ast.FunctionDef)]
     users = [ast.unparse(tree) for tree in (*(SOURCES[one] for one in SOURCES.keys() - {"adapter"}), *functions)]
-    assert not any(re.search(r"^\s*(from|import) vllm\b", one, re.MULTILINE) for one in users)
+    assert not any(re.search(r"^\s*(from|import) vllm\b", user, re.MULTILINE) for user in users)
     for name in adapter.NAMES:
-        assert any(re.search(rf"\b{name}\b", one) for one in users), name
+        assert any(re.search(rf"\b{name}\b", user) for user in users), name
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == adapter.__name__:

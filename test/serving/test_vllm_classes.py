@@ -70,8 +70,8 @@ class Nccl:
     """vLLM's group of two ranks with the same rows; as NCCL does, it reads the values that follow a tensor's first."""
 
     def gather_rows(self, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        rows = [one.as_strided(one.shape, (one.shape[1], 1), one.storage_offset()) for one in tensors]
-        return [torch.cat((one, one)) for one in rows]
+        rows = [tensor.as_strided(tensor.shape, (tensor.shape[1], 1), tensor.storage_offset()) for tensor in tensors]
+        return [torch.cat((row, row)) for row in rows]
 
 
 def test_rows_as_nccl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def adapters(it: Deployment) -> None:
         # The fused one where no token has an adapter.
         assert made["absorb_and_store"] > made["query_and_entry"] > 0 or several or not any(made.values())
         base = expected(it.plain, "float32", it.job)
-        same = [one == other for one, other in zip(answer["tokens"], base, strict=True)]
+        same = [token == other for token, other in zip(answer["tokens"], base, strict=True)]
         assert same == [not number % 3 for number in range(len(same))]
 
     it.proofs.append(obeyed)

@@ -133,9 +133,9 @@ def read_elsewhere(arguments: Any, requests: list[dict[str, Any]]) -> Any:
 
     engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
     asked = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-    for number, one in enumerate(requests):
+    for number, request in enumerate(requests):
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=asked)
-        engine.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
+        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, sampling)
     while engine.has_unfinished_requests():
         for output in engine.step():
             found = {"kv_transfer_params": output.kv_transfer_params}
@@ -149,7 +149,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     if job.get("parts"):
         amx()
-    if any("media" in one for one in job["requests"]):
+    if any("media" in request for request in job["requests"]):
         # vLLM, in one process, wants a dict of it when it looks for kernels.
         importlib.import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
     if os.environ.get("VLLM_BATCH_INVARIANT") and not torch.cuda.is_available():
@@ -182,7 +182,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
         result["logprobs_again"] = served["logprobs"]
     from kimi_k2.ops.registry import TABLE
 
-    counts = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
+    counts = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
     for name in ("draft", "accepted"):
         result[name] = counts.get(f"vllm:spec_decode_num_{name}_tokens", 0)
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}

@@ -413,7 +413,7 @@ def corrupt(directory: Path, chooser: random.Random) -> tuple[str, set[str]]:
     path = chooser.choice(files)
     entries = json.loads(header_bytes(path)[8:])
     tensor = chooser.choice(sorted(set(entries) - {"__metadata__"}))
-    other = chooser.choice([one for one in files if one != path])
+    other = chooser.choice([file for file in files if file != path])
     kinds = "bytes", "missing", "extra", "swapped", "truncated", "longer", "header bytes", "header length", "manifest"
     kind = chooser.choice(kinds)
     if kind == "bytes":

@@ -122,7 +122,7 @@ class Rank:
         found["mlp.router.linear_router"] = gate
         bias = "mlp.gate.e_score_correction_bias"
         found["mlp.router.e_score_correction_bias"] = self.state[f"model.layers.{layer}.{bias}"]
-        found |= self.mlps("mlp.experts", layer, [f"mlp.experts.{one}" for one in self.experts], self.tp)
+        found |= self.mlps("mlp.experts", layer, [f"mlp.experts.{expert}" for expert in self.experts], self.tp)
         if layout.layers:
             found |= self.mlps("mlp.shared_experts", layer, ["mlp.shared_experts"], self.ranks)
         else:

@@ -111,10 +111,10 @@ def on_ranks(tp: int, dp: int, ep: int, run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(tp * dp) as threads:
         ranks = [threads.submit(rank, number) for number in range(tp * dp)]
     for error in sorted(
-        filter(None, (one.exception() for one in ranks)), key=lambda e: isinstance(e, threading.BrokenBarrierError)
+        filter(None, (rank.exception() for rank in ranks)), key=lambda e: isinstance(e, threading.BrokenBarrierError)
     ):
         raise error
-    return [one.result() for one in ranks]
+    return [rank.result() for rank in ranks]
 
 
 @dataclass
@@ -195,7 +195,7 @@ def launched(name: str, cores: int) -> Any:
 def decode_layer(cores: int, tensors: list[Tensor], named: str, numbers: list[float], others: str) -> list[Tensor]:
     """The kernel on this rank, whose others run it too; names of tensors and of numbers by commas."""
     arguments = dict(zip(named.split(","), map(to_kernel, tensors), strict=True))
-    whole = [int(one) if one == int(one) else one for one in numbers]
+    whole = [int(number) if number == int(number) else number for number in numbers]
     arguments |= dict(zip(others.split(","), whole, strict=True))
     tp = HERE.tp
     arguments["groups"] = (tuple(range(tp.world_size)),)
@@ -366,7 +366,9 @@ class Runner:
         model.bind_kv_cache(self.pages)
         # Where the runner says none of this, the compiler of Trainium2 refuses e4m3fn (NCC_EVRF051).
         told = cache == FP8 or neuron_config.quantization == "fp8"
-        assert told or all(one.dtype != FP8 for one in model.parameters()), "the compiler is not told of FP8 values"
+        assert told or all(parameter.dtype != FP8 for parameter in model.parameters()), (
+            "the compiler is not told of FP8 values"
+        )
         self.compiled = (compile_with or Lowering())(model)
         self.free, self.block, self.padding, self.segment = list(range(1, blocks)), block, padding, segment
         self.prompt_buckets: Sequence[int] = (segment,) if segment else buckets[0]
@@ -467,7 +469,7 @@ class Runner:
             ids = torch.nn.functional.pad(ids, (0, rows * (count - 1) - len(ids)))
             metadata = {"num_draft_tokens": [count - 1] * rows, "draft_token_ids": ids}
         ahead = drafts or [[]] * len(requests)
-        lines = [(one, [one.tokens[-1], *drafted]) for one, drafted in zip(requests, ahead, strict=True)]
+        lines = [(request, [request.tokens[-1], *drafted]) for request, drafted in zip(requests, ahead, strict=True)]
         sampled = self.step(lines, rows * count, count, range(rows * count), metadata)
         self._keep(requests, sampled.view(rows, count))
         for request in requests:
@@ -528,7 +530,7 @@ def prompts(directory: Path, seed: int = 5) -> list[list[int]]:
     vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 24, (8,), generator=generator).tolist()
-    drawn = [torch.randint(0, vocabulary, (min(one, 18),), generator=generator).tolist() for one in lengths]
+    drawn = [torch.randint(0, vocabulary, (min(length, 18),), generator=generator).tolist() for length in lengths]
     for at in range(2, len(drawn), 3):
         drawn[at] = drawn[at - 1][:5] + drawn[at]
     return drawn
@@ -552,7 +554,9 @@ def differences(directory: Path, requests: list[Request], seed: int = 5) -> tupl
     """Requests whose tokens are not the plain model's, and how far logits are off."""
     tokens, logits = plain(directory, seed)
     wrong = sum(request.output != right for request, right in zip(requests, tokens, strict=True))
-    off = [torch.stack(one.logits) - right for one, right in zip(requests, logits, strict=True) if one.logits]
+    off = [
+        torch.stack(request.logits) - right for request, right in zip(requests, logits, strict=True) if request.logits
+    ]
     return wrong, float(torch.cat(off).abs().max()) if off else 0.0
 
 

@@ -75,7 +75,9 @@ def stale_readers(graph: GraphModule) -> list[str]:
             for later in nodes[at + 1 :]:
                 if later in fresh or later.op == "output":
                     continue
-                inputs = [one for one in later.all_input_nodes if one not in fresh and root_of(one) is root_of(written)]
+                inputs = [
+                    node for node in later.all_input_nodes if node not in fresh and root_of(node) is root_of(written)
+                ]
                 if inputs:
                     found.append(f"{later.name} reads {inputs[0].name} behind {write.name}")
                 elif fresh.intersection(later.all_input_nodes):
@@ -177,7 +179,9 @@ def with_auto_cast(graph: GraphModule) -> GraphModule:
     """Operands of every product as BF16, as the compiler has them unless --auto-cast=none tells it not to."""
 
     def rounded(product: Callable[..., Tensor], *operands: Any) -> Tensor:
-        return product(*(one.bfloat16().to(one.dtype) if isinstance(one, Tensor) else one for one in operands))
+        return product(
+            *(operand.bfloat16().to(operand.dtype) if isinstance(operand, Tensor) else operand for operand in operands)
+        )
 
     for node in graph.graph.nodes:
         if node.op == "call_function" and name_of(node) in PRODUCTS:
@@ -228,9 +232,9 @@ class Captured:
         written, made = sorted(_written_inputs(self.graph)), []
         for one in self.routes:
             mine = _copied(arguments, written)
-            versions = [part._version for part in arguments if isinstance(part, Tensor)]
+            versions = [argument._version for argument in arguments if isinstance(argument, Tensor)]
             outputs = one(*mine)
-            assert versions == [part._version for part in arguments if isinstance(part, Tensor)]
+            assert versions == [argument._version for argument in arguments if isinstance(argument, Tensor)]
             made.append([*outputs, *(mine[at] for at in written)])
         for other in made[1:]:
             for mine, theirs in zip(made[0], other, strict=True):
@@ -245,7 +249,7 @@ def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> C
     if kind == "aot":
         compiled: Callable[..., Any] = aot_eager(GraphModule(graph, copy.deepcopy(graph.graph)), examples)
         if without == "epilogue":  # which carries writes over to the inputs
-            return lambda *arguments: compiled(*[one.clone() for one in arguments])
+            return lambda *arguments: compiled(*[argument.clone() for argument in arguments])
         return compiled
     made, replaced, count = functional(graph, later=kind == "later", without=without)
     with_device_casts(made)

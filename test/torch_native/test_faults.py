@@ -83,7 +83,9 @@ def tells(directory: Path, *, lowering: Any = line.eager, **options: Any) -> boo
     """Whether something goes wrong: in an error, in a token or a logit, or in the null block."""
     try:
         ranks = line.served(directory, compile_with=lowering, **options)
-        return not all(wrong == 0 and off < 2e-5 for wrong, off in (line.differences(directory, one) for one in ranks))
+        return not all(
+            wrong == 0 and off < 2e-5 for wrong, off in (line.differences(directory, rank) for rank in ranks)
+        )
     except (KimiK2Error, RuntimeError, IndexError, AssertionError):
         return True
 
@@ -123,6 +125,6 @@ def test_a_write_through_a_view_is_seen(
     monkeypatch.setattr(*edited(P, "write", pages, f"{writes}; return self"))
     lowering = Lowering(routes)
     assert tells(checkpoints["fp8"], lowering=lowering, **ONE) == seen
-    assert [len(stale_readers(one.graph)) >= 4 for one in lowering.graphs.values()] == [bool(view)] * len(
+    assert [len(stale_readers(graph.graph)) >= 4 for graph in lowering.graphs.values()] == [bool(view)] * len(
         lowering.graphs
     )

@@ -63,7 +63,7 @@ def test_kernels_give_the_plain_models_tokens(
         wrong, off = line.differences(directory, rank)
         assert wrong == 0
         assert off < 2e-5
-    (step,) = [one.graph for one in lowering.graphs.values() if called(one.graph)["line.decode_layer"]]
+    (step,) = [graph.graph for graph in lowering.graphs.values() if called(graph.graph)["line.decode_layer"]]
     assert called(step)["line.decode_layer"] == 2
 
 
@@ -86,13 +86,14 @@ def test_kernels_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     runner.threshold, steps = tokens, 0
     while min(len(request.output) for request in requests) < 5:
         ahead = [
-            [*right, 0, 0, 0][len(one.output) :][: tokens - 1] for one, right in zip(requests, plain[0], strict=False)
+            [*right, 0, 0, 0][len(request.output) :][: tokens - 1]
+            for request, right in zip(requests, plain[0], strict=False)
         ]
         runner.decode(requests, [[*drafts[:-1], drafts[-1] + steps % 2] for drafts in ahead])
         steps += 1
     for request, right in zip(requests, plain[0], strict=False):
         assert request.output[: len(right)] == right[: len(request.output)]
-    assert [called(one.graph)["line.decode_layer"] for one in lowering.graphs.values()] == [0, 2]
+    assert [called(graph.graph)["line.decode_layer"] for graph in lowering.graphs.values()] == [0, 2]
 
 
 FAULTS = {

@@ -64,9 +64,9 @@ def costs_of(graph: GraphModule) -> Iterator[CallCost]:
     for node in graph.graph.nodes:
         if name_of(node) == "line.decode_layer":
             cores, tensors, named, numbers, others = node.args
-            like = [one.meta["example_value"] for one in tensors]
+            like = [tensor.meta["example_value"] for tensor in tensors]
             arrays = [np.zeros(one.shape, NUMPY[str(one.dtype).split(".")[1].removesuffix("fn")]) for one in like]
-            whole = [int(one) if one == int(one) else one for one in numbers]
+            whole = [int(number) if number == int(number) else number for number in numbers]
             arguments: dict[str, Any] = dict(zip(others.split(","), whole, strict=True))
             arguments["groups"] = (tuple(range(arguments["ranks"])),)
             yield cost_of("decode_layer", cores, dict(zip(named.split(","), arrays, strict=True)), arguments)
@@ -90,7 +90,7 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
     )
     if whole:
         for layer, cost in enumerate(costs_of(graph), CONFIG.first_k_dense_replace):
-            collectives.update(Collective(*one) for one in cost.collectives)
+            collectives.update(Collective(*collective) for collective in cost.collectives)
             parts = (size for name, size in planned.read.items() if name.startswith(f"layers.{layer}."))
             outside = sum(
                 planned.read.get(f"layers.{layer}.{name}.weight", 0)
@@ -105,7 +105,7 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
         assert planned.flops == pytest.approx(flops.get_total_flops(), rel=1e-3)
     assert planned.collectives == collectives
     runner = line.on_meta(CONFIG, target)
-    held = sum(one.nbytes for one in runner.model.parameters())
+    held = sum(parameter.nbytes for parameter in runner.model.parameters())
     assert held == sum(map(local_bytes, target.sharding(CONFIG).tensors))
     slots = 256 * runner.block  # of each page of the runner
     pages = sum(half.nbytes for halves in runner.pages.values() for half in halves)

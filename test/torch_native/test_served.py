@@ -131,7 +131,7 @@ def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, 
             assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
     runner.threshold, steps = 3, 0
     while min(len(request.output) for request in requests) < 6:
-        ahead = [[*right, 0, 0][len(one.output) :] for one, right in zip(requests, tokens, strict=True)]
+        ahead = [[*right, 0, 0][len(request.output) :] for request, right in zip(requests, tokens, strict=True)]
         runner.decode(requests, [[first, second + steps % 2] for first, second, *_ in ahead])
         steps += 1
     assert steps < 4
@@ -176,7 +176,7 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]
     """transformers' cache of latents and rotated keys, with what e4m3 keeps of them."""
 
     def update(self, *states: Any, **options: Any) -> Any:
-        rounded = (one.to(line.FP8).to(one.dtype) if isinstance(one, torch.Tensor) else one for one in states)
+        rounded = (state.to(line.FP8).to(state.dtype) if isinstance(state, torch.Tensor) else state for state in states)
         return super().update(*rounded, **options)
 
 

@@ -59,7 +59,7 @@ def adapter_scale(directory: str | Path) -> tuple[int, float]:
             raise ConfigError(f"expected an integer of at least 1, got {rank!r:.100}", field="r")
         if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
             raise ConfigError(f"expected a number above 0, got {alpha!r:.100}", field="lora_alpha")
-        if not isinstance(modules, (str, list)) or not all(isinstance(one, str) for one in modules):
+        if not isinstance(modules, (str, list)) or not all(isinstance(module, str) for module in modules):
             raise ConfigError(f"expected names of modules, got {modules!r:.100}", field="target_modules")
     except ConfigError as error:
         raise ConfigError(error.message, field=error.field, file=path) from None

@@ -280,7 +280,7 @@ def read_head(directory: Path, config: DraftConfig, target: KimiK2Config) -> tup
         check_tensors(reader, keys, config, target)
         tokens = _target_tokens(reader, keys, config, directory) if D2T in keys else None
         # Copies: a reader's tensors lie in its open files.
-        return {name: reader.get(one).clone() for name, one in keys.items() if name not in (D2T, T2D)}, tokens
+        return {name: reader.get(key).clone() for name, key in keys.items() if name not in (D2T, T2D)}, tokens
 
 
 def _target_tokens(reader: CheckpointReader, keys: dict[str, str], config: DraftConfig, directory: Path) -> Tensor:

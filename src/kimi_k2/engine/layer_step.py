@@ -223,7 +223,7 @@ class LayerStep:
         if made is not None:
             (q, entries), rest = made, slice(batch.decodes, batch.tokens)
             store_slots(cache, entries[rest], batch.slots[rest])
-            parts += [self._chunk(q[one.rows], entries[one.rows], one, batch, cache) for one in batch.chunks]
+            parts += [self._chunk(q[chunk.rows], entries[chunk.rows], chunk, batch, cache) for chunk in batch.chunks]
         if batch.after_attention is not None:
             batch.after_attention(number)
         if out is not None:

@@ -272,8 +272,8 @@ def is_decoding() -> bool:
 
 def _described(arguments: tuple[Any, ...]) -> str:
     """Dtypes and shapes of the tensors among a call's arguments, and the first one's device."""
-    tensors = [one for one in arguments if hasattr(one, "is_cuda")]
-    shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors)
+    tensors = [argument for argument in arguments if hasattr(argument, "is_cuda")]
+    shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
     return f"{shapes} on {tensors[0].device}"
 
 

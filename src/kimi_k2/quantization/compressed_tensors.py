@@ -198,7 +198,7 @@ class MixedFormat(StoredFormat):
         members = tuple(_format_of(scheme) for scheme in schemes)
         if [scheme.targets for scheme in schemes] == [("Linear",)]:
             return members[0]
-        return cls(targets=tuple(one.targets for one in schemes), members=members, ignore=schemes[0].ignore)
+        return cls(targets=tuple(scheme.targets for scheme in schemes), members=members, ignore=schemes[0].ignore)
 
     def of(self, module: str) -> StoredFormat:
         """The first group's that names it, else that of all Linears."""

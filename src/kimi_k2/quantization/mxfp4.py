@@ -22,7 +22,7 @@ from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, register
 
 E2M1_MAX = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
+_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 # Half way between neighbours; a tie goes to the even code, so that an odd code ends before it and an even one behind.
 _MIDPOINTS = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)])
 

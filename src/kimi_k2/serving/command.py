@@ -67,7 +67,9 @@ def gpu_lengths(
     """
     heads = config.num_attention_heads
     divisors = [one for one in range(min(gpus, heads), 0, -1) if heads % one == 0]
-    ranks, tokens = next((one, room) for one in divisors if (room := _tokens(config, one, memory, experts)) is not None)
+    ranks, tokens = next(
+        (divisor, room) for divisor in divisors if (room := _tokens(config, divisor, memory, experts)) is not None
+    )
     wanted = asked or STEP
     if tokens < wanted:
         wider = (one for one in range(ranks + 1, heads + 1) if heads % one == 0)

@@ -54,7 +54,10 @@ def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], S
     """
     *projections, norm = (f"model.layers.{layer}.{name}" for name in SOURCES)
     gamma = read(norm)["weight"].to(torch.float32)
-    parts = [format_of(config.quantization, one).dequantize(read(one), torch.float32) for one in projections]
+    parts = [
+        format_of(config.quantization, projection).dequantize(read(projection), torch.float32)
+        for projection in projections
+    ]
     return torch.cat(parts).mul_(gamma)
 
 

@@ -271,7 +271,11 @@ class ShardingPlan:
 
     def of_layers(self, layers: range | None) -> list[PlannedTensor]:
         """Tensors of some layers, None for all, and those of no layer."""
-        return [one for one in self.tensors if layers is None or one.layer == GLOBAL_LAYER or one.layer in layers]
+        return [
+            tensor
+            for tensor in self.tensors
+            if layers is None or tensor.layer == GLOBAL_LAYER or tensor.layer in layers
+        ]
 
     def check(self) -> None:
         """Prove that every element of every tensor is in one rank's file, or in equally many if it is replicated.

@@ -378,7 +378,7 @@ class Cutter:
 
 def _by_rank(experts: list[Parameter]) -> list[list[memoryview]]:
     """Of each rank of those that share the experts, the bytes of each expert."""
-    whole = [part.tensor.view(len(part.tensor), -1).view(torch.uint8).numpy() for part in experts]
+    whole = [expert.tensor.view(len(expert.tensor), -1).view(torch.uint8).numpy() for expert in experts]
     return [[one[share].data for one in whole] for share in range(len(whole[0]))]
 
 

@@ -162,5 +162,5 @@ def _lists(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(tokens, (list, type(None))):
             raise TokenizerError(f"expected a list of tokens, got {type(value).__name__}", field=name, file=path)
         if tokens:
-            found[name] = tuple(_text(one, name, path) for one in tokens)
+            found[name] = tuple(_text(token, name, path) for token in tokens)
     return found

@@ -82,7 +82,7 @@ class RandomExperts:
     @property
     def bytes_each(self) -> float:
         """Bytes of one expert's weights and scales."""
-        return sum(part[0].numel() * part.element_size() for part in self.weights if part is not None)
+        return sum(weight[0].numel() * weight.element_size() for weight in self.weights if weight is not None)
 
     def reference(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """float64 [T, H] of a few tokens."""
@@ -135,7 +135,7 @@ def int4_experts(weights: PreparedW4A16, **more: Any) -> RandomExperts:
 def checkpoint(weights: PreparedW4A16, experts: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Some experts' packed INT4 weights and scales as a checkpoint holds them."""
     assert weights.down_proj_scale is not None
-    return restore_w4a16(PreparedW4A16(*(part[experts] for part in weights if part is not None)))
+    return restore_w4a16(PreparedW4A16(*(weight[experts] for weight in weights if weight is not None)))
 
 
 def bf16_experts(weights: tuple[Tensor, Tensor]) -> RandomExperts:

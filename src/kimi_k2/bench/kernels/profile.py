@@ -78,7 +78,7 @@ def floor(
         distinct: experts of a layer that the step's tokens chose; None for what uniform routing gives on average.
         cache_bytes: of a cached value.
     """
-    known = next((one for name, one in INSTANCES.items() if name in card.lower()), INSTANCES["h200"])
+    known = next((instance for name, instance in INSTANCES.items() if name in card.lower()), INSTANCES["h200"])
     context = max(sum(contexts) // len(contexts), 1)
     target = Target("floor", layout, known.machine, known.memory, len(contexts), context, context)
     counts = decode_counts(config, target, target.sharding(config))

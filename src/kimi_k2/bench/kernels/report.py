@@ -59,7 +59,7 @@ class Report:
         say(f"{self.made['device']}: read {self.bandwidth:.0f} GB/s, BF16 GEMM {self.matrix_rate:.0f} TFLOP/s")
         there = json.loads(out.read_text()) if out is not None and out.exists() else {}
         if self.made.items() <= there.items():
-            self.rows, self.begun = [Row(**one) for one in there["rows"]], there["begun"]
+            self.rows, self.begun = [Row(**row) for row in there["rows"]], there["begun"]
             ended = [[row.operation, row.case] for row in self.rows]
             for case in self.begun:
                 if case not in ended:
@@ -86,7 +86,7 @@ class Report:
     def _write(self) -> None:
         if self.out is not None:
             ceilings = {"read_gb_s": self.bandwidth, "bf16_tflop_s": self.matrix_rate, "begun": self.begun}
-            content = self.made | ceilings | {"rows": [asdict(one) for one in self.rows]}
+            content = self.made | ceilings | {"rows": [asdict(row) for row in self.rows]}
             replace_file(self.out, json.dumps(content, indent=1) + "\n")
 
     def end(self) -> None:

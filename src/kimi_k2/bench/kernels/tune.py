@@ -151,7 +151,7 @@ def time_candidates(case: Shape, experts: RandomExperts, tokens: int) -> list[Ti
 def for_each_count(choices: Mapping[Sizes, ExpertChoice]) -> dict[Sizes, ExpertChoice]:
     """A file's choices with those that it leaves out, as the next count has them too."""
     counts = [(tokens,) for tokens in TOKENS if (tokens,) <= max(choices, default=(0,))]
-    return {count: choices[min(one for one in choices if one >= count)] for count in counts}
+    return {count: choices[min(choice for choice in choices if choice >= count)] for count in counts}
 
 
 def tune_experts(
@@ -242,7 +242,7 @@ def tune_attention(out: Path | None, say: Callable[[str], None]) -> None:
             for kind in ("equal", "uneven"):
                 calls = mla.splits(heads, cache == "e4m3", capacity, batch, kind)
                 turns = [medians(calls, captures, REPLAYS) for _ in range(TURNS)]
-                times = {one: min(turn[one] for turn in turns) + (0 if one.splits else PLAN) for one in calls}
+                times = {call: min(turn[call] for turn in turns) + (0 if call.splits else PLAN) for call in calls}
                 for choice, time in times.items():
                     losses[choice] = max(losses.get(choice, 0.0), time / min(times.values()))
             won = chosen[capacity, batch] = min(losses, key=losses.__getitem__)

@@ -77,7 +77,7 @@ def measure(sides: tuple[int, ...] = SIDES, patches: int = 2 * PACK_PATCHES) -> 
         grid = Grid(1, side // 14, side // 14)
         count = max(1, patches // grid.patches)
         pixels = torch.randint(0, 256, (count, grid.patches, 3, 14, 14), dtype=torch.uint8, device="cuda")
-        packs = packed([Media(grid, one) for one in pixels], PACK_PATCHES)
+        packs = packed([Media(grid, patch) for patch in pixels], PACK_PATCHES)
 
         def in_packs(packs: Any = packs) -> None:
             for pack in packs:

@@ -114,7 +114,7 @@ class Line:
         tensors, *conditions = text.split(";")
         given, _, made = tensors.partition("->")
         self.text, self.operands, self.results = text, _operands(given), _operands(made)
-        self.conditions = [(one.strip(), _compiled(one.strip())) for one in conditions]
+        self.conditions = [(condition.strip(), _compiled(condition.strip())) for condition in conditions]
         self._fits: dict[Hashable, bool] = {}
 
     def bind(self, values: Mapping[str, Any], *, part: bool = False) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Line:
         Raises:
             KernelError: naming the tensor or the condition, and what was expected.
         """
-        given = [(one, values[one.name]) for one in self.operands if values.get(one.name) is not None]
+        given = [(operand, values[operand.name]) for operand in self.operands if values.get(operand.name) is not None]
         for one in self.operands:
             if values.get(one.name) is None and not one.optional and not (part and one.name not in values):
                 raise KernelError(f"{one.name} is None, expected {one.text}")
@@ -169,11 +169,11 @@ class Line:
     def made(self, sizes: Mapping[str, Any]) -> dict[str, Result]:
         """The results by their names."""
         results = {}
-        for one in self.results:
-            found = [_value(dim, sizes, None) for dim in one.dims]
-            shape = (*found[0], *found[1:]) if one.star else tuple(found)
-            kind = DTYPES.get(one.dtype) or sizes[one.dtype]
-            results[one.name] = Result(shape, kind.dtype if isinstance(kind, Tensor) else kind, sizes["device"])
+        for result in self.results:
+            found = [_value(dim, sizes, None) for dim in result.dims]
+            shape = (*found[0], *found[1:]) if result.star else tuple(found)
+            kind = DTYPES.get(result.dtype) or sizes[result.dtype]
+            results[result.name] = Result(shape, kind.dtype if isinstance(kind, Tensor) else kind, sizes["device"])
         return results
 
 
@@ -199,12 +199,12 @@ def recall(answers: Mapping[Hashable, T], arguments: Iterable[Any]) -> tuple[Has
     """All that a line can see of arguments, and the answer for it; None for sizes that torch.compile keeps open."""
     key = tuple(
         [
-            (one.shape, one.dtype, one.stride(), one.device, one.storage_offset() % 16)
-            if isinstance(one, Tensor)
-            else tuple(one)
-            if isinstance(one, list)
-            else one
-            for one in arguments
+            (argument.shape, argument.dtype, argument.stride(), argument.device, argument.storage_offset() % 16)
+            if isinstance(argument, Tensor)
+            else tuple(argument)
+            if isinstance(argument, list)
+            else argument
+            for argument in arguments
         ]
     )
     try:

@@ -38,7 +38,7 @@ class Operation:
         self.line, self._body = Line(line), body
         self.fits = self.line.fits
         parameters = inspect.signature(body).parameters.values()
-        named = [one for one in parameters if one.kind != one.KEYWORD_ONLY]
+        named = [parameter for parameter in parameters if parameter.kind != parameter.KEYWORD_ONLY]
         self._names = [one.name for one in named]
         self._defaults = {one.name: one.default for one in named if one.default is not one.empty}
         # A body that does not name the results returns its own.
@@ -48,7 +48,7 @@ class Operation:
         self._asked = list(inspect.signature(also).parameters) if also else []
 
         def fake(*arguments: Any, **keywords: Any) -> Any:
-            return self._given([one.empty() for one in self._results(self._values(arguments, keywords)).values()])
+            return self._given([result.empty() for result in self._results(self._values(arguments, keywords)).values()])
 
         count, mutates = len(self.line.results), tuple(mutates)
         returns = _RETURNS.get(count, f"tuple[{', '.join(['Tensor'] * count)}]")
@@ -88,7 +88,7 @@ class Operation:
             remember(self._known, key, results)
         if not self._makes:
             return self._body(*arguments, **keywords)
-        made = {name: one.empty() for name, one in results.items()}
+        made = {name: result.empty() for name, result in results.items()}
         own = self._body(*arguments, **keywords, **made) if all(next(iter(results.values())).shape) else None
         return self._given(list(made.values())) if own is None else own
 

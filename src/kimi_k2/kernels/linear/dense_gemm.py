@@ -32,7 +32,7 @@ def supports(x: Tensor, weight: Tensor) -> bool:
 def decode_cluster(rows: int, columns: int) -> int:
     """Parts of the columns for a step of few tokens, by the weight's shape alone."""
     tiles = -(-rows // 64)
-    return next((one for one in CLUSTERS if tiles * one <= BLOCKS and columns >= one * COLUMNS), 1)
+    return next((cluster for cluster in CLUSTERS if tiles * cluster <= BLOCKS and columns >= cluster * COLUMNS), 1)
 
 
 def fastest_cluster(tokens: int, rows: int, columns: int) -> int:

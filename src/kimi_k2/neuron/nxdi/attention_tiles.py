@@ -53,7 +53,7 @@ class AttentionTiles(nn.Module):
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """q_b of float tiles: [B, S, q_lora_rank] to [B, h, S, 128] without position and [B, h, S, rope]."""
-        nope, rope = (part.transpose(1, 2) for part in queries(normed, self._held("q_b"), self.heads))
+        nope, rope = (query.transpose(1, 2) for query in queries(normed, self._held("q_b"), self.heads))
         return nope, rope
 
     def up_projections(self) -> tuple[Tensor, Tensor]:

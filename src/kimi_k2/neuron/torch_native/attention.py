@@ -166,7 +166,7 @@ class Attention:
         """
         segment = int(metadata["kv_segment_size"])
         if not segment:
-            yield from zip(*(one.split(KEYS) for one in entries), strict=True)
+            yield from zip(*(entry.split(KEYS) for entry in entries), strict=True)
             return
         table = metadata["block_table_tensor"]
         for blocks in table.split(max(1, segment // int(metadata["block_size"])), dim=1):

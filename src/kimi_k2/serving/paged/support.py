@@ -97,7 +97,7 @@ def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: i
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
     heads = config.num_attention_heads // ranks
     tensors = make_plan(config, Layout(1, target="cuda", experts=STORED)).tensors
-    packed = [one.name for one in tensors if one.dtype == torch.uint8 and ".experts." not in one.name]
+    packed = [tensor.name for tensor in tensors if tensor.dtype == torch.uint8 and ".experts." not in tensor.name]
     for reason, holds in (
         ("a GPU that is no Hopper", not hopper),
         ("no nvcc, which the kernels are built with", find_nvcc() is None),

@@ -119,11 +119,11 @@ class Loras:
     def step(self, layer: DecoderLayer, number: int) -> AdaptedStep:
         """The layer with what its sites hold."""
         prefix = f"model.layers.{number}."
-        sites = {name.removeprefix(prefix): one for name, one in self.sites.items() if name.startswith(prefix)}
+        sites = {name.removeprefix(prefix): site for name, site in self.sites.items() if name.startswith(prefix)}
         routed = sites.pop(EXPERTS, None)
         experts = {} if routed is None else dict(zip(PROJECTIONS, routed.made, strict=False))
         touched = set() if routed is None else routed.touched
-        added = {name: one.made[0] for name, one in sites.items() if one.made}
+        added = {name: site.made[0] for name, site in sites.items() if site.made}
         return AdaptedStep(layer, self.paged.reduce, self.paged.exchange, self.adapters, added, experts, touched)
 
     def empty(self, planned: PlannedTensor, rows: int, columns: int) -> LowRank:

@@ -66,7 +66,7 @@ class Runner:
         self.worker, self.of, self._second = worker, worker.model_runner, worker.use_v2_model_runner
         self.it, self.width = Deployment(self.of.vllm_config), 1 + getattr(self.of, "num_spec_tokens", 0)
         expected = EXPECTED | (OF_DRAFTS if self.width > 1 else set())
-        self._others = [one.name for one in fields(SchedulerOutput) if one.name not in expected]
+        self._others = [field.name for field in fields(SchedulerOutput) if field.name not in expected]
 
     @property
     def on_gpu(self) -> bool:

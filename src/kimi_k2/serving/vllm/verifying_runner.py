@@ -38,7 +38,7 @@ class VerifyingRunner(Runner):
         self._starts = self._every(self.width, most + 1, 0)
         self._starts_on_host, self._prefilling = self._starts.cpu(), torch.zeros(most, dtype=torch.bool)
         self._metadata: dict[int, Any] = {}
-        self._known = {one.name for one in fields(CommonAttentionMetadata)}
+        self._known = {field.name for field in fields(CommonAttentionMetadata)}
 
     def _every(self, stride: int, count: int, first: int) -> Tensor:
         """int32 `first`, `first` + `stride` and so on."""
