@@ -41,7 +41,7 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "rounding_mode=\"floor\") * self.num_local_experts", "rounding_mode=\"floor\") * 0"),
             ("other ranks' experts not masked", BASE_MOE, "weights * here.to(weights.dtype)", "weights"),
             ("every choice takes the first row of the blocks", BASE_MOE,
-                "part[at[:, choice]]", "part[0 * at[:, choice]]"),
+                "result[at[:, choice]]", "result[0 * at[:, choice]]"),
             ("expert weights not applied at prefill", BASE_MOE, "* weights[:, choice, None]", ""),
             ("softmax scale without mscale", BASE_ATTENTION,
                 "* self.softmax_scale", "* (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5"),

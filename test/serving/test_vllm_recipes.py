@@ -679,7 +679,7 @@ def test_row(row: Row, models: Models, tmp_path: Path) -> None:
     name, flags = row
     if any(flag in SEVERAL for flag in flags) and row not in QUICK and not os.environ.get("KIMI_K2_SLOW"):
         pytest.skip("KIMI_K2_SLOW=1 starts up to four ranks for each")
-    alone, (model, judged) = len({*flags} - {ahead, shared_out}) < 2, models(name)
+    alone, (model, judged) = row in NAMED and len({*flags} - {ahead, shared_out}) < 2, models(name)
     job = requests(SEED, max(8, DRAWS)) if alone else requests(SEED, 4, new_tokens=16)
     it = Deployment(name, model, judged, [job], tmp_path, random.Random(name_of(row)), alone)
     it.dtype = "bfloat16" if name in ("fp8", "wide", *FOUR_BITS) else "float32"
