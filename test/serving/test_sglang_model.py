@@ -37,14 +37,19 @@ def behind(first: list[dict[str, Any]], tokens: list[list[int]], draw: random.Ra
     return made
 
 
-def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], answer: dict[str, Any], at: int) -> None:
-    """A round's tokens are the plain model's; in 16 bits, where parts round otherwise, near float32's best."""
+def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], tokens: list[list[int]]) -> None:
+    """A round's tokens are the plain model's; in 16 bits, where ours round otherwise, as near float32's best as its."""
+    plain = expected(directory, dtype, job)
     if dtype == "float32":
-        assert answer["tokens"][at] == expected(directory, dtype, job)
+        assert tokens == plain
         return
     judge = Judge(directory)
-    gaps = [judge.gaps(one["prompt"], tokens).mean() for one, tokens in zip(job, answer["tokens"][at], strict=True)]
-    assert torch.stack(gaps).mean() < BEST
+    ours, theirs = (
+        torch.stack([judge.gaps(one["prompt"], row).mean() for one, row in zip(job, rows, strict=True)]).mean()
+        for rows in (tokens, plain)
+    )
+    print(f"\n{directory.name}: a logit below float32's best, mean: ours {float(ours):.4f}, plain {float(theirs):.4f}")
+    assert float(ours) < min(BEST, 1.5 * float(theirs))
 
 
 def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None:
@@ -60,7 +65,7 @@ def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None
 
 PARTS = {"chunked_prefill_size": 32, "enable_mixed_chunk": True}
 SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
-# SGLang takes FP8 and INT4 with 16-bit activations alone: whole prompts then give the plain model's tokens.
+# SGLang takes FP8 and INT4 with 16-bit activations alone.
 ROWS: list[Any] = [
     ("fp8", {}), ("thinking", {}), ("bf16", {}), ("thinking", PARTS), ("bf16", PARTS),
     ("bf16", {**PARTS, "page_size": 16}),  # as on a GPU
@@ -103,9 +108,8 @@ def test_same_tokens_as_the_plain_model(
     assert log.count(OURS) == 1 and CALLED not in log
     assert len(answer["ranks"]) == ranks
     whole = "chunked_prefill_size" not in options and ranks == 1 and name != "k2.5"
-    assert answer["tokens"][1] == wanted or not whole
     for at, job in ((1, first), (2, second)):
-        check_answers(directory, dtype, job, answer, at)
+        check_answers(directory, dtype, job, answer["tokens"][at])
     for one, cached in zip(first, answer["cached"][2], strict=True):
         assert cached % page == 0 and cached > len(one["prompt"]) - page
     for rank in answer["ranks"]:
