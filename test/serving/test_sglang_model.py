@@ -37,8 +37,8 @@ def behind(first: list[dict[str, Any]], tokens: list[list[int]], draw: random.Ra
     return made
 
 
-def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], tokens: list[list[int]]) -> None:
-    """A round's tokens are the plain model's; in 16 bits, where ours round otherwise, as near float32's best as its."""
+def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], tokens: list[list[int]], whole: bool) -> None:
+    """A round's tokens are the plain model's; in 16 bits near float32's best, of whole prompts as near as its."""
     plain = expected(directory, dtype, job)
     if dtype == "float32":
         assert tokens == plain
@@ -49,7 +49,7 @@ def check_answers(directory: Path, dtype: str, job: list[dict[str, Any]], tokens
         for rows in (tokens, plain)
     )
     print(f"\n{directory.name}: a logit below float32's best, mean: ours {float(ours):.4f}, plain {float(theirs):.4f}")
-    assert float(ours) < min(BEST, 1.5 * float(theirs))
+    assert float(ours) < (min(BEST, 1.5 * float(theirs)) if whole else BEST)
 
 
 def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None:
@@ -109,7 +109,7 @@ def test_same_tokens_as_the_plain_model(
     assert len(answer["ranks"]) == ranks
     whole = "chunked_prefill_size" not in options and ranks == 1 and name != "k2.5"
     for at, job in ((1, first), (2, second)):
-        check_answers(directory, dtype, job, answer["tokens"][at])
+        check_answers(directory, dtype, job, answer["tokens"][at], whole)
     for one, cached in zip(first, answer["cached"][2], strict=True):
         assert cached % page == 0 and cached > len(one["prompt"]) - page
     for rank in answer["ranks"]:
