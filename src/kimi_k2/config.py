@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -287,16 +288,17 @@ class KimiK2Config(BaseModel):
         return cls.from_preset(str(model))
 
     @classmethod
-    def from_engine(cls, hf_config: Any) -> KimiK2Config:
+    def from_engine(cls, hf_config: Any, added: Collection[str] = ()) -> KimiK2Config:
         """Validate what an engine made of config.json; without what vLLM adds to its quantization while it loads.
 
         Args:
             hf_config: a transformers configuration (`to_dict`).
+            added: fields that the engine adds to it.
 
         Raises:
             ConfigError: see `from_dict`.
         """
-        raw = hf_config.to_dict()
+        raw = {name: value for name, value in hf_config.to_dict().items() if name not in added}
         for part in (raw, raw.get("text_config")):
             for key in ("quantization_config", "compression_config"):
                 if isinstance(part, dict) and isinstance(quantization := part.get(key), dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,13 @@ def _source(module: str) -> str:
     return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
 
 
-def config_of(hf_config: Any) -> KimiK2Config:
-    """Our configuration of the language model that an engine describes.
+def config_of(hf_config: Any, added: Collection[str] = ()) -> KimiK2Config:
+    """Our configuration of the language model that an engine describes; `added` are fields of its own.
 
     Raises:
         ConfigError: it is no member of the family, or its weights are stored in a format without kernels here.
     """
-    config = KimiK2Config.from_engine(hf_config)
+    config = KimiK2Config.from_engine(hf_config, added)
     if (reason := refusal_of_format(config.quantization)) is not None:
         raise ConfigError(reason, field="quantization_config")
     return config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from kimi_k2.config import KimiK2Config
@@ -97,12 +96,6 @@ def layout_of(parallel: Any) -> Layout:
     return Layout(moe_tp=parallel.tp_size // groups, moe_ep=groups, target="cuda", experts=served_experts())
 
 
-def config_without_added(hf_config: Any) -> KimiK2Config:
-    """Our configuration of what SGLang describes; see `config_of`."""
-    raw = {name: value for name, value in hf_config.to_dict().items() if name not in ADDED}
-    return config_of(SimpleNamespace(to_dict=lambda: raw))
-
-
 def refusal(settings: Any, hf_config: Any) -> str | None:
     """Why SGLang's own model is to serve this deployment; None if ours can.
 
@@ -111,7 +104,7 @@ def refusal(settings: Any, hf_config: Any) -> str | None:
         hf_config: of the model.
     """
     try:
-        config = config_without_added(getattr(hf_config, "text_config", hf_config))
+        config = config_of(getattr(hf_config, "text_config", hf_config), ADDED)
         make_plan(config, layout_of(settings))
     except KimiK2Error as error:
         return str(error)

@@ -13,8 +13,9 @@ from sglang.srt.runtime_context import attention_backends, get_model, get_parall
 from torch import Tensor, nn
 
 from kimi_k2.serving.paged.model import PagedModel, started
+from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.sglang.attention import PoolCache
-from kimi_k2.serving.sglang.support import BACKEND, config_without_added, layout_of
+from kimi_k2.serving.sglang.support import ADDED, BACKEND, layout_of
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -50,7 +51,7 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
     def __init__(self, config: Any, quant_config: Any = None, **_: Any) -> None:
         nn.Module.__init__(self)
         self.config, self.quant_config = config, quant_config
-        ours, parallel, dtype = config_without_added(config), get_parallel(), torch.get_default_dtype()
+        ours, parallel, dtype = config_of(config, ADDED), get_parallel(), torch.get_default_dtype()
         positions = max(ours.max_position_embeddings, get_model().context_length or 0)
         self.paged = PagedModel(
             ours, layout_of(parallel), parallel.tp_rank, parallel.tp_group.device_group,
