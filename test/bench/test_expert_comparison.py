@@ -93,7 +93,7 @@ def test_the_standard_cases_cover_every_power_of_two_and_layout() -> None:
 @pytest.mark.parametrize(
     ("wanted", "error", "named"),
     [
-        (Selection(formats=["FP4"]), KernelError, "format: FP4 not among FP8, INT4, BF16"),
+        (Selection(formats=["FP4"]), KernelError, "format: FP4 not among FP8, BF16, INT4, MXFP4"),
         (Selection(layouts=["E64", "TP3"]), KernelError, "shape: TP3 not among TP1.*, E64, E128, E384"),
         (Selection(routings=["zipf"]), ConfigError, "expected uniform, same or zipf:EXPONENT"),
     ],

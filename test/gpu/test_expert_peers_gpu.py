@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts, Shape, draw_inputs
-from kimi_k2.bench.kernels.expert_peers import Peer, peers
+from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
 from kimi_k2.bench.kernels.experts import CHECKED_TOKENS, case_of, errors_of
 from kimi_k2.bench.kernels.harness import Captures
 from kimi_k2.bench.kernels.mla_cases import relative
@@ -22,7 +22,7 @@ from kimi_k2.errors import KernelError
 pytestmark = NEEDS_HOPPER
 SHAPE = Shape(48, 256, 8)
 # FP8 of ours rounds tokens and the intermediate to e4m3, of 4 tokens neither; the others compute in BF16.
-LARGEST = {"FP8": 0.05, "INT4": 6e-3, "BF16": 6e-3}
+LARGEST = {name: 0.05 if name == "FP8" else 6e-3 for name in FORMATS}
 
 
 @pytest.fixture(scope="module", params=list(FORMATS))
@@ -42,7 +42,7 @@ def errors(experts: RandomExperts, tokens: int, routing: str = "uniform", *known
 @pytest.mark.memory(7)
 def test_ours_is_near_float64(experts: RandomExperts, tokens: int, routing: str) -> None:
     assert errors(experts, tokens, routing)["ours"] < LARGEST[experts.name]
-    case = case_of(experts.name, "", experts, SHAPE.top_k, tokens, routing, [], Captures())
+    case = case_of(experts.name, experts, SHAPE.top_k, tokens, routing, [], Captures())
     (row,) = case.rows(1)
     reached = (case.bytes - 4 * tokens * 7168) / experts.bytes_each
     assert row.microseconds > 0 and (reached == 8 if routing == "same" or tokens == 1 else reached > 8)
@@ -64,6 +64,8 @@ def from_float64(experts: RandomExperts, tokens: int) -> float:
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_peers_are_near_float64(experts: RandomExperts, tokens: int) -> None:
     known = list(peers(experts))
+    if experts.name not in PEERS:
+        pytest.skip("has none")
     found = errors(experts, tokens, "uniform", *known)
     timed = [peer.name for peer in known if tokens >= peer.least]
     assert timed and list(found) == ["ours", *timed]

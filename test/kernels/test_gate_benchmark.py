@@ -62,7 +62,7 @@ def test_it_says_which_peers_are_not_installed_and_leaves_out_one_that_fails(
         table.run(["gate"], False, tmp_path / "rows.json", said.append)
         assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == wanted
         assert (said[-1] == "left out, as a run ended in it: gate, T=2") == (state != "other")
-    with pytest.raises(KernelError, match=r"only: drafts not among gate, linear, mla, mla_prefill, moe, router, w4a16"):
+    with pytest.raises(KernelError, match=r"only: drafts not among gate, linear, mla, mla_prefill, router, vision"):
         table.run(["drafts"], False, None, said.append)
 
 

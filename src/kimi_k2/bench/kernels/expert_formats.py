@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +18,32 @@ from kimi_k2.kernels.experts.bf16 import moe_bf16
 from kimi_k2.kernels.experts.fp8 import BLOCK, moe_fp8
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
-from kimi_k2.kernels.experts.w4a16_layout import GROUP, INT4, FourBits, PreparedW4A16, restore_w4a16
-from kimi_k2.quantization.int4_group import dequantize_int4_group
+from kimi_k2.kernels.experts.w4a16_layout import FORMATS as W4A16_FORMATS
+from kimi_k2.kernels.experts.w4a16_layout import INT4, FourBits, PreparedW4A16, restore_w4a16
+from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format
+from kimi_k2.quantization.nvfp4 import Nvfp4Format
+from kimi_k2.quantization.stored import StoredFormat
 
 HIDDEN = 7168
 # FP8 experts that differ; the others repeat them, as drawing 17 GB of a layer at TP1 takes seconds.
 DIFFERENT = 7
 MOVED = 4e8  # bytes that a case's inputs read together at least, or as many sets as there are: several times the L2
 
+FOUR_BITS: dict[str, tuple[FourBits, StoredFormat]] = dict(
+    zip(
+        ("INT4", "MXFP4", "NVFP4", "INT4-64", "INT4-128"),
+        zip(
+            W4A16_FORMATS,
+            (
+                Int4GroupFormat(), CompressedMxfp4Format(), Nvfp4Format(), Int4GroupFormat(group_size=64),
+                Int4GroupFormat(group_size=128),
+            ),
+            strict=True,
+        ),
+        strict=True,
+    )
+)  # fmt: skip
 # x [T, H], indices [T, k], weights [T, k] to [T, H].
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -113,27 +130,39 @@ def fp8_experts(weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> RandomExperts
     )
 
 
-def int4_experts(weights: PreparedW4A16, **more: Any) -> RandomExperts:
-    """Four-bit weights in our kernel's order; dequantized where they are INT4 in groups of 32.
-
-    Args:
-        weights: see `random_int4`.
-        more: other arguments of the operation, see `scales_of_all`.
-    """
+def int4_experts(weights: PreparedW4A16, name: str = "INT4") -> RandomExperts:
+    """Four-bit weights of `random_int4` in our kernel's order, in a format of FOUR_BITS."""
+    kind, scheme = FOUR_BITS[name]
+    count, rows = weights.gate_up_proj_packed.shape[:2]
+    wholes: list[Tensor] = []
+    if kind.scale == torch.float8_e4m3fn:
+        sizes = rows, weights.down_proj_packed.shape[1]
+        wholes = [torch.full((count, size, 1), 2.0**-16, device=weights.gate_up_proj_packed.device) for size in sizes]
+    more = dict(zip(("gate_up_proj_all", "down_proj_all"), wholes, strict=False))
 
     def dequantized(expert: int) -> tuple[Tensor, Tensor]:
-        packed, scale, down, down_scale = (part[0] for part in checkpoint(weights, slice(expert, expert + 1)))
+        stored = [part[0] for part in checkpoint(weights, slice(expert, expert + 1))]
         first, second = (
-            dequantize_int4_group(words, each, GROUP).double() for words, each in ((packed, scale), (down, down_scale))
+            scheme.dequantize(
+                dict(
+                    zip(
+                        scheme.suffixes,
+                        (*stored[at : at + 2], *(whole[expert] for whole in wholes[at // 2 :])),
+                        strict=False,
+                    )
+                ),
+                torch.float32,
+            ).double()
+            for at in (0, 2)
         )
         return first, second
 
-    return RandomExperts("INT4", weights, lambda _tokens, _k, choice: partial(moe_w4a16, choice=choice, **more),
+    return RandomExperts(name, weights, lambda _tokens, _k, choice: partial(moe_w4a16, choice=choice, **more),
                          dequantized)  # fmt: skip
 
 
 def checkpoint(weights: PreparedW4A16, experts: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some experts' packed INT4 weights and scales as a checkpoint holds them."""
+    """Some experts' packed weights and scales as a checkpoint holds them."""
     assert weights.down_proj_scale is not None
     return restore_w4a16(PreparedW4A16(*(weight[experts] for weight in weights if weight is not None)))
 
@@ -161,11 +190,16 @@ def draw_bf16(experts: int, inter: int) -> RandomExperts:
     return bf16_experts((first, second))
 
 
+def draw_four_bits(name: str, experts: int, inter: int) -> RandomExperts:
+    """On the GPU, in a format of FOUR_BITS."""
+    return int4_experts(random_int4(experts, inter, kind=FOUR_BITS[name][0]), name)
+
+
 # By format: experts and intermediate size to weights of deviation about 0.02 on the GPU.
 FORMATS: dict[str, Callable[[int, int], RandomExperts]] = {
     "FP8": draw_fp8,
-    "INT4": lambda experts, inter: int4_experts(random_int4(experts, inter)),
     "BF16": draw_bf16,
+    **{name: partial(draw_four_bits, name) for name in FOUR_BITS},
 }
 
 
@@ -189,7 +223,7 @@ def random_packed(
 ) -> tuple[Tensor, Tensor]:
     """Random words, every stored nibble in 1..15, and scales that make weights of deviation about 0.02.
 
-    NVFP4's are those times 2^16, for which its scale of all makes up (`scales_of_all`).
+    NVFP4's are those times 2^16, for which its scale of all makes up.
     """
     nibbles = torch.randint(1, 16, (experts, rows, columns // 2, 2), dtype=torch.uint8, device=device)
     packed = (nibbles[..., 0] | (nibbles[..., 1] << 4)).view(torch.int32)
@@ -199,16 +233,6 @@ def random_packed(
     if kind.scale == torch.float8_e4m3fn:
         return packed, (scale * 448 / 1.5).to(kind.scale)
     return packed, (scale * (0.02 / 4.3)).bfloat16()
-
-
-def scales_of_all(experts: int, inter: int, hidden: int, kind: FourBits, device: str = "cuda") -> dict[str, Any]:
-    """The operation's arguments of NVFP4; of others none."""
-    if kind.scale != torch.float8_e4m3fn:
-        return {}
-    return {
-        name: torch.full((experts, rows, 1), 2.0**-16, device=device)
-        for name, rows in (("gate_up_proj_all", 2 * inter), ("down_proj_all", hidden))
-    }
 
 
 def random_int4(

@@ -143,6 +143,6 @@ def peers(experts: RandomExperts) -> Iterator[Peer]:
     """Each implementation that is installed for the experts' format."""
     if importlib.util.find_spec("vllm") is None:
         return
-    for make in PEERS[experts.name]:
+    for make in PEERS.get(experts.name, ()):
         with contextlib.suppress(ImportError, AttributeError, RuntimeError):
             yield make(experts)

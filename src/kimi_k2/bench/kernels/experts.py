@@ -23,11 +23,8 @@ from kimi_k2.bench.kernels.expert_formats import (
     Shape,
     distinct,
     draw_inputs,
-    int4_experts,
-    random_int4,
-    scales_of_all,
 )
-from kimi_k2.bench.kernels.expert_peers import Peer, peers
+from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
 from kimi_k2.bench.kernels.harness import Captures, Case
 from kimi_k2.bench.kernels.mla_cases import checked
 from kimi_k2.bench.kernels.report import Report
@@ -35,7 +32,6 @@ from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.bench.kernels.tune import cases
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.experts.w4a16_layout import FORMATS as FOUR_BITS
 
 Key = tuple[str, str, str, int]  # format, layout, routing, tokens
 
@@ -62,7 +58,7 @@ class Selection:
         seed: of the draw.
     """
 
-    formats: Sequence[str] = tuple(FORMATS)
+    formats: Sequence[str] = tuple(PEERS)  # the others by name
     layouts: Sequence[str] = LAYOUTS
     routings: Sequence[str] = ROUTINGS
     tokens: Sequence[int] = TOKENS
@@ -106,35 +102,32 @@ def errors_of(
 
 def case_of(
     operation: str,
-    name: str,
     experts: RandomExperts,
     top_k: int,
     tokens: int,
-    routing: str = "uniform",
-    known: Sequence[Peer] | None = None,
-    captures: Captures | None = None,
+    routing: str,
+    known: Sequence[Peer],
+    captures: Captures,
 ) -> Case:
     """A number of tokens, with the same routings a call for all.
 
     Args:
-        operation, name: see `harness.Case`; the name begins as given.
-        known: peers, which are held against float64, as ours is; None for ours alone, unchecked.
-        captures: of the cases before it, with few replays; None: graphs of their own.
+        operation: see `harness.Case`.
+        known: peers, which are held against float64, as ours is.
+        captures: of the cases before it.
     """
     count, inter = experts.shape
     sets = draw_inputs(Shape(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
     calls = {"ours": experts.ours(tokens, top_k)}
-    if known is not None:
-        calls |= {peer.name: peer.call for peer in known if peer.takes(tokens, top_k)}
-        calls = {name: calls[name] for name in errors_of(calls, experts, *sets[0])}
+    calls |= {peer.name: peer.call for peer in known if peer.takes(tokens, top_k)}
     replays = 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
     return Case(
         operation,
-        f"{name}{routing}, T={tokens}",
-        {name: [partial(call, *one) for one in sets] for name, call in calls.items()},
+        f"{routing}, T={tokens}",
+        {name: [partial(calls[name], *one) for one in sets] for name in errors_of(calls, experts, *sets[0])},
         distinct(sets) * experts.bytes_each + 4 * tokens * HIDDEN,
         6 * tokens * top_k * HIDDEN * inter,
-        None if captures is None else partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)),
+        partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)),
     )
 
 
@@ -194,34 +187,7 @@ def run(
         for tokens, routing in left:
             if time.monotonic() < until:
                 report.begin(operation, f"{routing}, T={tokens}")
-                report.time(case_of(operation, "", experts, shape.top_k, tokens, routing, others, captures))
+                report.time(case_of(operation, experts, shape.top_k, tokens, routing, others, captures))
         del experts, others, captures
         torch.cuda.empty_cache()
     report.end()
-
-
-def fp8_cases(with_peers: bool) -> Iterator[Case]:
-    """For `bench kernels` ours at a rank's shapes, under EP with the pairs of T tokens that arrive."""
-    some, more = (64, 512), (1, 8, 64, 512, 4096)
-    for name, shape, counts in (
-        ("TP8", Shape(384, 256, 8), more), ("EP8", Shape(48, 2048, 1), more), ("TP4", Shape(384, 512, 8), some),
-        ("EP4", Shape(96, 2048, 2), some),
-    ):  # fmt: skip
-        experts, name = shape.draw(), f"{name}: {shape.experts} x {shape.inter}, "
-        for tokens in (*counts, 8192, 16384, 32768):
-            yield case_of("FP8 experts", name, experts, shape.top_k, tokens)
-        for tokens in (16, 64):
-            yield case_of("FP8 experts", name, experts, shape.top_k, tokens, "same")
-
-
-def four_bit_cases(with_peers: bool) -> Iterator[Case]:
-    """INT4 of a rank of four, then each format at a rank of eight with INT4's tuned choices."""
-    count, top_k = 384, 8
-    experts = int4_experts(random_int4(count, 512))
-    for tokens in (1, 8, 64, 512, 16384):
-        yield case_of("moe_w4a16", "int4, N=512, ", experts, top_k, tokens)
-    for kind in FOUR_BITS:
-        name = kind.library.rpartition("/")[2].removeprefix("w4a16").strip("_") or "int4"
-        experts = int4_experts(random_int4(count, 256, kind=kind), **scales_of_all(count, 256, HIDDEN, kind))
-        for tokens in (1, 4, 16, 64, 128, 256, 1024, 4096):
-            yield case_of("moe_w4a16", f"{name}, N=256, ", experts, top_k, tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from kimi_k2.bench.kernels import experts, gate, linear, mla, mla_prefill, router
+from kimi_k2.bench.kernels import gate, linear, mla, mla_prefill, router, vision
 from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.bench.kernels.report import Report
 from kimi_k2.errors import KernelError
@@ -18,9 +18,8 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "linear": linear.cases,
     "mla": mla.cases,
     "mla_prefill": mla_prefill.cases,
-    "moe": experts.fp8_cases,
     "router": router.cases,
-    "w4a16": experts.four_bit_cases,
+    "vision": vision.cases,
 }
 # Replays whose median is a row's time: of standard cases, and of drawn ones, which are many.
 REPLAYS, DRAWN_REPLAYS = 25, 9

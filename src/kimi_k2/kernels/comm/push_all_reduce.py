@@ -94,8 +94,8 @@ def push_all_reduce(x: Tensor, calls: Tensor, mail: Sequence[int], capacity: int
     launch("comm/all_reduce", "kimi_all_reduce", "push_all_reduce", x.device, arguments)
 
 
-# Bytes that a rank may push: up to here faster than NCCL on four H200s (`bench.kernels.all_reduce`); other numbers of
-# ranks are taken to be like them.
+# Bytes that a rank may push: up to here faster than NCCL on four H200s; other numbers of ranks are taken to be like
+# them.
 PUSH_BYTES = 3 * 2**19
 # PyTorch lacks symmetric memory, the GPUs cannot reach each other's or have none left, there is no CUDA compiler.
 UNREACHABLE = (ImportError, AttributeError, RuntimeError, KernelError)

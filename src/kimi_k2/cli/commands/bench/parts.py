@@ -36,7 +36,8 @@ class Cases:
     """Which cases are timed."""
 
     format_: Annotated[
-        str | None, typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16; all if not given.")
+        str | None,
+        typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16 if not given; MXFP4, NVFP4, INT4-64, INT4-128."),
     ] = None
     shape: Annotated[
         str | None,
