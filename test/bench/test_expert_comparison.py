@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from kimi_k2.bench.kernels.expert_formats import (
     random_fp8,
     random_int4,
 )
-from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer
+from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
 from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, errors_of, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
@@ -157,14 +158,22 @@ def test_deep_gemm_is_left_out_where_it_ends_in_an_illegal_access() -> None:
 
 def test_a_peer_that_fails_is_left_out_and_a_wrong_one_refused() -> None:
     experts, _ = stored("BF16")
-    x, indices, shares = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 2]]), torch.rand(3, 2)
+    given = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 2]]), torch.rand(3, 2)
+    told: list[str] = []
 
     def fails(*_: Tensor) -> Tensor:
         raise RuntimeError("out of memory")
 
-    found = errors_of({"ours": experts.reference, "failing": fails}, experts, x, indices, shares)
-    assert found == {"ours": 0.0}
+    found = errors_of({"ours": experts.reference, "failing": fails}, experts, given, told.append)
+    assert found == {"ours": 0.0} and told == ["no row of failing: RuntimeError: out of memory"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        errors_of({"ours": fails}, experts, x, indices, shares)
+        errors_of({"ours": fails}, experts, given, told.append)
     with pytest.raises(KernelError, match=r"wrong: 1\.0e\+00 from float64"):
-        errors_of({"wrong": lambda *_: torch.zeros(3, HIDDEN)}, experts, x, indices, shares)
+        errors_of({"wrong": lambda *_: torch.zeros(3, HIDDEN)}, experts, given, told.append)
+
+
+def test_a_peer_that_is_not_installed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert list(peers(stored("FP8")[0], told.append)) == []
+    assert [line.partition(":")[0] for line in told] == ["no row of triton", "no row of deep_gemm"]

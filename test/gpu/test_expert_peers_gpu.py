@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts, Shape, draw_inputs
 from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
-from kimi_k2.bench.kernels.experts import CHECKED_TOKENS, case_of, errors_of
+from kimi_k2.bench.kernels.experts import CHECKED_TOKENS, Beside, case_of, errors_of
 from kimi_k2.bench.kernels.harness import Captures
 from kimi_k2.bench.kernels.mla_cases import relative
 from kimi_k2.bench.kernels.routing import Routing
@@ -34,7 +34,7 @@ def experts(request: pytest.FixtureRequest) -> RandomExperts:
 def errors(experts: RandomExperts, tokens: int, routing: str = "uniform", *known: Peer) -> dict[str, float]:
     inputs = draw_inputs(SHAPE, Routing.parse(routing), tokens, tokens, experts.bytes_each)[0]
     calls = {"ours": experts.ours(tokens, SHAPE.top_k)} | {one.name: one.call for one in known if one.takes(tokens, 8)}
-    return errors_of(calls, experts, *inputs)
+    return errors_of(calls, experts, inputs, pytest.fail)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf:1.5", "same"])
@@ -42,8 +42,8 @@ def errors(experts: RandomExperts, tokens: int, routing: str = "uniform", *known
 @pytest.mark.memory(7)
 def test_ours_is_near_float64(experts: RandomExperts, tokens: int, routing: str) -> None:
     assert errors(experts, tokens, routing)["ours"] < LARGEST[experts.name]
-    case = case_of(experts.name, experts, SHAPE.top_k, tokens, routing, [], Captures())
-    (row,) = case.rows(1)
+    case = case_of(experts.name, experts, SHAPE.top_k, tokens, routing, Beside([], Captures(), pytest.fail))
+    (row,) = case.rows(1, pytest.fail)
     reached = (case.bytes - 4 * tokens * 7168) / experts.bytes_each
     assert row.microseconds > 0 and (reached == 8 if routing == "same" or tokens == 1 else reached > 8)
 
@@ -63,7 +63,7 @@ def from_float64(experts: RandomExperts, tokens: int) -> float:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_peers_are_near_float64(experts: RandomExperts, tokens: int) -> None:
-    known = list(peers(experts))
+    known = list(peers(experts, print))
     if experts.name not in PEERS:
         pytest.skip("has none")
     found = errors(experts, tokens, "uniform", *known)

@@ -49,11 +49,12 @@ def test_it_says_which_peers_are_not_installed_and_leaves_out_one_that_fails(
     case = Case("gate", "T=1", {"ours": [lambda: 1.0], "peer": [partial(fail, RuntimeError())]}, 1e3)
     monkeypatch.setitem(table.OPERATIONS, "gate", lambda with_peers: iter([case]))
     table.run(["gate"], True, tmp_path / "rows.json", said.append)
-    assert said[1] == "not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM" and len(said) == 3
+    assert said[1] == "not installed: vLLM, so no row of FlashAttention 3, FlashMLA or DeepGEMM" and len(said) == 4
+    assert said[3] == "no row of peer: RuntimeError: "
     stored = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["implementation"], row["microseconds"]) for row in stored["rows"]] == [("ours", 1.0)]
     table.run(["gate"], False, None, said.append)
-    assert len(said) == 5
+    assert len(said) == 7
     # Of the same kernels a case is timed once; one that has not ended is left out; of others all are timed anew.
     stored["begun"].append(["gate", "T=2"])
     for state, wanted in (("other", 1), (stored["kernels"], 1)):

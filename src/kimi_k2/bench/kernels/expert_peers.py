@@ -6,9 +6,7 @@ or one of its own; its pipeline is quantization, scatter by expert, GEMM, SwiGLU
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import HIDDEN, Operation, RandomExperts, checkpoint
+from kimi_k2.bench.kernels.harness import without
 from kimi_k2.kernels.experts.w4a16_layout import GROUP, PreparedW4A16
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -139,10 +138,10 @@ PEERS: dict[str, tuple[Callable[[RandomExperts], Peer], ...]] = {
 }
 
 
-def peers(experts: RandomExperts) -> Iterator[Peer]:
-    """Each implementation that is installed for the experts' format."""
-    if importlib.util.find_spec("vllm") is None:
-        return
+def peers(experts: RandomExperts, say: Callable[[str], None]) -> Iterator[Peer]:
+    """Each implementation that is installed for the experts' format; `say` takes a line of why another is not."""
     for make in PEERS.get(experts.name, ()):
-        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
+        try:
             yield make(experts)
+        except (ImportError, AttributeError, RuntimeError) as failure:
+            say(without(make.__name__, failure))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kimi_k2.bench.kernels.expert_formats import (
     draw_inputs,
 )
 from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
-from kimi_k2.bench.kernels.harness import Captures, Case
+from kimi_k2.bench.kernels.harness import Captures, Case, without
 from kimi_k2.bench.kernels.mla_cases import checked
 from kimi_k2.bench.kernels.report import Report
 from kimi_k2.bench.kernels.routing import Routing
@@ -81,22 +82,40 @@ def drawn_cases(wanted: Selection) -> list[Key]:
     return list(keys)
 
 
+class Beside(NamedTuple):
+    """What ours is timed beside.
+
+    Attributes:
+        peers: held against float64, as ours then is.
+        captures: of the cases before, with few replays.
+        say: takes a line of why a peer is left out.
+    """
+
+    peers: Sequence[Peer]
+    captures: Captures
+    say: Callable[[str], None]
+
+
 def errors_of(
-    calls: dict[str, Operation], experts: RandomExperts, x: Tensor, indices: Tensor, weights: Tensor
+    calls: dict[str, Operation],
+    experts: RandomExperts,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    say: Callable[[str], None],
 ) -> dict[str, float]:
-    """How far each is from float64 over the first tokens; a peer that fails has none.
+    """How far each is from float64 over the first tokens; of a peer that fails `say` takes why.
 
     Raises:
         KernelError: a result is not that of the experts.
     """
     few = slice(CHECKED_TOKENS)
-    wanted, errors = experts.reference(x[few], indices[few], weights[few]), {}
+    wanted, errors = experts.reference(*(tensor[few] for tensor in inputs)), {}
     for name, call in calls.items():
         try:
-            errors[name] = checked(name, call(x, indices, weights)[few], wanted, MOST_ERROR)
+            errors[name] = checked(name, call(*inputs)[few], wanted, MOST_ERROR)
         except (RuntimeError, AssertionError) as failure:
             if name == "ours" or isinstance(failure, KernelError):
                 raise
+            say(without(name, failure))
     return errors
 
 
@@ -106,28 +125,27 @@ def case_of(
     top_k: int,
     tokens: int,
     routing: str,
-    known: Sequence[Peer],
-    captures: Captures,
+    beside: Beside,
 ) -> Case:
     """A number of tokens, with the same routings a call for all.
 
     Args:
         operation: see `harness.Case`.
-        known: peers, which are held against float64, as ours is.
-        captures: of the cases before it.
+        beside: peers, graphs and `say`.
     """
     count, inter = experts.shape
     sets = draw_inputs(Shape(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
     calls = {"ours": experts.ours(tokens, top_k)}
-    calls |= {peer.name: peer.call for peer in known if peer.takes(tokens, top_k)}
+    calls |= {peer.name: peer.call for peer in beside.peers if peer.takes(tokens, top_k)}
+    errors = errors_of(calls, experts, sets[0], beside.say)
     replays = 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
     return Case(
         operation,
         f"{routing}, T={tokens}",
-        {name: [partial(calls[name], *one) for one in sets] for name in errors_of(calls, experts, *sets[0])},
+        {name: [partial(calls[name], *one) for one in sets] for name in errors},
         distinct(sets) * experts.bytes_each + 4 * tokens * HIDDEN,
         6 * tokens * top_k * HIDDEN * inter,
-        partial(captures.times, replays=replays, warm_up=int(tokens <= 4096)),
+        partial(beside.captures.times, replays=replays, warm_up=int(tokens <= 4096)),
     )
 
 
@@ -183,11 +201,11 @@ def run(
         if not left:
             continue
         experts = FORMATS[name](shape.experts, shape.inter)
-        others, captures = list(peers(experts)) if wanted.with_peers else [], Captures()
+        beside = Beside(list(peers(experts, say)) if wanted.with_peers else [], Captures(), say)
         for tokens, routing in left:
             if time.monotonic() < until:
                 report.begin(operation, f"{routing}, T={tokens}")
-                report.time(case_of(operation, experts, shape.top_k, tokens, routing, others, captures))
-        del experts, others, captures
+                report.time(case_of(operation, experts, shape.top_k, tokens, routing, beside))
+        del experts, beside
         torch.cuda.empty_cache()
     report.end()

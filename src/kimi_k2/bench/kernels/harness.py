@@ -42,28 +42,6 @@ def in_turns(timers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     return medians
 
 
-def time_ways(
-    ways: Mapping[str, Sequence[Callable[[], Any]]], times: Callable[[Sequence[Callable[[], Any]]], list[float]]
-) -> dict[str, float]:
-    """Microseconds of each way in turns; a peer may fail, as one that wants more scratch memory than is left.
-
-    Args:
-        ways: by name the calls of a graph, see `Case`.
-        times: microseconds of a call, of each replay.
-    """
-
-    def median(name: str) -> float:
-        try:
-            return statistics.median(times(ways[name]))
-        except (RuntimeError, AssertionError) as failure:
-            if name.startswith("ours") or isinstance(failure, KernelError):
-                raise
-            return math.inf
-
-    medians = in_turns({name: partial(median, name) for name in ways})
-    return {name: time for name, time in medians.items() if time < math.inf}
-
-
 def quick_captures() -> None:
     """Let the garbage collector pass over what is imported by now: it runs at every capture and takes most of one."""
     gc.collect()
@@ -155,7 +133,7 @@ class Case(NamedTuple):
             names that begin with "ours" are other forms of ours.
         bytes: the fewest that must move: each input read and each output written once.
         flops: matrix operations, 0 if there are none.
-        times: how a graph of such calls is timed, see `time_ways`; None is `graph_times`.
+        times: microseconds of a call, of each replay of a graph of such calls; None is `graph_times`.
     """
 
     operation: str
@@ -165,10 +143,29 @@ class Case(NamedTuple):
     flops: float = 0.0
     times: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None
 
-    def rows(self, replays: int) -> Iterator[Row]:
-        """A row a way; a peer that fails has none."""
-        for name, time in time_ways(self.ways, self.times or partial(graph_times, replays=replays)).items():
-            yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
+    def rows(self, replays: int, say: Callable[[str], None]) -> Iterator[Row]:
+        """A row a way, timed in turns; a peer that fails, as for want of scratch memory, has a line of why instead."""
+        times, failed = self.times or partial(graph_times, replays=replays), dict[str, Exception]()
+
+        def median(name: str) -> float:
+            try:
+                return statistics.median(times(self.ways[name]))
+            except (RuntimeError, AssertionError) as failure:
+                if name.startswith("ours") or isinstance(failure, KernelError):
+                    raise
+                failed[name] = failure
+                return math.inf
+
+        for name, time in in_turns({name: partial(median, name) for name in self.ways}).items():
+            if name in failed:
+                say(without(name, failed[name]))
+            else:
+                yield Row(self.operation, self.name, name, time, self.bytes, self.flops)
+
+
+def without(name: str, failure: Exception) -> str:
+    """A line of a peer that has no row."""
+    return f"no row of {name}: {type(failure).__name__}: {failure}".splitlines()[0]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Report:
     def time(self, case: Case, replays: int = 25) -> None:
         """Say a line a row; the first one is ours, the others tell our time as a part of theirs."""
         ours: float | None = None
-        for row in case.rows(replays):
+        for row in case.rows(replays, self.say):
             self.say(describe(row, self.bandwidth, self.matrix_rate, ours))
             ours = ours or row.microseconds
             self.rows.append(row)
