@@ -115,12 +115,12 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
             ("a step's tokens all at its first position", BASE_ATTENTION,
                 "angles = position_ids",
                 "angles = (position_ids if position_ids.shape[1] > 8 else position_ids[:, :1] + 0 * position_ids)"),
-            ("a step's tokens at each other's experts", BASE_MOE,
-                "tokens.repeat_interleave(slots.shape[1], dim=0)", "tokens.repeat(slots.shape[1], 1)"),
             ("a step's tokens see nothing of the cache", BASE_ATTENTION,
                 "masked(cached, masks[0])", "masked(cached, masks[0] & (own.shape[-1] == 1))"),
         ],
         "prefixes TP1": [
+            ("lines of a step at each other's experts", BASE_MOE,
+                "tokens.repeat_interleave(slots.shape[1], dim=0)", "tokens.repeat(slots.shape[1], 1)"),
             ("padding of a cached prefix is seen", "modeling_kimi_k2",
                 "return mask[:, None, None, :].to(torch.bool)",
                 "return torch.ones_like(mask[:, None, None, :], dtype=torch.bool)"),
@@ -156,10 +156,6 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "project(self.q_b_proj, ", "project(self.q_b_proj.get_base_layer(), "),
             ("the adapter is given what is not normed", BASE_ATTENTION,
                 "self.queries(self.q_a_layernorm(q_down), **kwargs)", "self.queries(q_down, **kwargs)"),
-        ],
-        "some lines sequence TP2": [
-            ("lines that take no part are written (some lines sequence TP2)", f"{BASE}.kv_cache",
-                "if neuron.apply_seq_ids_mask:", "if False:"),
         ],
         "sequence TP4": [
             ("a line's parts of the sequence out of order", BASE_ATTENTION,
