@@ -24,7 +24,7 @@ from kimi_k2.files import LOCK, open_output, parse_yaml, read_bytes
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.plan.deployment import Deployment
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import JOURNAL, rank_file_name
+from kimi_k2.sharding.manifest import UNFINISHED, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
@@ -99,7 +99,7 @@ def test_a_file_that_is_longer_than_it_says_is_read_to_its_bound() -> None:
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 @pytest.mark.parametrize(
-    "name", [LOCK, JOURNAL, f"weights/{rank_file_name(1)}.partial", f"weights/{rank_file_name(0)}"]
+    "name", [LOCK, f"{UNFINISHED}.partial", f"weights/{rank_file_name(1)}.partial", f"weights/{rank_file_name(0)}"]
 )
 def test_no_link_in_the_output_is_written_through(
     checkpoints: dict[str, Path], tmp_path: Path, name: str, link: Callable[[Path, Path], None]

@@ -245,7 +245,7 @@ def open_output(path: Path, *, truncate: bool = False) -> int:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text under a temporary name, then rename, so that a reader never sees half a file.
+    """Write a text under a temporary name, then rename, so that neither a reader nor a kill finds half a file.
 
     Raises:
         OSError: the disk is full, or the temporary name is a link, see `open_output`.
@@ -254,6 +254,8 @@ def replace_file(path: Path, text: str) -> None:
     try:
         with os.fdopen(open_output(partial, truncate=True), "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:  # of a descriptor, which knows no name
         error.filename = error.filename or str(partial)
         raise

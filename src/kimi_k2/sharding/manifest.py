@@ -1,7 +1,7 @@
 """What a conversion is made from, and what of it is finished.
 
-manifest.json stands beside the ranks' files: the source's identity, options, tensors, and a checksum a tensor. While a
-conversion is unfinished, journal.jsonl has the same origin, then a line a layer that is whole on the disk.
+manifest.json stands beside the ranks' files: the source's identity, options, tensors, and a checksum a tensor. Until
+the conversion is finished it is manifest.json.unfinished, and replaced when another layer is whole on the disk.
 
 Fine-tunes of one model have equal configurations, names, sizes and headers; only values tell them apart. Training moves
 values all over a tensor, so 4 KiB of each of them do, in a second for each 100,000 tensors on a local disk.
@@ -14,28 +14,27 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
 
 from kimi_k2 import __version__
 from kimi_k2.checkpoint.index import DTYPE_CODES, DTYPES, header_bytes, read_header
-from kimi_k2.checkpoint.writer import CHECKSUM, FileLayout, write_json
+from kimi_k2.checkpoint.writer import CHECKSUM, RESUME, FileLayout, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, KimiK2Warning, MissingShardError
-from kimi_k2.files import errors_of, is_there, open_output, open_regular, parse_json, read_bytes, read_data
-from kimi_k2.limits import JSON_BYTES
+from kimi_k2.files import errors_of, is_there, open_regular, read_data
 from kimi_k2.quantization.stored import TensorSpec
 from kimi_k2.sharding.experts import ConversionError
 from kimi_k2.sharding.layout import Layout, ShardingPlan
 
 MANIFEST = "manifest.json"
-JOURNAL = "journal.jsonl"
+UNFINISHED = MANIFEST + ".unfinished"
 WEIGHTS = "weights"
 # The vision tower under the checkpoint's own names. It has 0.4 B parameters and works on whole images, so ranks do not
 # cut it; each reads what it needs.
@@ -277,190 +276,113 @@ def check_made_for(directory: str | Path, config: KimiK2Config, layout: Layout) 
 # -- what is finished ------------------------------------------------------------------------------------------------
 
 
-class FinishedLayer(NamedTuple):
-    """A layer that is whole on the disk: its number, conversion error, and checksums by rank and tensor."""
+class Manifest:
+    """The manifest of a conversion that begins or goes on.
 
-    layer: int
-    error: dict[str, float] | None
-    checksums: list[dict[str, str]]
+    Args:
+        output: directory of the conversion.
+        plan: of the files.
+        made_from: what `describe` gave.
 
+    Attributes:
+        content: what is written; errors and checksums of the layers that are whole on the disk.
+        finished: an earlier run came to the end.
+    """
 
-class Finished(NamedTuple):
-    """What the conversion is made from (`describe`), and its finished layers by number."""
+    def __init__(self, output: Path, plan: ShardingPlan, made_from: dict[str, Any]) -> None:
+        specs = [tensor.spec() for tensor in plan.tensors]
+        self.output, self.finished = output, False
+        self.files = [rank_file_name(rank) for rank in range(plan.layout.ranks)]
+        self.content: dict[str, Any] = {
+            "made_from": made_from,
+            "files": dict.fromkeys(self.files, FileLayout.of(specs).nbytes),
+            "tensors": tensor_entries(specs),
+            "errors": {"layers": {}},
+            "checksum": CHECKSUM,
+            "checksums": {file: {} for file in self.files},
+        }
 
-    made_from: dict[str, Any]
-    layers: dict[int, FinishedLayer]
-
-
-class Journal:
-    """Lines appended and flushed one by one; one that a kill cut off or that is damaged counts for nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> Finished | None:
-        """None if the conversion has not begun.
+    def take_up(self) -> bool:
+        """Go on from what an earlier run into this directory noted; False if there was none.
 
         Raises:
-            ConfigError: the first line is damaged, so that nothing is known.
-            CorruptHeaderError: its checksums are of another kind.
+            ConfigError: it was of another source or other options, or something else is there.
+            CorruptHeaderError: see `load_manifest`.
         """
-        try:
-            data = read_bytes(self.path, JSON_BYTES, CheckpointError)
-        except FileNotFoundError:
-            return None
-        lines = data.split(b"\n")[:-1]  # a line cut off by a kill has no newline
-        if not lines:
-            return None
-        try:
-            first = parse_json(lines[0])
-            made_from, kind = dict(first["made_from"]), first["checksum"]
-            _ = made_from["source"]["shards"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError("line 1 is damaged; delete the output directory", file=self.path) from None
-        _check_kind(kind, self.path)
-        layers = {}
-        for line in lines[1:]:
-            try:
-                entry = parse_json(line)
-                layer = FinishedLayer(int(entry["layer"]), entry["error"], list(entry["checksums"]))
-            except (ValueError, KeyError, TypeError):
-                continue
-            layers[layer.layer] = layer
-        return Finished(made_from, layers)
+        self.finished = (self.output / MANIFEST).exists()
+        file = self.output / (MANIFEST if self.finished else UNFINISHED)
+        if not file.exists():
+            if any((self.output / WEIGHTS).glob("*.safetensors")):
+                raise ConfigError("holds files of something else; give an empty directory", file=self.output)
+            return False
+        found, wanted = load_manifest(self.output, file.name), self.content["made_from"]
+        made_from = found["made_from"]
+        differences = _differences(_layout_of(made_from, file), _layout_of(wanted, file))
+        changed = [f"{name} {before}, now {now}" for name, before, now in differences]
 
-    def begin(self, made_from: dict[str, Any]) -> None:
-        """Start anew."""
-        self._append({"made_from": made_from, "checksum": CHECKSUM}, anew=True)
+        def rest(said: dict[str, Any]) -> dict[str, Any]:
+            return {**said, "options": None, "source": {**said["source"], "shards": None}}
 
-    def finish_layer(self, layer: FinishedLayer) -> None:
-        """Say that a layer is whole on the disk."""
-        self._append(layer._asdict(), anew=False)
+        if changed or rest(made_from) != rest(wanted):
+            what = "holds a conversion" if self.finished else "an unfinished conversion"
+            reason = "; ".join(changed) or "source"
+            raise ConfigError(f"{what} of another source or other options ({reason})", file=file)
+        _check_same(made_from["source"]["shards"], wanted["source"]["shards"], file)
+        self.content |= {name: found[name] for name in ("made_from", "errors", "checksums")}
+        return True
 
-    def _append(self, entry: dict[str, Any], *, anew: bool) -> None:
+    def checksums(self, names: Collection[str]) -> list[dict[str, str]] | None:
+        """Those of a layer's tensors by rank and name; None if the layer is not finished."""
+        noted = [self.content["checksums"].get(file, {}) for file in self.files]
+        sums = [{name: of_file[name] for name in names if name in of_file} for of_file in noted]
+        return sums if all(len(of_rank) == len(names) for of_rank in sums) else None
+
+    def finish_layer(self, layer: int, error: ConversionError, sums: list[dict[str, str]]) -> None:
+        """Note that a layer is whole on the disk, with its checksums by rank and name."""
+        if error.values:
+            self.content["errors"]["layers"][str(layer)] = error.as_dict()
+        for file, of_rank in zip(self.files, sums, strict=True):
+            self.content["checksums"].setdefault(file, {}).update(of_rank)
+        self.write()
+
+    def write(self, name: str = UNFINISHED) -> None:
+        """Replace the file.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        self.content.pop("sha256", None)
+        self.content["sha256"] = _own_checksum(self.content)
         try:
-            file = open_output(self.path, truncate=anew)
-            try:
-                # A line that was cut off must not swallow this one.
-                end = os.lseek(file, 0, os.SEEK_END)
-                start = b"\n" if end and os.pread(file, 1, end - 1) != b"\n" else b""
-                data = start + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-                while data:
-                    data = data[os.write(file, data) :]
-                os.fsync(file)
-            finally:
-                os.close(file)
+            write_json(self.output / name, self.content)
         except OSError as error:
-            room = "; make room and run the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise CheckpointError(f"cannot be written: {error.strerror}{room}", file=self.path) from None
+            more = f"; {RESUME}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise CheckpointError(f"cannot be written: {error.strerror}{more}", file=self.output / name) from None
 
-    def remove(self) -> None:
-        """The conversion is finished."""
-        self.path.unlink(missing_ok=True)
+    def finish(self, vision: Mapping[str, Any] | None) -> None:
+        """Say that all is written.
 
+        Args:
+            vision: entry of the tower's file: file, bytes, tensors, and a checksum a tensor.
 
-def earlier(output: Path, plan: ShardingPlan, made_from: dict[str, Any]) -> Finished | None:
-    """What an earlier run into this directory finished, by its manifest or journal; None if there was none.
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        layers, total = self.content["errors"]["layers"], ConversionError()
+        for error in layers.values():
+            total.add(ConversionError(**{name: value for name, value in error.items() if name != "relative_l2"}))
+        by_number = {layer: layers[layer] for layer in sorted(layers, key=int)}
+        sums = self.content["checksums"]
+        self.content["errors"] = {"layers": by_number, "total": total.as_dict()}
+        self.content["checksums"] = {file: dict(sorted(sums[file].items())) for file in self.files}
+        if vision is not None:
+            self.content["vision"] = vision
+        self.write(MANIFEST)
+        self.drop_unfinished()
 
-    Args:
-        output: directory of the conversion.
-        plan: of the files.
-        made_from: what `describe` gave now.
-
-    Raises:
-        ConfigError: it was of another source or other options, or something else is there.
-        CheckpointError: see `load_manifest`, `Journal.read`.
-    """
-    file, what, found = output / MANIFEST, "holds a conversion", None
-    if file.exists():
-        found = _of_manifest(load_manifest(output), plan)
-    elif found := Journal(output / JOURNAL).read():
-        file, what = output / JOURNAL, "an unfinished conversion"
-    elif any((output / WEIGHTS).glob("*.safetensors")):
-        raise ConfigError("holds files of something else; give an empty directory", file=output)
-    if found is None:
-        return None
-
-    differences = _differences(_layout_of(found.made_from, file), _layout_of(made_from, file))
-    changed = [f"{name} {before}, now {now}" for name, before, now in differences]
-
-    def rest(said: dict[str, Any]) -> dict[str, Any]:
-        return {**said, "options": None, "source": {**said["source"], "shards": None}}
-
-    if changed or rest(found.made_from) != rest(made_from):
-        raise ConfigError(f"{what} of another source or other options ({'; '.join(changed) or 'source'})", file=file)
-    _check_same(found.made_from["source"]["shards"], made_from["source"]["shards"], file)
-    names = _names_by_layer(plan)
-    # One that is damaged is as if it were not there.
-    whole = {
-        number: layer
-        for number, layer in found.layers.items()
-        if len(layer.checksums) == plan.layout.ranks and all(set(sums) == names.get(number) for sums in layer.checksums)
-    }
-    return found._replace(layers=whole)
-
-
-def _names_by_layer(plan: ShardingPlan) -> dict[int, set[str]]:
-    names: dict[int, set[str]] = {}
-    for tensor in plan.tensors:
-        names.setdefault(tensor.layer, set()).add(tensor.name)
-    return names
-
-
-def _of_manifest(manifest: dict[str, Any], plan: ShardingPlan) -> Finished:
-    """A finished conversion as its journal had it."""
-    errors = manifest["errors"]["layers"]
-    files = [manifest["checksums"].get(rank_file_name(rank), {}) for rank in range(plan.layout.ranks)]
-    layers = {
-        layer: FinishedLayer(
-            layer,
-            errors.get(str(layer)),
-            [{name: digest for name, digest in sums.items() if name in names} for sums in files],
-        )
-        for layer, names in _names_by_layer(plan).items()
-    }
-    return Finished(manifest["made_from"], layers)
-
-
-def write_manifest(
-    output: Path, finished: Finished, plan: ShardingPlan, vision: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Write what a finished conversion consists of, with a checksum of its own; returns the content.
-
-    Args:
-        output: directory of the conversion.
-        finished: all layers.
-        plan: of the files.
-        vision: entry of the tower's file: file, bytes, tensors, and a checksum a tensor.
-
-    Raises:
-        CheckpointError: the disk is full.
-    """
-    total, errors, checksums = ConversionError(), {}, dict[str, dict[str, str]]()
-    for number, layer in sorted(finished.layers.items()):
-        if layer.error is not None:
-            errors[str(number)] = layer.error
-            sums = {name: value for name, value in layer.error.items() if name != "relative_l2"}
-            total.add(ConversionError(**sums))  # type: ignore[arg-type]
-        for rank, by_name in enumerate(layer.checksums):
-            checksums.setdefault(rank_file_name(rank), {}).update(by_name)
-    specs = [tensor.spec() for tensor in plan.tensors]
-    content: dict[str, Any] = {
-        "made_from": finished.made_from,
-        "files": dict.fromkeys(checksums, FileLayout.of(specs).nbytes),
-        "tensors": tensor_entries(specs),
-        "errors": {"layers": errors, "total": total.as_dict()},
-        "checksum": CHECKSUM,
-        "checksums": {file: dict(sorted(sums.items())) for file, sums in checksums.items()},
-    }
-    if vision is not None:
-        content["vision"] = vision
-    content["sha256"] = _own_checksum(content)
-    try:
-        write_json(output / MANIFEST, content)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror}", file=output / MANIFEST) from None
-    return content
+    def drop_unfinished(self) -> None:
+        """There is a manifest, and no need of another."""
+        (self.output / UNFINISHED).unlink(missing_ok=True)
 
 
 def tensor_entries(specs: Iterable[TensorSpec]) -> dict[str, Any]:
@@ -480,13 +402,13 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def load_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a finished conversion.
+def load_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
+    """The manifest of a finished conversion, or of another that a run has left.
 
     Raises:
         MissingShardError, CorruptHeaderError: there is none, it is no manifest, or it was damaged or edited.
     """
-    path = directory / MANIFEST
+    path = directory / name
     try:
         content = read_data(path)
         missing = {"made_from", "files", "tensors", "errors", "checksum", "checksums", "sha256"} - set(content)
@@ -498,10 +420,6 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         raise CorruptHeaderError(f"not a manifest of this version: no {sorted(missing)[0]!r}", file=path)
     if content["sha256"] != _own_checksum(content):
         raise CorruptHeaderError("damaged or edited: its own checksum differs", file=path)
-    _check_kind(content["checksum"], path)
+    if (kind := content["checksum"]) != CHECKSUM:
+        raise CorruptHeaderError(f"checksum: expected {CHECKSUM}, got {kind!r:.100}; convert again", file=path)
     return dict(content)
-
-
-def _check_kind(kind: object, file: Path) -> None:
-    if kind != CHECKSUM:
-        raise CorruptHeaderError(f"checksum: expected {CHECKSUM}, got {kind!r:.100}; convert again", file=file)

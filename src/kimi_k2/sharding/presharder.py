@@ -1,8 +1,8 @@
 """Convert a checkpoint to one file a rank: streamed, in bounded memory, resumable at layers.
 
 A layer's modules are converted one expert at a time, cut by the plan, and appended to the ranks' files, which are
-preallocated. When a layer is whole on the disk its checksums are appended to a journal. A rerun reads what the journal
-calls finished again, redoes what is missing or damaged, of those ranks alone, and goes on, so the result has the same
+preallocated. When a layer is whole on the disk its checksums are noted in the manifest. A rerun reads what that calls
+finished again, redoes what is missing or damaged, of those ranks alone, and goes on, so the result has the same
 bytes as an unbroken run. One process at a time writes to a directory.
 """
 
@@ -32,22 +32,17 @@ from kimi_k2.sharding.convert import converted, mapping_for, modules_by_layer
 from kimi_k2.sharding.experts import ConversionError
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import (
-    JOURNAL,
     MANIFEST,
     VISION_FILE,
     WEIGHTS,
-    Finished,
-    FinishedLayer,
-    Journal,
+    Manifest,
     check_unchanged,
     describe,
-    earlier,
     file_layout,
     identify,
     load_manifest,
     rank_file_name,
     tensor_entries,
-    write_manifest,
 )
 from kimi_k2.sharding.plan import make_plan
 
@@ -110,7 +105,7 @@ class Presharder:
         self._source = identify(self.reader.directory, self.reader.index.shards, hash_bytes=verify_source)
         described = describe(self.config, layout, self._source)
         self.made_from = {**described, "report": report, "allow_nonfinite": allow_nonfinite}
-        self._journal = Journal(self.output / JOURNAL)
+        self._manifest = Manifest(self.output, self.plan, self.made_from)
         self._file = FileLayout.of(tensor.spec() for tensor in self.plan.tensors)
         self._paths = [self.output / WEIGHTS / rank_file_name(rank) for rank in range(layout.ranks)]
         self._sizes = {name: stored.nbytes for name, stored in self.reader.tensors.items()}
@@ -133,24 +128,23 @@ class Presharder:
         except OSError as error:
             raise CheckpointError(f"cannot be made: {error.strerror}", file=weights) from None
         with DirectoryLock(self.output):
-            repair, found = (self.output / MANIFEST).exists(), earlier(self.output, self.plan, self.made_from)
-            if repair and not verify_output and self._is_whole():
+            found = self._manifest.take_up()
+            # Files that an earlier run finished are not read again unless that is asked for.
+            trusted = self._manifest.finished and not verify_output
+            if trusted and self._is_whole():
                 self.looked_through = True
-                self._journal.remove()  # a run may have died between the two
+                self._manifest.drop_unfinished()  # a run may have died between the two
                 return load_manifest(self.output)
             self._check_space(weights)
-            finished, files = found or Finished(self.made_from, {}), list[SafetensorsFile]()
-            threads = torch.get_num_threads()
+            files, threads = list[SafetensorsFile](), torch.get_num_threads()
             torch.set_num_threads(1)  # experts are converted in parallel; a pool in each of them would only contend
             try:
                 # What was reserved is given back where one cannot be.
                 for path in self._paths:
-                    files.append(SafetensorsFile(path, self._file, resume=found is not None))
-                # Files that an earlier run finished are not read again unless that is asked for.
-                unread = {rank for rank, file in enumerate(files) if file.finished and repair and not verify_output}
-                if found is None:
-                    self._journal.begin(self.made_from)
-                self._convert(files, finished.layers, unread, repair=repair)
+                    files.append(SafetensorsFile(path, self._file, resume=found))
+                if not found:
+                    self._manifest.write()
+                self._convert(files, {rank for rank, file in enumerate(files) if file.finished and trusted})
                 for file in files:
                     file.finish()
             finally:
@@ -159,9 +153,8 @@ class Presharder:
                     file.close(discard=len(files) < len(self._paths))
             tower = self._write_vision() if self.config.vision is not None else None
             check_unchanged(self.reader.directory, self._source)
-            manifest = write_manifest(self.output, finished, self.plan, tower)
-            self._journal.remove()
-            return manifest
+            self._manifest.finish(tower)
+            return self._manifest.content
 
     def _write_vision(self) -> dict[str, Any]:
         """Copy tower and projector as they are stored: the manifest's entry."""
@@ -200,50 +193,42 @@ class Presharder:
             return False
         return all(map(self._file.is_whole, self._paths))
 
-    def _convert(
-        self, files: list[SafetensorsFile], layers: dict[int, FinishedLayer], unread: set[int], *, repair: bool
-    ) -> None:
+    def _convert(self, files: list[SafetensorsFile], unread: set[int]) -> None:
         """Convert what is missing of each layer.
 
         Args:
             files: of the ranks.
-            layers: what an earlier run finished; what is converted is added.
             unread: ranks whose files are not compared with their checksums.
-            repair: a finished conversion is mended; its manifest has every layer.
         """
         with ThreadPoolExecutor(THREADS) as pool, Flusher(files) as flusher:
             for layer, modules in self._modules.items():
-                before: list[dict[str, str]] = [{}] * len(files)
-                wanted = list(range(len(files)))
-                if layer in layers:
-                    before = layers[layer].checksums
+                planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
+                wanted, before = list(range(len(files))), self._manifest.checksums(planned)
+                if before is not None:
                     ranks = [rank for rank in wanted if rank not in unread]
                     held = pool.map(lambda rank, sums=before: files[rank].holds(sums[rank]), ranks)
                     wanted = [rank for rank, holds in zip(ranks, held, strict=True) if not holds]
                 if not wanted:
                     self.on_bytes(sum(self._sizes[name] for names in modules.values() for name in names))
                     continue
-                planned = {tensor.name: tensor for tensor in self.plan.layer(layer)}
                 cutter = Cutter(planned, {rank: files[rank] for rank in wanted}, pool)
                 error = self._layer(layer, cutter, flusher)
                 made = cutter.finish()
                 flusher.wait()
-                sums = [made.get(rank, before[rank]) for rank in range(len(files))]
-                if repair and sums != before:
+                sums = [made[rank] if before is None else made.get(rank, before[rank]) for rank in range(len(files))]
+                if self._manifest.finished and sums != before:
                     fault = f"layer {layer} does not come out as the manifest says"
                     raise CheckpointError(fault, file=self.output / MANIFEST)
-                layers[layer] = FinishedLayer(layer, error.as_dict() if error.values else None, sums)
-                flusher.end_layer(partial(self._durable, layers[layer], error, journal=not repair))
+                flusher.end_layer(partial(self._durable, layer, error, sums))
             flusher.wait()
 
-    def _durable(self, layer: FinishedLayer, error: ConversionError, *, journal: bool) -> None:
-        """A layer is whole on the disk: say so in the journal."""
-        names = (name for names in self._modules[layer.layer].values() for name in names)
+    def _durable(self, layer: int, error: ConversionError, sums: list[dict[str, str]]) -> None:
+        """A layer is whole on the disk: say so."""
+        names = (name for names in self._modules[layer].values() for name in names)
         shards = {self.reader.tensors[name].shard for name in names}
         check_unchanged(self.reader.directory, {shard: self._source[shard] for shard in shards})
-        if journal:
-            self._journal.finish_layer(layer)
-        self.on_layer(layer.layer, error if error.values else None)
+        self._manifest.finish_layer(layer, error, sums)
+        self.on_layer(layer, error if error.values else None)
 
     def _layer(self, layer: int, cutter: Cutter, flusher: Flusher) -> ConversionError:
         """Convert a layer, in several threads, and hand its parts on in order: the error of all of it."""
