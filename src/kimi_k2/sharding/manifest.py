@@ -368,13 +368,10 @@ class Manifest:
         Raises:
             CheckpointError: the disk is full.
         """
-        layers, total = self.content["errors"]["layers"], ConversionError()
-        for error in layers.values():
+        total = ConversionError()
+        for error in self.content["errors"]["layers"].values():
             total.add(ConversionError(**{name: value for name, value in error.items() if name != "relative_l2"}))
-        by_number = {layer: layers[layer] for layer in sorted(layers, key=int)}
-        sums = self.content["checksums"]
-        self.content["errors"] = {"layers": by_number, "total": total.as_dict()}
-        self.content["checksums"] = {file: dict(sorted(sums[file].items())) for file in self.files}
+        self.content["errors"]["total"] = total.as_dict()
         if vision is not None:
             self.content["vision"] = vision
         self.write(MANIFEST)
