@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from machines import Machine, standing_in
+from torch import Tensor
 
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.rowwise import decode
@@ -78,19 +79,24 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def next_launch() -> Callable[[], None]:
-    """A launch whose blocks, beside those of the launch before it, ask for their weights all at once.
+def next_launch() -> Callable[[Callable[[], tuple[Tensor, ...]]], None]:
+    """Checks that a call has its bits beside a launch whose blocks ask for their weights all at once.
 
     Reads of shared memory wait behind its loads, for longer than the copy engine takes to fill a stage anew.
     """
-    heads, batch = 8, 65
-    w_uk = torch.randn(heads, 128, 512, device="cuda").bfloat16()
-    q = torch.randn(batch, heads * 192, device="cuda").bfloat16()
-    kv_a, norm = torch.randn(batch, 576, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
-    cos, sin = torch.randn(2, batch, 32, device="cuda").bfloat16()
-    slots, cache = torch.arange(batch, device="cuda") * 4, torch.zeros(batch, 4, 576, device="cuda").bfloat16()
+    normal, heads, batch = Machine("gpu").normal, 8, 65
+    queries = normal(batch, heads * 192), normal(batch, 576), normal(512), *normal(2, batch, 32)
+    slots, w_uk, cache = torch.arange(batch, device="cuda") * 4, normal(heads, 128, 512), normal(batch, 4, 576)
+    flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
 
-    def launch() -> None:
-        decode.absorb_and_store(q, kv_a, norm, cos, sin, slots, w_uk, cache, 1e-6)
+    def check(call: Callable[[], tuple[Tensor, ...]]) -> None:
+        wanted = call()
+        torch.cuda.synchronize()
+        for _ in range(80):
+            flushed.zero_()
+            torch.cuda._sleep(500_000)  # the launches behind it are there when it ends
+            found = call()
+            decode.absorb_and_store(*queries, slots, w_uk, cache, 1e-6)
+            assert all(map(torch.equal, found, wanted))
 
-    return launch
+    return check

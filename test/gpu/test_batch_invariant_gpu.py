@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from exact import blocks, distance, normed
+from exact import distance, normed
+from machines import Machine
 from on_hopper import NEEDS_HOPPER
+from stored_experts import drawn
 from torch import Tensor
 
-from kimi_k2.bench.kernels.expert_formats import random_packed
 from kimi_k2.bench.kernels.model import synthetic_rank
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import new_cache
@@ -23,16 +26,11 @@ from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.kernels.experts.entries import prepare_w4a16_experts
-from kimi_k2.kernels.experts.w4a16_layout import FORMATS
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared
+from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared
 from kimi_k2.ops.linear import Weight, add_project, dequantize
 from kimi_k2.ops.mla import absorb_and_store, attend_values, attention_plan
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat
-from kimi_k2.quantization.int4_group import Int4GroupFormat
-from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format
-from kimi_k2.quantization.nvfp4 import CompressedNvfp4Format
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.config import with_format
 
@@ -40,12 +38,9 @@ pytestmark = [*NEEDS_HOPPER, pytest.mark.memory(7)]
 DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "12"))
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, TOP_K = 7168, 8
-FOUR_BITS = {
-    "int4": (Int4GroupFormat(), FORMATS[0]), "mxfp4": (CompressedMxfp4Format(), FORMATS[1]),
-    "nvfp4": (CompressedNvfp4Format(), FORMATS[2]),
-}  # fmt: skip
 BATCHES = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 129, 200, 256)
-PROMPTS = (1, 3, 16, 17, 100, 300, 1500)
+# Decode steps' tokens, and prompts'.
+PHASES = [*((True, count) for count in BATCHES), *((False, count) for count in (1, 3, 16, 17, 100, 300, 1500))]
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +52,7 @@ def _mode() -> Iterator[None]:
     registry.pin("")
 
 
-def normal(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(BF16)
-
-
-def fp8(*shape: int) -> Weight:
-    weight, scale = blocks(*shape)
-    return Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat())
+normal = Machine("gpu").normal
 
 
 def assert_rows_alone(operation: Callable[..., Tensor | tuple[Tensor, ...]], *given: Tensor, rows: int = 6) -> None:
@@ -78,19 +67,16 @@ def assert_rows_alone(operation: Callable[..., Tensor | tuple[Tensor, ...]], *gi
             assert torch.equal(found, wanted[chosen]), (count, chosen, index)
 
 
-def phases() -> Iterator[tuple[bool, int]]:
-    yield from ((True, count) for count in BATCHES)
-    yield from ((False, count) for count in PROMPTS)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (1536, 1536), (7168, 256), (576, 7168)])
 @pytest.mark.parametrize("stored", ["fp8", "bf16", "e4m3"])
 def test_linears(rows: int, columns: int, stored: str) -> None:
     """And near float64: few tokens and many, the norm's quotient in the tokens' scales or in the sums."""
     registry.pin("fp8_linear=e4m3" if stored == "e4m3" else "")
-    weight = Weight({"weight": normal(rows, columns, scale=0.02)}) if stored == "bf16" else fp8(rows, columns)
+    weight = Weight({"weight": normal(rows, columns, scale=0.02)})
+    if stored != "bf16":
+        weight = drawn("fp8", 1, columns, rows).down.expert(0)
     norm, matrix = normal(columns), dequantize(weight, torch.float32).double().T
-    for decoding, count in phases():
+    for decoding, count in PHASES:
         x, delta = normal(count, columns), normal(count, columns)
         with registry.computing(decoding=decoding):
             assert_rows_alone(lambda x, delta: add_project(x, delta, weight, norm, 1e-6), x, delta)
@@ -99,81 +85,39 @@ def test_linears(rows: int, columns: int, stored: str) -> None:
         assert stored == "e4m3" or distance(found, normed(total, norm) @ matrix) < 5e-3, count
 
 
-def held(stored: str, experts: int, inter: int, mapped: bool) -> ExpertWeights:
-    expert_map = None
-    if mapped:  # every third expert of the model is not held
-        expert_map = torch.full((experts * 3 // 2,), -1, dtype=torch.int32, device="cuda")
-        expert_map[torch.arange(experts, device="cuda") * 3 // 2] = torch.arange(
-            experts, dtype=torch.int32, device="cuda"
-        )
-    if stored == "fp8":
-        return ExpertWeights(fp8(experts, 2 * inter, HIDDEN), fp8(experts, HIDDEN, inter), 0, expert_map)
-    if stored == "bf16":
-        both = normal(experts, 2 * inter, HIDDEN, scale=0.02), normal(experts, HIDDEN, inter, scale=0.02)
-        return ExpertWeights(Weight({"weight": both[0]}), Weight({"weight": both[1]}), 0, expert_map)
-    format_, kind = FOUR_BITS.get(stored, FOUR_BITS["int4"])
-    gate_up, down = (
-        dict(zip(("weight_packed", "weight_scale"), random_packed(experts, *size, kind=kind), strict=True))
-        for size in ((2 * inter, HIDDEN), (HIDDEN, inter))
-    )
-    if stored == "nvfp4":  # no power of two: it would round nothing
-        for made, rows in ((gate_up, 2 * inter), (down, HIDDEN)):
-            made[format_.suffixes[-1]] = torch.full((experts, rows, 1), 1.1 * 2.0**16, device="cuda")
-    second = Weight(down, format_)
-    if stored == "int4_w2_bf16":
-        second = Weight({"weight": normal(experts, HIDDEN, inter, scale=0.02)})
-    prepared = prepare_w4a16_experts(ExpertWeights(Weight(gate_up, format_), second, 0, expert_map), BF16)
-    assert prepared is not None
-    return prepared
+# Stored form, width, whether there is a shared expert, and tokens; of long prompts tiles whose operands change sides.
+EXPERTS = [
+    *product(("fp8", "int4", "int4 w2_bf16", "mxfp4-packed", "nvfp4-packed", "bf16"), (256, 512), (False,), (PHASES,)),
+    *(("fp8", inter, False, [(False, 5000), (False, 9000)]) for inter in (256, 512)),
+    *product(("fp8", "int4"), (128, 256, 512, 1024), (True,), (PHASES[: len(BATCHES)],)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("inter", [256, 512])
-@pytest.mark.parametrize("stored", ["fp8", "int4", "int4_w2_bf16", "mxfp4", "nvfp4", "bf16"])
-def test_experts(stored: str, inter: int) -> None:
-    """Even and skewed choices: how many tokens share an expert changes from call to call."""
-    experts = held(stored, 96, inter, mapped=inter == 512)
-    model = 96 if experts.expert_map is None else len(experts.expert_map)
-    for decoding, count in phases():
-        for favourites in (model, 9):
-            chosen = torch.stack([torch.randperm(favourites, device="cuda")[:TOP_K] for _ in range(count)])
-            scores = torch.rand(count, TOP_K, device="cuda")
-            with registry.computing(decoding=decoding):
-                assert_rows_alone(
-                    lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores, rows=4
-                )
+@pytest.mark.parametrize(("stored", "inter", "together", "steps"), EXPERTS)
+def test_experts(stored: str, inter: int, together: bool, steps: list[tuple[bool, int]]) -> None:
+    """Even and skewed choices: how many tokens share an expert changes from call to call; some pairs do not count."""
+    count = 48 if together else 96
+    experts = drawn(stored, count, inter, HIDDEN, draw_on="cuda")
+    experts, model = prepare_w4a16_experts(experts, BF16) or experts, count
+    if inter == 512:  # every third expert of the model is not held
+        model = count * 3 // 2
+        expert_map = torch.full((model,), -1, dtype=torch.int32, device="cuda")
+        expert_map[torch.arange(count, device="cuda") * 3 // 2] = torch.arange(count, dtype=torch.int32, device="cuda")
+        experts = replace(experts, expert_map=expert_map)
+    one = drawn("fp8" if stored == "fp8" else "bf16", 1, inter, HIDDEN)
+    shared = one.gate_up.expert(0), one.down.expert(0)
 
+    def operation(x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        if together:
+            return routed_experts_with_shared(x, experts, chosen, scores, *shared)
+        return routed_experts(x, experts, chosen, scores)
 
-@pytest.mark.parametrize("inter", [256, 512])
-def test_experts_of_long_prompts(inter: int) -> None:
-    """Tiles of 128 and 256 tokens, whose operands change sides."""
-    experts = held("fp8", 96, inter, mapped=False)
-    for count, favourites in ((5000, 96), (5000, 9), (9000, 96)):
-        chosen = torch.rand(count, favourites, device="cuda").argsort(1)[:, :TOP_K].contiguous()
-        scores = torch.rand(count, TOP_K, device="cuda")
-        assert_rows_alone(lambda x, i, w: routed_experts(x, experts, i, w), normal(count, HIDDEN), chosen, scores)
-
-
-@pytest.mark.parametrize("inter", [128, 256, 512, 1024])
-@pytest.mark.parametrize("stored", ["fp8", "int4"])
-def test_experts_with_a_shared_one(stored: str, inter: int) -> None:
-    """Of few tokens and of many: other launches, the same bits; some pairs do not count."""
-    experts, shared = held(stored, 48, inter, mapped=inter == 512), (fp8(2 * inter, HIDDEN), fp8(HIDDEN, inter))
-    if stored == "int4":
-        both = normal(2 * inter, HIDDEN, scale=0.02), normal(HIDDEN, inter, scale=0.02)
-        shared = Weight({"weight": both[0]}), Weight({"weight": both[1]})
-    model = 48 if experts.expert_map is None else len(experts.expert_map)
-    for count in BATCHES:
-        chosen = torch.stack([torch.randperm(model, device="cuda")[:TOP_K] for _ in range(count)])
-        chosen[::3, 2] = -1
-        scores = torch.rand(count, TOP_K, device="cuda")
-        scores[1::2, 5] = 0
-        with registry.computing(decoding=True):
-            assert_rows_alone(
-                lambda x, i, w: routed_experts_with_shared(x, experts, i, w, *shared),
-                normal(count, HIDDEN),
-                chosen,
-                scores,
-            )
+    for (decoding, tokens), favourites in product(steps, (model, 9)):
+        chosen = torch.rand(tokens, favourites, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+        scores = torch.rand(tokens, TOP_K, device="cuda")
+        chosen[::3, 2], scores[1::2, 5] = -1, 0
+        with registry.computing(decoding=decoding):
+            assert_rows_alone(operation, normal(tokens, HIDDEN), chosen, scores, rows=4)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64])

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from e4m3 import rounded
-from exact import bf16, blocks, dense, distance, mixture, routing
-from four_bits import FORMATS, arguments, drawn
+from exact import bf16, distance, mixture, routing
 from machines import Machine, library, rows
 from on_hopper import assert_graph_follows
+from stored_experts import FORMATS, Experts, drawn, of
 from torch import Tensor
 
 from kimi_k2.kernels.experts import bf16 as moe_bf16
@@ -25,14 +23,9 @@ from kimi_k2.kernels.experts.entries import (
     prepare_w4a16_experts,
     shared_added_to_routed,
 )
-from kimi_k2.kernels.experts.fp8 import moe_fp8
 from kimi_k2.kernels.experts.fp8_decode import moe_decode
-from kimi_k2.kernels.experts.w4a16 import moe_w4a16
-from kimi_k2.kernels.experts.w4a16_layout import prepare_w4a16
 from kimi_k2.ops import registry
-from kimi_k2.ops.experts import ExpertWeights, routed_experts, routed_experts_with_shared
-from kimi_k2.ops.linear import Weight, dequantize
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat
+from kimi_k2.ops.experts import routed_experts, routed_experts_with_shared
 from kimi_k2.quantization.mxfp4 import unpack_e2m1
 
 BF16 = dict.fromkeys(("weights", "middle", "outputs"), bf16)
@@ -40,49 +33,10 @@ BF16 = dict.fromkeys(("weights", "middle", "outputs"), bf16)
 LIMITS = {"decode": 2.5e-3, "bf16": 5e-3}
 
 
-class Experts(NamedTuple):
-    """An operation, the weights that it takes, and an expert's matrices in float64."""
-
-    operation: Callable[..., Tensor]
-    weights: tuple[Any, ...]
-    more: dict[str, Any]
-    matrices: Callable[[int], tuple[Tensor, Tensor]]
-
-    def __call__(self, x: Tensor, indices: Tensor, scores: Tensor, *others: Any, **more: Any) -> Tensor:
-        return self.operation(x, *self.weights, indices, scores, *others, **self.more, **more)
-
-
-stored = functools.lru_cache(maxsize=8)(lambda name, *sizes: drawn(FORMATS[name], *sizes))
-
-
-def on_device(experts: ExpertWeights, device: str) -> ExpertWeights:
-    gate_up, down = (
-        Weight({suffix: tensor.to(device) for suffix, tensor in one.tensors.items()}, one.quantization)
-        for one in (experts.gate_up, experts.down)
-    )
-    return ExpertWeights(gate_up, down)
-
-
-def made(machine: Machine, kind: str, experts: int, inter: int, hidden: int) -> Experts:
-    """`decode` and `fp8` have FP8 blocks; `int4 w2_bf16` has second matrices in BF16."""
-    shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
-    if kind in ("fp8", "decode"):
-        fp8 = [tensor for shape in shapes for tensor in blocks(*shape, device=machine.device)]
-        operation = moe_fp8 if kind == "fp8" else moe_decode
-        return Experts(operation, tuple(fp8), {}, lambda e: (dense(fp8[0][e], fp8[1][e]), dense(fp8[2][e], fp8[3][e])))
-    if kind == "bf16":
-        both = [machine.normal(*shape, scale=0.03) for shape in shapes]
-        return Experts(moe_bf16.moe_bf16, tuple(both), {}, lambda e: (both[0][e].double(), both[1][e].double()))
-    held = on_device(stored(kind.split()[0], experts, inter, hidden), machine.device)
-
-    def matrices(e: int) -> tuple[Tensor, Tensor]:
-        assert held.gate_up.quantization is not None
-        read = held.gate_up.quantization.dequantize
-        one, two = (read(weight.expert(e).tensors, torch.float32) for weight in (held.gate_up, held.down))
-        return one.double(), two.double()
-
-    packed, more = arguments(held)
-    return Experts(moe_w4a16, tuple(prepare_w4a16(*packed, w2_bf16="w2_bf16" in kind)), more, matrices)
+def made(machine: Machine, kind: str, *sizes: int) -> Experts:
+    """`decode` has FP8 blocks too."""
+    given = of(drawn("fp8" if kind == "decode" else kind, *sizes, device=machine.device, dtype=machine.dtype))
+    return given._replace(operation=moe_decode) if kind == "decode" else given
 
 
 FP8 = [
@@ -158,7 +112,7 @@ def test_experts(
     """`choice` pins the launch. No further from float64 than what rounds as the kernel documents."""
     name, _, more = kind.partition(" ")
     experts, inter, hidden = sizes
-    given = made(machine, name if more != "w2_bf16" else kind, *sizes)
+    given = made(machine, kind if more == "w2_bf16" else name, *sizes)
     known, device, extra = experts, machine.device, dict[str, Any]()
     held: Tensor | None = None
     if more == "mapped":  # every other expert of the model is another rank's
@@ -264,51 +218,31 @@ def test_graph_replay_follows_its_inputs(machine: Machine, kind: str, tokens: in
 
 
 @rows("kind tokens name", gpu=[
-    ("bf16", 33, "moe_bf16"), ("fp8", 33, "moe_fp8"), ("fp8", 3, "moe_decode"),
+    ("bf16", 33, "moe_bf16"), ("fp8", 33, "moe_fp8"), ("decode", 3, "moe_decode"),
     *((one, 5, "moe_w4a16") for one in FORMATS),
 ])  # fmt: skip
 def test_the_table_takes_it(machine: Machine, kind: str, tokens: int, name: str) -> None:
     """As the model calls it: the bits of the operation."""
-    given, x, chosen = (
-        made(machine, kind, 32, 256, 1024),
-        machine.normal(tokens, 1024),
-        routing("whole", tokens, 8, 32, "cuda"),
-    )
-    if kind in FORMATS:
-        held = prepare_w4a16_experts(on_device(stored(kind, 32, 256, 1024), "cuda"), torch.bfloat16)
-        assert held is not None
-    elif kind == "bf16":
-        held = ExpertWeights(Weight({"weight": given.weights[0]}), Weight({"weight": given.weights[1]}))
-    else:
-        pairs = (dict(zip(("weight", "weight_scale_inv"), given.weights[at : at + 2], strict=True)) for at in (0, 2))
-        gate_up, down = (Weight(pair, Fp8BlockFormat()) for pair in pairs)
-        held = ExpertWeights(gate_up, down)
+    given, x = made(machine, kind, 32, 256, 1024), machine.normal(tokens, 1024)
+    chosen = routing("whole", tokens, 8, 32, "cuda")
+    held = prepare_w4a16_experts(given.stored, torch.bfloat16) or given.stored
     registry.pin("")
     assert routed_experts.choose(x, held, *chosen).name == name
-    wanted = moe_decode(x, *given.weights, *chosen) if name == "moe_decode" else given(x, *chosen)
-    assert torch.equal(routed_experts(x, held, *chosen), wanted)
+    assert torch.equal(routed_experts(x, held, *chosen), given(x, *chosen))
 
 
 @rows("kind tokens", gpu=[("fp8", 1024), ("fp8", 5000), ("bf16", 1100)], cpu=[("fp8", 3), ("bf16", 3)])
 def test_shared_expert_added_by_its_product(machine: Machine, kind: str, tokens: int) -> None:
     """No farther from float64 than a sum behind it."""
-    gpu, inter, hidden = machine.name == "gpu", 256, 1024
-    weights = []
-    for count in (8, 1):
-        shapes = (count, 2 * inter, hidden), (count, hidden, inter)
-        if kind == "fp8":
-            pairs = (blocks(*shape, device=machine.device) for shape in shapes)
-            weights += [Weight({"weight": one, "weight_scale_inv": two}, Fp8BlockFormat()) for one, two in pairs]
-        else:
-            weights += [Weight({"weight": machine.normal(*shape, scale=0.03)}) for shape in shapes]
-    shared = weights[2].expert(0), weights[3].expert(0)
-    x, chosen = machine.normal(tokens, hidden), routing("whole", tokens, 2, 8, machine.device)
-    given = x, ExpertWeights(weights[0], weights[1]), *chosen, *shared
+    held, alone = (drawn(kind, count, 256, 1024, machine.device) for count in (8, 1))
+    shared = alone.gate_up.expert(0), alone.down.expert(0)
+    x, chosen = machine.normal(tokens, 1024), routing("whole", tokens, 2, 8, machine.device)
+    given = x, held, *chosen, *shared
     registry.pin("")
-    assert routed_experts_with_shared.choose(*given).name == ("adding_product" if gpu else registry.PLAIN)
-    first, second = (dequantize(one, torch.float32).double() for one in shared)
-    gate, up = (x.double() @ first.T).chunk(2, dim=-1)
-    exact = routed_experts(*given[:4]).double() + torch.nn.functional.silu(gate) * up @ second.T
+    wanted = "adding_product" if machine.name == "gpu" else registry.PLAIN
+    assert routed_experts_with_shared.choose(*given).name == wanted
+    ones = torch.zeros_like(chosen[0][:, :1]), torch.ones_like(chosen[1][:, :1])
+    exact = routed_experts(*given[:4]).double() + mixture(x, *ones, of(alone).matrices)
     found, behind = (together(*given) for together in (shared_added_to_routed, experts_beside_shared))
     assert distance(found, exact) < min(5e-3, 1.02 * distance(behind, exact))
 

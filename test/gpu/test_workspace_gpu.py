@@ -12,44 +12,35 @@ from collections.abc import Callable
 import pytest
 import torch
 from exact import routing
+from machines import Machine
 from on_hopper import NEEDS_HOPPER
+from stored_experts import Experts, drawn, of
 from torch import Tensor
 
-from kimi_k2.bench.kernels.expert_formats import random_fp8, random_int4
 from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.experts.entries import experts_beside_shared, shared_added_to_routed
-from kimi_k2.kernels.experts.fp8 import moe_fp8
-from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.router.router_gemm import router_decode
 from kimi_k2.ops import experts as operations
-from kimi_k2.ops.experts import ExpertWeights
-from kimi_k2.ops.linear import Weight
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 
 pytestmark = NEEDS_HOPPER
 EXPERTS, INTER, HIDDEN, TOP_K = 64, 256, 1024, 8
+normal = Machine("gpu").normal
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 @functools.cache
-def weights_of(kind: str) -> tuple[Tensor | None, ...]:
-    """`mixed`: INT4 gate_up_proj, BF16 down_proj."""
-    torch.manual_seed(0)
-    if kind == "fp8":
-        return random_fp8(EXPERTS, INTER, HIDDEN)
-    return tuple(random_int4(EXPERTS, INTER, HIDDEN, w2_bf16=kind == "mixed"))
+def experts_of(kind: str, inter: int = INTER) -> Experts:
+    return of(drawn(kind, EXPERTS, inter, HIDDEN))
 
 
 def operation(kind: str, tokens: int, seed: int) -> Call:
-    weights = () if kind == "router" else weights_of(kind)
     torch.manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    x = normal(tokens, HIDDEN)
     if kind == "router":
-        weight, bias = torch.randn(384, HIDDEN, device="cuda").bfloat16(), torch.randn(384, device="cuda")
+        weight, bias = normal(384, HIDDEN), torch.randn(384, device="cuda")
         return lambda: tuple(router_decode(x, weight, bias, TOP_K))
-    chosen = routing("whole", tokens, TOP_K, EXPERTS)
-    run = moe_fp8 if kind == "fp8" else moe_w4a16
-    return lambda: (run(x, *weights, *chosen),)
+    given, chosen = experts_of(kind), routing("whole", tokens, TOP_K, EXPERTS)
+    return lambda: (given(x, *chosen),)
 
 
 def same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
@@ -91,12 +82,9 @@ def test_shared_experts_of_two_streams(
         return torch.zeros_like(x)
 
     monkeypatch.setattr(operations, "routed_experts", routed)
-    weights = [tensor[0] for tensor in random_fp8(1, INTER, HIDDEN)]
-    gate_up, down = (
-        Weight({"weight": weights[at], "weight_scale_inv": weights[at + 1]}, Fp8BlockFormat()) for at in (0, 2)
-    )
-    given = ExpertWeights(gate_up, down), *routing("whole", tokens, 1, 1), gate_up, down
-    inputs = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(2)]
+    held = drawn("fp8", 1, INTER, HIDDEN)
+    given = held, *routing("whole", tokens, 1, 1), held.gate_up.expert(0), held.down.expert(0)
+    inputs = [normal(tokens, HIDDEN) for _ in range(2)]
     wanted = [together(x, *given) for x in inputs]
     torch.cuda.synchronize()
     found = []
@@ -112,30 +100,21 @@ def test_kernels_of_a_stream_share_its_counters(before: tuple[str, int]) -> None
     """A fused launch of many tiles and groups counts in words that others have used before it."""
     kind, tokens = before
     other = operation(kind, tokens, 6)
-    weights = random_fp8(EXPERTS, 2048, HIDDEN)
-    x, chosen = torch.randn(24, HIDDEN, device="cuda").bfloat16(), routing("whole", 24, TOP_K, EXPERTS)
-    wanted = moe_fp8(x, *weights, *chosen, choice=[1, 16, 2, 1, 1])
+    given, x, chosen = experts_of("fp8", 2048), normal(24, HIDDEN), routing("whole", 24, TOP_K, EXPERTS)
+    wanted = given(x, *chosen, choice=[1, 16, 2, 1, 1])
     workspace.release()
     other()
     assert not workspace.left_dirty()
-    assert torch.equal(moe_fp8(x, *weights, *chosen, choice=[1, 16, 2, 1, 1]), wanted)
+    assert torch.equal(given(x, *chosen, choice=[1, 16, 2, 1, 1]), wanted)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens"), [("fp8", 16), ("fp8", 512), ("int4", 16), ("int4", 512), ("mixed", 16), ("mixed", 128)]
+    ("kind", "tokens"),
+    [("fp8", 16), ("fp8", 512), ("int4", 16), ("int4", 512), ("int4 w2_bf16", 16), ("int4 w2_bf16", 128)],
 )
-def test_beside_the_next_launch(kind: str, tokens: int, next_launch: Callable[[], None], repeats: int = 60) -> None:
+def test_beside_the_next_launch(kind: str, tokens: int, next_launch: Callable[[Call], None]) -> None:
     """What a stage of the ring holds is read before it is filled anew."""
-    call = operation(kind, tokens, 7)
-    flushed = torch.empty(2**26, dtype=torch.uint8, device="cuda")
-    wanted = call()
-    torch.cuda.synchronize()
-    for _ in range(repeats):
-        flushed.zero_()
-        torch.cuda._sleep(500_000)  # the launches behind it are there when it ends
-        found = call()
-        next_launch()
-        assert same(found, wanted)
+    next_launch(operation(kind, tokens, 7))
 
 
 def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:

@@ -77,7 +77,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
         {"T": 3, "K": 512, "eps": 1e-6, "terms": 2}, [(3, 512), ((2, 3, 512), E4M3), ((4, 320), F32)],
         [{"K": 448}, {"terms": 3}, {"K": 8320}],
     ),
-    "attend_values": ({**CONTEXT, "B": 3}, [(3, 1024)], PAGES),
+    "attend_values": (
+        CONTEXT, [(3, 1024)], [*PAGES, {"cache": lambda: torch.empty(3, 70, 576, dtype=E4M3)}]
+    ),
     "block_gemm": (PRODUCT, [(3, 200)], PRODUCTS),
     "dense_gemm": (
         {"T": 3, "K": 512, "N": 40, "cluster": 2, "D": torch.bfloat16}, [(3, 40)],

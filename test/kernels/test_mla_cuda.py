@@ -33,17 +33,6 @@ def test_splits_beyond_the_joins_reach_are_refused(splits: int) -> None:
         mla_cuda.run(unread, unread, unread, 0.1, None, splits)
 
 
-@pytest.mark.parametrize(("heads", "splits", "dtype"), [
-    (12, 8, torch.bfloat16),
-    (8, 1, torch.bfloat16),
-    (8, 8, torch.float8_e4m3fn),
-])  # fmt: skip
-def test_parts_that_do_not_lie_in_rows_are_not_handed_out(heads: int, splits: int, dtype: torch.dtype) -> None:
-    q, cache = torch.zeros(1, heads, 576, dtype=torch.bfloat16), torch.zeros(1, 640, 576).to(dtype)
-    with pytest.raises(KernelError, match=r"expected a multiple of 8 heads, .*bfloat16, two parts"):
-        mla_cuda.attend_parts(q, cache, torch.ones(1, dtype=torch.int32), 1.0, splits)
-
-
 @pytest.mark.parametrize(("batch", "heads", "capacity", "wanted"), [
     (2, 64, 64, True),
     (16, 64, 128, True),
