@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, value_rows
-from kimi_k2.kernels.attention.mla_sizes import LATENT
+from kimi_k2.kernels.attention.mla_sizes import LATENT, ROW
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -30,7 +30,8 @@ def supports(
 
 @kernel_operation(
     "attend_values",
-    f"query bf16[B,H,576], {mla_decode.CACHED}, w_uv bf16[H,128,512] -> out bf16[B,128*H]; {mla_decode.LIMITS}",
+    f"query bf16[B,H,576], {mla_decode.CACHED}, w_uv bf16[H,128,512] -> out bf16[B,128*H]; {mla_decode.LIMITS};"
+    " cache.dtype == bf16",
 )
 def attend_values(
     query: Tensor,
@@ -61,12 +62,12 @@ def attend_values(
     if not (even or (plan is not None and heads == few)) or not capacity:
         latent = mla_decode.mla_decode(query, cache, seq_lens, softmax_scale, block_table, plan=plan)
         return value_rows.value_rows(latent, w_uv)
-    if plan is None:
-        parts, sums = mla_cuda.attend_parts(query, cache, seq_lens, softmax_scale, splits, block_table)
-    else:
+    rows, how = query.view(-1, few, ROW), {"splits": splits} if plan is None else {"plan": plan}
+    if plan is not None:
         mla_decode.check_plan(query, plan)
-        parts, sums = mla_cuda.attend_planned_parts(query, cache, seq_lens, softmax_scale, plan, block_table)
-    operands = parts, sums, w_uv, out, plan
+    parts = mla_cuda.parts_of(rows, len(rows) * splits if plan is None else mla_cuda.plan_items(query, plan))
+    mla_cuda.launch_attention(rows, cache, seq_lens, softmax_scale, block_table, 1.0, parts, **how)
+    operands = *parts, w_uv, out, plan
     sizes = batch, heads, splits, mla_plan.SOME_PARTS[True] if uniform else 0
     launch("attention/attend_values", "kimi_join_values", "attend_values", query.device, *operands, *sizes)
     return None

@@ -54,21 +54,19 @@ def divides_heads(batch: int, heads: int, capacity: int) -> bool:
     return heads % FEW_HEADS == 0 and (heads // FEW_HEADS - 1) * batch * capacity <= READ_AGAIN
 
 
-def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """What the parts of the context and their sums are left in.
+def parts_of(q: Tensor, count: int, terms: int = 0) -> tuple[Tensor, Tensor]:
+    """What `count` parts of contexts and their sums are left in, for all heads of q [B, H, 576].
 
-    8 and 16 heads: float32 [B, H, splits, 512], normalised, and [B, H, splits], base-2 logarithms. More heads: as
-    csrc/mla_store.cuh says, float16 with a power of two beside each logarithm, for each half of the columns.
+    8 and 16 heads: float32, normalised, and base-2 logarithms, of an even split head by head. More heads: as
+    csrc/mla_store.cuh says, float16 with a power of two beside each logarithm, for each half of the columns. With
+    `terms` float16, and for each head the logarithm beside the power of two.
     """
-    batch, heads = q.shape[:2]
-    if heads <= MOST_FEW_HEADS:
-        parts = q.new_empty(batch, heads, splits, LATENT, dtype=torch.float32)
-        return parts, q.new_empty(batch, heads, splits, dtype=torch.float32)
-    parts = q.new_empty(batch, splits, heads, LATENT, dtype=torch.float16)
-    return parts, q.new_empty(batch, splits, 2, heads, 2, dtype=torch.float32)
+    heads, few = q.shape[1], not terms and q.shape[1] <= MOST_FEW_HEADS
+    values = q.new_empty(count, heads, LATENT, dtype=torch.float32 if few else torch.float16)
+    return values, q.new_empty(count, heads * (1 if few else 2 if terms else 4), dtype=torch.float32)
 
 
-def _launch(
+def launch_attention(
     q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, block_table: Tensor | None, cache_scale: float,
     parts: tuple[Tensor, Tensor] | None, terms: int = 0, **others: Any,
 ) -> None:  # fmt: skip
@@ -117,9 +115,9 @@ def run(
         if lse is not None:
             lse.fill_(-torch.inf)
         return out.zero_()
-    parts = _parts(q, splits) if splits > 1 else None
+    parts = parts_of(q, batch * splits) if splits > 1 else None
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, parts
-    _launch(*given, splits=splits, out=out, tokens=tokens, lse=lse)
+    launch_attention(*given, splits=splits, out=out, tokens=tokens, lse=lse)
     return out
 
 
@@ -142,9 +140,9 @@ def run_planned(
     if terms and not softmax_scale * cache_scale > 0:
         raise KernelError(f"softmax_scale {softmax_scale}, cache_scale {cache_scale}: expected positive ones")
     out = q.new_empty(*q.shape[:2], LATENT)
-    parts = None if others.get("whole") else _planned_parts(q, plan, terms)
+    parts = None if others.get("whole") else parts_of(q, plan_items(q, plan), terms)
     given = q, cache, seq_lens, softmax_scale, block_table, cache_scale, parts
-    _launch(*given, terms, out=out, plan=plan, **others)
+    launch_attention(*given, terms, out=out, plan=plan, **others)
     return out
 
 
@@ -156,69 +154,3 @@ def rows_before_items(batch: int, blocks: int) -> int:
 def plan_items(q: Tensor, plan: Tensor) -> int:
     """Items that a plan for q [B, H, 576] has room for."""
     return plan.shape[0] - rows_before_items(q.shape[0], hopper(q.device.index, "mla_decode")[1])
-
-
-def _planned_parts(q: Tensor, plan: Tensor, terms: int = 0) -> tuple[Tensor, Tensor]:
-    """What a plan's items and their sums are left in: as `_parts` says, but that few heads' lie part by part.
-
-    With `terms` float16, and for each head the logarithm beside the power of two.
-    """
-    items, heads = plan_items(q, plan), q.shape[1]
-    if terms:
-        parts = q.new_empty(items, heads, LATENT, dtype=torch.float16)
-        return parts, q.new_empty(items, heads, 2, dtype=torch.float32)
-    few = heads <= MOST_FEW_HEADS
-    parts = q.new_empty(items, heads, LATENT, dtype=torch.float32 if few else torch.float16)
-    return parts, q.new_empty(items, heads if few else 4 * heads, dtype=torch.float32)
-
-
-def attend_planned_parts(
-    q: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, plan: Tensor, block_table: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """A plan's items, for another launch to join, over a BF16 cache.
-
-    Args:
-        q: bfloat16 [B, 8, 576].
-
-    Returns:
-        float32 [items, 8, 512], each part normalised; float32 [items, 8], the base-2 logarithms of the parts' sums of
-        exponentials.
-
-    Raises:
-        KernelError: other sizes, or the launch failed.
-    """
-    if q.shape[1] != FEW_HEADS or cache.dtype != q.dtype or cache.numel() == 0:
-        raise KernelError(f"parts of {q.shape[1]} heads, a cache of {cache.dtype}: expected {FEW_HEADS}, {q.dtype}")
-    parts = _planned_parts(q, plan)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, parts, plan=plan)
-    return parts
-
-
-def attend_parts(
-    q: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    splits: int,
-    block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The parts of the context, for another launch to join, over a BF16 cache.
-
-    Args:
-        q: bfloat16 [B, H, 576], H a multiple of 8: every 8 heads read the cache for themselves.
-        splits: of the context of each of B * H / 8 requests of 8 heads; two or more.
-
-    Returns:
-        float32 [B * H / 8, 8, splits, 512], each part normalised; float32 [B * H / 8, 8, splits], the base-2 logarithms
-        of the parts' sums of exponentials: -inf where a part has no rows, whose values are then not written.
-
-    Raises:
-        KernelError: other sizes, or the launch failed.
-    """
-    if q.shape[1] % FEW_HEADS or cache.dtype != q.dtype or not 1 < splits <= MAX_SPLITS or cache.numel() == 0:
-        actual = f"{q.shape[1]} heads, a cache of {cache.dtype}, {splits} of a context"
-        raise KernelError(f"parts of {actual}: expected a multiple of {FEW_HEADS} heads, {q.dtype}, two parts or more")
-    q = q.view(-1, FEW_HEADS, ROW)
-    parts = _parts(q, splits)
-    _launch(q, cache, seq_lens, softmax_scale, block_table, 1.0, parts, splits=splits)
-    return parts
