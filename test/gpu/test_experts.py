@@ -33,9 +33,9 @@ BF16 = dict.fromkeys(("weights", "middle", "outputs"), bf16)
 LIMITS = {"decode": 2.5e-3, "bf16": 5e-3}
 
 
-def made(machine: Machine, kind: str, *sizes: int) -> Experts:
+def made(machine: Machine, kind: str, experts: int, inter: int, hidden: int) -> Experts:
     """`decode` has FP8 blocks too."""
-    given = of(drawn("fp8" if kind == "decode" else kind, *sizes, device=machine.device, dtype=machine.dtype))
+    given = of(drawn("fp8" if kind == "decode" else kind, experts, inter, hidden, machine.device, machine.dtype))
     return given._replace(operation=moe_decode) if kind == "decode" else given
 
 

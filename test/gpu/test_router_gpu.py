@@ -9,9 +9,10 @@ from exact import normed as exact_norm
 from on_hopper import NEEDS_HOPPER, assert_graph_follows
 from torch import Tensor
 
+from kimi_k2.kernels.router import router_gemm
 from kimi_k2.kernels.router.gate import fused_gate
 from kimi_k2.kernels.router.norm_route import add_norm_route
-from kimi_k2.kernels.router.router_gemm import router_decode, router_gemm
+from kimi_k2.kernels.router.router_gemm import router_decode
 from kimi_k2.kernels.rowwise.decode import add_norm
 
 pytestmark = NEEDS_HOPPER
@@ -29,26 +30,28 @@ def test_product_matches_float64(tokens: int, hidden: int, experts: int) -> None
     torch.manual_seed(tokens)
     x, weight, _ = inputs(tokens, hidden, experts)
     exact = x.double() @ weight.double().T
-    got = router_gemm(x, weight)
+    got = router_gemm.router_gemm(x, weight)
     assert got.dtype == torch.float32
     assert (got.double() - exact).norm() / exact.norm() < (
         2e-6 if tokens <= 64 else 1e-5
     )  # cuBLAS sums in its own order
     if tokens <= 64:
-        assert all(torch.equal(got, router_gemm(x, weight)) for _ in range(3)), "not deterministic"
+        assert all(torch.equal(got, router_gemm.router_gemm(x, weight)) for _ in range(3)), "not deterministic"
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 16, 30, 64])
 @pytest.mark.parametrize("experts", [384, 256, 32])
-def test_one_launch_equals_two(tokens: int, experts: int) -> None:
+@pytest.mark.parametrize("most", [64, 0])
+def test_one_launch_equals_two(tokens: int, experts: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(tokens)
+    monkeypatch.setattr(router_gemm, "ONE_LAUNCH_TOKENS", most)
     x, weight, bias = inputs(tokens, 7168, experts)
-    wanted = fused_gate(router_gemm(x, weight), bias, 8, True, 2.827)
-    for launches in (1, 1, 1, 1, 2, 0):
-        got = router_decode(x, weight, bias, 8, True, 2.827, launches=launches)
+    wanted = fused_gate(router_gemm.router_gemm(x, weight), bias, 8, True, 2.827)
+    for _ in range(4):
+        got = router_decode(x, weight, bias, 8, True, 2.827)
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     count = torch.tensor([tokens // 2], dtype=torch.int32, device="cuda")
-    padded = router_decode(x, weight, bias, 8, True, 2.827, num_valid=count, launches=1)
+    padded = router_decode(x, weight, bias, 8, True, 2.827, num_valid=count)
     assert not padded[0][tokens // 2 :].any() and not padded[1][tokens // 2 :].any()
     assert torch.equal(padded[1][: tokens // 2], wanted[1][: tokens // 2])
 
@@ -58,8 +61,8 @@ def test_graph_of_dependent_launches_follows_its_inputs() -> None:
     x, weight, bias = inputs(16)
 
     def run() -> tuple[Tensor, ...]:
-        apart = [fused_gate(router_gemm(x * (i + 1), weight), bias, 8) for i in range(8)]
-        joined = [router_decode(x * (i + 1), weight, bias, 8, launches=1) for i in range(8)]
+        apart = [fused_gate(router_gemm.router_gemm(x * (i + 1), weight), bias, 8) for i in range(8)]
+        joined = [router_decode(x * (i + 1), weight, bias, 8) for i in range(8)]
         return tuple(made for both in apart + joined for made in both)
 
     assert_graph_follows(run, x.normal_, replays=5)

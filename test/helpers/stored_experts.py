@@ -65,20 +65,22 @@ def drawn(
     `fp8` has blocks, `bf16` values of `dtype`, others are names of FORMATS, drawn on `draw_on`; of `int4 w2_bf16` the
     second matrices are dequantized to BF16.
     """
-    shapes, (name, _, second) = ((experts, 2 * inter, hidden), (experts, hidden, inter)), kind.partition(" ")
-    if name == "fp8":
-        pairs = (blocks(*shape, device=device) for shape in shapes)
-        return ExpertWeights(
-            *(Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat()) for weight, scale in pairs)
+    shapes, (name, _, w2_bf16) = ((experts, 2 * inter, hidden), (experts, hidden, inter)), kind.partition(" ")
+    if name in ("fp8", "bf16"):
+        one, other = (
+            Weight(
+                dict(zip(("weight", "weight_scale_inv"), blocks(*shape, device=device), strict=True)), Fp8BlockFormat()
+            )
+            if name == "fp8"
+            else Weight({"weight": (torch.randn(*shape, device=device) * 0.03).to(dtype)})
+            for shape in shapes
         )
-    if name == "bf16":
-        matrices = ((torch.randn(*shape, device=device) * 0.03).to(dtype) for shape in shapes)
-        return ExpertWeights(*(Weight({"weight": matrix}) for matrix in matrices))
+        return ExpertWeights(one, other)
     gate_up, down = (
         Weight({suffix: tensor.to(device).clone() for suffix, tensor in weight.tensors.items()}, weight.quantization)
         for weight in _four_bits(name, experts, inter, hidden, draw_on)
     )
-    return ExpertWeights(gate_up, Weight({"weight": dequantize(down, torch.bfloat16)}) if second else down)
+    return ExpertWeights(gate_up, Weight({"weight": dequantize(down, torch.bfloat16)}) if w2_bf16 else down)
 
 
 class Experts(NamedTuple):

@@ -1,19 +1,11 @@
-"""What a machine without a GPU can hold of the gate and router kernels: refusals, fake operations, choices, the ABI."""
+"""The gate that the benchmark gives torch.compile."""
 
 from __future__ import annotations
 
 import torch
 
 from kimi_k2.bench.kernels.gate import plain_gate, random_logits
-from kimi_k2.kernels.router import gate as fused_gate
 from kimi_k2.ops.experts import noaux_tc_gate
-
-
-def test_strategy_follows_tokens_and_experts() -> None:
-    chosen = {(t, e): fused_gate.use_packed(t, e, "auto") for t in (1, 64, 65536) for e in (256, 384, 512)}
-    assert {shape for shape, packed in chosen.items() if packed} == {(65536, 256), (65536, 384)}
-    assert not fused_gate.use_packed(65536, 384, "warp")
-    assert fused_gate.use_packed(1, 384, "packed")
 
 
 def test_benchmark_compares_the_same_operation() -> None:

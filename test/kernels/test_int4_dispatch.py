@@ -77,10 +77,11 @@ def test_the_checkpoints_format_chooses_the_kernel(source: Path, monkeypatch: py
     experts.prepare(torch.bfloat16)
     assert takers(x, experts) == ["moe_w4a16"]
     assert takers(x.float(), experts) == []
-    for target, held in experts._formats.items():
-        assert isinstance(held, (Int4GroupFormat, type(None)))
-        experts._formats[target] = held and held.model_copy(update={"group_size": 16})
-    assert takers(x, experts) == []
+    for size in (16, 128):  # wider groups go with a packed second projection alone
+        for target, held in experts._formats.items():
+            assert isinstance(held, (Int4GroupFormat, type(None)))
+            experts._formats[target] = held and held.model_copy(update={"group_size": size})
+        assert takers(x, experts) == (["moe_w4a16"] if size > 16 and None not in experts._formats.values() else [])
     plain = experts_of(KimiK2ForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
     plain.prepare(torch.bfloat16)
     assert takers(x, plain) == []

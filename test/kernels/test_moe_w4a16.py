@@ -16,10 +16,8 @@ from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import (
     RECORD,
     check_choice,
-    expert_mode,
     moe_w4a16,
     supports,
-    takes_decode,
 )
 from kimi_k2.kernels.experts.w4a16_layout import PreparedW4A16, prepare_w4a16, restore_w4a16
 from kimi_k2.quantization.int4_group import dequantize_int4_group
@@ -102,35 +100,6 @@ def test_record_is_as_long_as_cuda_has_it() -> None:
     found = re.search(r"kRecord = (\d+);", text)
     assert found is not None
     assert int(found.group(1)) == RECORD
-
-
-def test_pairs_are_taken_one_by_one_while_warps_have_experts() -> None:
-    """Up to six tokens of narrow experts; of few experts a token no more tokens than these; two in bfloat16."""
-
-    def most(held: float, inter: int = 256, w2_bf16: bool = False) -> int:
-        return sum(takes_decode(tokens, 8, held, 7168, inter, w2_bf16) for tokens in range(1, 20))
-
-    assert (most(8), most(4), most(2), most(1)) == (6, 6, 2, 1)
-    assert (most(8, 512), most(8, 1024), most(8, 2048), most(1, 2048)) == (5, 2, 1, 1)
-    assert (most(8, 256, True), most(8, 1024, True), most(1, 256, True)) == (2, 2, 2)
-    assert not takes_decode(1, 8, 8, 512, 512, False)
-
-
-@pytest.mark.parametrize(
-    ("given", "down", "mode"),
-    [
-        ((4, 32, "group", "int"), True, "w4a16"),
-        ((4, 32, "group", "int"), False, "w2_bf16"),
-        ((8, 32, "group", "int"), True, None),
-        ((4, 128, "group", "int"), True, "w4a16"),
-        ((4, 128, "group", "int"), False, None),
-        ((4, 16, "group", "int"), True, None),
-        ((4, None, "channel", "int"), True, None),
-        ((4, 32, "group", "float"), True, None),
-    ],
-)
-def test_mode_follows_the_quantization(given: tuple[Any, ...], down: bool, mode: str | None) -> None:
-    assert expert_mode(*given, down_proj_quantized=down) == mode
 
 
 def test_support_needs_a_hopper_gpu() -> None:

@@ -1,4 +1,4 @@
-"""Cases of the router GEMM alone and with the gate, beside cuBLAS and beside two launches."""
+"""Cases of the router GEMM alone and with the gate, beside cuBLAS."""
 
 from __future__ import annotations
 
@@ -26,17 +26,12 @@ def cases(with_peers: bool) -> Iterator[Case]:
     """Each token count: the GEMM, then the GEMM and the gate; 24 sets of weights are 132 MB."""
     bias = torch.randn(EXPERTS, device="cuda") * 0.03
 
-    def routed(launches: int) -> Callable[..., Any]:
-        return lambda x, w: router_decode(x, w, bias, TOP_K, True, SCALE, index_dtype=torch.int32, launches=launches)
-
     operations: dict[str, tuple[int, dict[str, Callable[..., Any]]]] = {
         "router GEMM": (EXPERTS * 4, {"ours": router_gemm, "cuBLAS": cublas}),
         "router GEMM and gate": (
             TOP_K * 8,
             {
-                "ours": routed(0),
-                "ours, one launch": routed(1),
-                "ours, two launches": routed(2),
+                "ours": lambda x, w: router_decode(x, w, bias, TOP_K, True, SCALE, index_dtype=torch.int32),
                 "cuBLAS, our gate": lambda x, w: ours(cublas(x, w), bias),
             },
         ),

@@ -23,7 +23,7 @@ from kimi_k2.kernels.attention import tuning as attention_tuning
 from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.kernels.common.tuning import Sizes
 from kimi_k2.kernels.experts.tuning import FILES, ExpertChoice
-from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, expert_mode
+from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, takes_groups
 from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
@@ -87,9 +87,7 @@ def cases(config: KimiK2Config) -> dict[str, Shape]:
     scheme = config.quantization
     if isinstance(scheme, Fp8BlockFormat) and scheme.weight_block_size == (128, 128):
         dtype = "fp8_e4m3"
-    elif isinstance(scheme, Int4GroupFormat) and expert_mode(
-        scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
-    ):
+    elif isinstance(scheme, Int4GroupFormat) and takes_groups(scheme.group_size):
         module = "model.layers.1.mlp.experts.0.down_proj"
         packed = len(list(linear_specs(config, module, config.hidden_size, config.moe_intermediate_size))) > 1
         dtype = TUNING_DTYPES[not packed]

@@ -154,8 +154,7 @@ def _is_four_bits(experts: ExpertWeights, dtype: torch.dtype) -> bool:
     if dtype != torch.bfloat16 or second not in (scheme, None):
         return False
     if isinstance(scheme, Int4GroupFormat):
-        how = scheme.num_bits, scheme.group_size, scheme.strategy, scheme.type
-        if moe_w4a16.expert_mode(*how, down_proj_quantized=second is not None) is None:
+        if not moe_w4a16.takes_groups(scheme.group_size, second is not None):
             return False
     elif not isinstance(scheme, FOUR_BIT_FLOATS) or second is None:
         return False

@@ -13,7 +13,6 @@ by one, those of one expert together. Capture-safe: see common/workspace.py for 
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,24 +50,10 @@ Arguments = structure("experts/csrc/w4a16.cuh", "Args")
 DecodeArguments = structure("experts/csrc/w4a16_decode.cu", "DecodeArguments")
 
 
-def expert_mode(
-    num_bits: int, group_size: int | None, strategy: str, type_: str, *, down_proj_quantized: bool = True
-) -> Literal["w4a16", "w2_bf16"] | None:
-    """Which mode serves experts quantized so, from the members of a checkpoint's `quantization_config`.
-
-    Args:
-        num_bits, group_size, strategy, type_: of `config_groups.group_0.weights`.
-        down_proj_quantized: whether that group covers the experts' down_proj (its `ignore` list may not).
-
-    Returns:
-        "w4a16", "w2_bf16" where the second stage stays in bfloat16, or None where the kernel does not apply.
-    """
-    if (num_bits, strategy, type_) != (4, "group", "int"):
-        return None
-    if group_size == GROUP and not down_proj_quantized:
-        return "w2_bf16"
-    known = group_size in {one.group for one in FORMATS if one.scale == INT4.scale}
-    return "w4a16" if known and down_proj_quantized else None
+def takes_groups(size: int, down_proj_quantized: bool = True) -> bool:
+    """Whether the kernel takes INT4 with a scale a group of so many columns, the second matrices INT4 too or BF16."""
+    wider = down_proj_quantized and size in {one.group for one in FORMATS if one.scale == INT4.scale}
+    return size == GROUP or wider
 
 
 PACKED = (

@@ -21,7 +21,6 @@ MAX_TOP_K = 16
 PACKED_EXPERTS = (256, 384)
 # From here on four tokens a warp are faster than one (H200).
 PACKED_TOKENS = 4096
-STRATEGIES = ("auto", "warp", "packed")
 GateArguments = structure("router/csrc/gate.cuh", "GateArgs")
 
 
@@ -35,11 +34,6 @@ CHOSEN = (
 )
 
 
-def use_packed(tokens: int, experts: int, strategy: str) -> bool:
-    """Whether four tokens share a warp."""
-    return strategy == "packed" or (strategy == "auto" and experts in PACKED_EXPERTS and tokens >= PACKED_TOKENS)
-
-
 def warps_a_block(tokens: int) -> int:
     """Warps of a thread block of the strategy of one warp a token: small blocks spread few tokens over the chip."""
     return 1 if tokens <= 2048 else 4
@@ -47,8 +41,7 @@ def warps_a_block(tokens: int) -> int:
 
 @kernel_operation(
     "fused_gate",
-    f"logits f32[T,E], {CHOICE}, {VALID} -> {CHOSEN}; {LIMITS}; strategy in {STRATEGIES}; 0 <= warps <= 8;"
-    f" strategy != 'packed' or E in {PACKED_EXPERTS}",
+    f"logits f32[T,E], {CHOICE}, {VALID} -> {CHOSEN}; {LIMITS}",
 )
 def fused_gate(
     logits: Tensor,
@@ -58,8 +51,6 @@ def fused_gate(
     routed_scaling_factor: float = 1.0,
     num_valid: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
-    strategy: str = "auto",
-    warps: int = 0,
     *,
     indices: Tensor,
     weights: Tensor,
@@ -71,8 +62,6 @@ def fused_gate(
         routed_scaling_factor: multiplies the weights.
         num_valid: one value on the device: tokens from it on are padding, with index 0 and weight 0.
         index_dtype: torch.int64, or torch.int32 for kernels that take it.
-        strategy: "warp" or "packed" to pin one; "auto" chooses by token count.
-        warps: warps of a block where a warp has one token, up to 8; 0 chooses.
 
     Returns:
         topk_indices and topk_weights [T, top_k], by falling biased score, equal ones by index.
@@ -82,8 +71,8 @@ def fused_gate(
         e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid
     )
     arguments.logits = logits.data_ptr()
-    arguments.packed = use_packed(tokens, experts, strategy)
-    arguments.warps = warps or warps_a_block(tokens)
+    arguments.packed = experts in PACKED_EXPERTS and tokens >= PACKED_TOKENS
+    arguments.warps = warps_a_block(tokens)
     launch_gate(arguments, logits.device)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import is_hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -102,9 +101,7 @@ def router_gemm(x: Tensor, weight: Tensor, *, logits: Tensor) -> Tensor | None:
 DECODE = f"{SIZES}; T <= {MAX_TOKENS}; E <= {MAX_FUSED_EXPERTS}; {LIMITS}"
 
 
-@kernel_operation(
-    "router_decode", f"{PRODUCT}, {CHOICE}, {VALID}, inverse f32[T]? -> {CHOSEN}; {DECODE}; launches in (0, 1, 2)"
-)
+@kernel_operation("router_decode", f"{PRODUCT}, {CHOICE}, {VALID}, inverse f32[T]? -> {CHOSEN}; {DECODE}")
 def router_decode(
     x: Tensor,
     weight: Tensor,
@@ -114,7 +111,6 @@ def router_decode(
     routed_scaling_factor: float = 1.0,
     num_valid: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
-    launches: int = 0,
     inverse: Tensor | None = None,
     *,
     indices: Tensor,
@@ -122,19 +118,14 @@ def router_decode(
 ) -> None:
     """`router_gemm` and `fused_gate` in one operation.
 
-    Args and returns: as those two, and `launches`, 1 or 2 to pin them, 0 to choose, and `inverse`, times which logits
-    are taken.
+    Args and returns: as those two, and `inverse`, times which logits are taken.
     """
     tokens, experts = x.shape[0], weight.shape[0]
     gate = gate_arguments(e_score_correction_bias, indices, weights, norm_topk_prob, routed_scaling_factor, num_valid)
-    wants_one = launches == 1 or (launches == 0 and tokens <= ONE_LAUNCH_TOKENS)
-    scratch = absent_logits(x.device) if wants_one and all_resident(experts, gate.sm_count) else None
-    if scratch is not None:
-        launch_router(x, weight, scratch, gate, inverse=inverse)
-    elif launches == 1:
-        raise KernelError("router_decode in one launch needs a whole GPU")
-    else:
-        logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-        launch_router(x, weight, logits, None, inverse=inverse)
-        gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
-        launch_gate(gate, x.device)
+    if tokens <= ONE_LAUNCH_TOKENS and all_resident(experts, gate.sm_count):
+        launch_router(x, weight, absent_logits(x.device), gate, inverse=inverse)
+        return
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    launch_router(x, weight, logits, None, inverse=inverse)
+    gate.logits, gate.warps = logits.data_ptr(), warps_a_block(tokens)
+    launch_gate(gate, x.device)
