@@ -56,7 +56,7 @@ def loader_of(config: KimiK2Config, layout: Layout = ONE, rank: int = 0) -> Rank
 
 
 def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+    assert found.keys() == wanted.keys() > set()
     for name, tensor in found.items():
         assert torch.equal(tensor.contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8)), name
 
@@ -82,6 +82,21 @@ def test_each_rank_holds_what_a_conversion_writes(
             module, _, suffix = name.rpartition(".")
             getattr(other.get_submodule(module), suffix).copy_(tensor)
         same(loader.model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-packed", "mxfp4", "mxfp4-packed"])
+def test_four_bits_outside_the_experts_are_held_in_bf16(name: str, tmp_path: Path) -> None:
+    """As checkpoints have it that leave attention alone out; the experts stay as they are stored."""
+    write_synthetic_checkpoint(tmp_path, with_format(tiny_config("kimi-k2-instruct-0905"), name), seed=4)
+    config = KimiK2Config.from_pretrained(tmp_path)
+    assert config.quantization is not None and config.quantization.quantizes(
+        "model.layers.1.mlp.shared_experts.up_proj"
+    )
+    held = serving(tmp_path, config, 4).plain.state_dict()
+    plain = KimiK2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    found, wanted = ({k: v for k, v in one.items() if ".experts." not in k} for one in (held, plain))
+    same(found, wanted)
+    assert torch.uint8 in {tensor.dtype for key, tensor in held.items() if ".experts.gate_up_proj" in key}
 
 
 def test_tensors_that_do_not_fit_are_named(checkpoints: dict[str, Path]) -> None:

@@ -21,6 +21,7 @@ from kimi_k2.ops.linear import add_norm, float32_linear
 from kimi_k2.ops.mla import attention_plan
 from kimi_k2.parallel.apply import AllReduce, VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
+from kimi_k2.serving.paged.support import held_by_ranks
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
@@ -73,14 +74,15 @@ class PagedModel:
         layers: range | None = None,
         redundant: int = 0,
     ) -> None:
+        held_config = held_by_ranks(config, layout)
         with torch.device("meta"):
-            plain = KimiK2ForCausalLM(layout.held(config), dtype=dtype, keep_quantized=True)
+            plain = KimiK2ForCausalLM(held_config, dtype=dtype, keep_quantized=True)
         self.layers = layers or range(config.num_hidden_layers)
         options = {"device": device, "group": group, "layers": layers, "redundant": redundant}
         self.plain = parallelize(plain, layout, rank, **options).eval()  # type: ignore[arg-type]
         for number in set(range(config.num_hidden_layers)).difference(self.layers):
             self.plain.model.layers[number] = nn.Identity()
-        self.loader = RankLoader(self.plain, make_plan(config, layout), rank, layers)
+        self.loader = RankLoader(self.plain, replace(make_plan(held_config, layout), config=config), rank, layers)
         self.group, self.held, self.positions = group, held, positions
         self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
         self.places: Mapping[int, Place] = {}

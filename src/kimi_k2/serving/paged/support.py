@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kimi_k2.checkpoint.names import modules
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.kernels.attention.mla_prefill import NOPE, VALUE
@@ -21,8 +22,7 @@ from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import StoredFormat
 from kimi_k2.serving.paged.heads import kernel_heads
-from kimi_k2.sharding.layout import STORED, Layout
-from kimi_k2.sharding.plan import make_plan
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.variables import switch
 
 # Of our parsers in every engine, and what the engines call their own; `KIMI_K2_PARSERS=0` leaves the second to them.
@@ -84,6 +84,16 @@ def refusal_of_format(quantization: StoredFormat | None) -> str | None:
     return f"weights stored as {quantization.name}, which our loader in an engine does not take"
 
 
+def held_by_ranks(config: KimiK2Config, layout: Layout) -> KimiK2Config:
+    """Of a layout, with BF16 for four-bit floats outside the routed experts, which no kernel reads."""
+    held, scheme = layout.held(config), config.quantization
+    if not isinstance(scheme, FOUR_BIT_FLOATS):
+        return held
+    layers = range(config.num_hidden_layers)
+    others = [f"model.layers.{n}.{name}" for n in layers for name, shape in modules(config, n) if len(shape) == 2]
+    return held.model_copy(update={"quantization": scheme.model_copy(update={"ignore": (*scheme.ignore, *others)})})
+
+
 def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: int | None, hopper: bool) -> str | None:
     """Why our kernels cannot serve, None if they can; a CUDA graph cannot hold the plain functions in their place.
 
@@ -96,15 +106,12 @@ def refusal_of_gpu(config: KimiK2Config, ranks: int, dtype: torch.dtype, page: i
     """
     sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
     heads = config.num_attention_heads // ranks
-    tensors = make_plan(config, Layout(1, target="cuda", experts=STORED)).tensors
-    packed = [tensor.name for tensor in tensors if tensor.dtype == torch.uint8 and ".experts." not in tensor.name]
     for reason, holds in (
         ("a GPU that is no Hopper", not hopper),
         ("no nvcc, which the kernels are built with", find_nvcc() is None),
         (f"{dtype}, the kernels take torch.bfloat16", dtype != torch.bfloat16),
         (f"attention of sizes {sizes}", sizes != (LATENT, ROPE, NOPE, VALUE)),
         (f"{heads} heads a rank", kernel_heads(heads) is None),
-        (f"four-bit floats in {''.join(packed[:1])}, the kernels take them of routed experts", bool(packed)),
         (f"pages of {page} tokens, the kernels take {PAGE}", page not in (None, PAGE)),
     ):
         if holds:

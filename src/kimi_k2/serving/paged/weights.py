@@ -11,7 +11,7 @@ from kimi_k2.checkpoint.names import EXPERT, IGNORED, LAYER
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
-from kimi_k2.quantization.stored import format_of
+from kimi_k2.quantization.stored import StoredFormat, format_of, unquantized
 from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 from kimi_k2.spellings import plain_name
 
@@ -61,14 +61,23 @@ class RankLoader:
         self._rows.clear()  # they may have been moved
         for name, tensor in weights:
             plain = plain_name(name)
-            if IGNORED.search(plain) or plain in self.elsewhere:
+            module, _, suffix = plain.rpartition(".")
+            source = format_of(self.plan.config.quantization, module)
+            if IGNORED.search(plain) or suffix in (*source.implied, *source.unused):
                 continue
+            if source.method is not None and format_of(self.model.config.quantization, module).method is not None:
+                source = unquantized()  # comes as it is held
             if EXPERT.match(plain):
-                self._expert(plain, tensor)
-            elif plain in self.planned:
-                self._copy(plain, self._local(plain), _cut(self.planned[plain], tensor, self.rank, plain), plain)
-            elif not self._implied(plain):
+                self._expert(plain, tensor, source)
+                continue
+            held = plain if source.method is None else f"{module}.weight"
+            if held in self.elsewhere:
+                continue
+            if held not in self.planned:
                 raise CheckpointError("no such tensor in this model", tensor=name)
+            whole = self._whole(plain, tensor, source, self.planned[held].dtype)
+            if whole is not None:
+                self._copy(held, self._local(held), _cut(self.planned[held], whole, self.rank, held), held)
         return {name for name, count in self.filled.items() if count}
 
     def check(self) -> None:
@@ -86,10 +95,18 @@ class RankLoader:
                 raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
         self.emptied = False
 
-    def _implied(self, name: str) -> bool:
+    def _whole(self, name: str, tensor: Tensor, source: StoredFormat, dtype: torch.dtype) -> Tensor | None:
+        """The tensor as it is held: of what comes quantized the matrix, once the last of its tensors is there."""
+        if source.method is None:
+            return tensor
         module, _, suffix = name.rpartition(".")
-        source = format_of(self.plan.config.quantization, module)
-        return suffix in (*source.implied, *source.unused)
+        if suffix not in source.suffixes:
+            raise CheckpointError("no such tensor in this model", tensor=name)
+        came = self._parts.setdefault(module, {})
+        came[suffix] = tensor
+        if set(source.suffixes).difference(source.implied, came):
+            return None
+        return source.dequantize(self._parts.pop(module), dtype)
 
     def _local(self, name: str) -> Tensor:
         module, _, suffix = name.rpartition(".")
@@ -107,37 +124,28 @@ class RankLoader:
         target.copy_(part)
         self.filled[planned] += 1
 
-    def _expert(self, name: str, tensor: Tensor) -> None:
+    def _expert(self, name: str, tensor: Tensor, source: StoredFormat) -> None:
         match = EXPERT.match(name)
         assert match is not None
         target = "down_proj" if match["proj"] == "down_proj" else "gate_up_proj"
-        module, _, kind = name.rpartition(".")
-        source = format_of(self.plan.config.quantization, module)
-        dequantized = source.method is not None and format_of(self.model.config.quantization, module).method is None
-        if dequantized:
-            if kind in source.implied:
-                return
-            kind = "weight"
-        stacked = f"{match['moe']}.experts.{target}{kind.removeprefix('weight')}"
+        suffix = match["kind"].removeprefix("weight") if source.method is None else ""
+        stacked = f"{match['moe']}.experts.{target}{suffix}"
         if stacked not in self.planned:
-            if stacked in self.elsewhere or self._implied(name):
+            if stacked in self.elsewhere:
                 return
             raise CheckpointError("no such tensor in this model", tensor=name)
         planned, expert = self.planned[stacked], int(match["expert"])
         expert_rows = self._rows_of(planned).get(expert)
         if expert_rows is None:
             return
-        if dequantized:
-            came = self._parts.setdefault(module, {})
-            came[match["kind"]] = tensor
-            if set(source.suffixes).difference(source.implied, came):
-                return
-            tensor = source.dequantize(self._parts.pop(module), planned.dtype)
+        whole = self._whole(name, tensor, source, planned.dtype)
+        if whole is None:
+            return
         experts = self.model.get_submodule(stacked.rpartition(".")[0])
         assert isinstance(experts, Experts)
         experts.restore()
         rows = planned.shape[1] // (1 if match["proj"] == "down_proj" else 2)
-        tensor = _in_rows(tensor, (rows, *planned.shape[2:]))
+        tensor = _in_rows(whole, (rows, *planned.shape[2:]))
         if planned.dim is not None:
             dim, parts = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // parts
