@@ -3,7 +3,7 @@
 vLLM's are asked for by names that this module makes when they are asked for: so the import in each worker patches it.
 `Amx` has vLLM believe in AMX, without which its MLA on a CPU takes whole prompts and pages of 16; `Spread` also lets
 block tables of a CPU store tokens of caches that are spread over ranks; `Balanced` lets experts be moved there, and
-with `CutPages` vLLM cuts its pages.
+with `CutPages` vLLM cuts its pages, and with `Routed` answers have the experts that were chosen.
 `Refused0`, `Refused1` and so on have the second of two ranks refuse a run of a decode step while graphs are recorded, 0
 none; `Piece0` and so on a run of a piece of steps with prompts. On a CPU a stand-in records both.
 """
@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -167,6 +168,44 @@ def balanced() -> None:
     CPUModelRunner.load_model = load_model
 
 
+def routed() -> None:
+    """What vLLM's second runner does for experts in answers, done by its first: the second asks for Triton.
+
+    Both ends are vLLM's own: what takes experts from a model, and what gives a request's rows to the scheduler.
+    """
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    make, execute, sample = Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens
+
+    def initialize_kv_cache(self: Any, config: Any, *given: Any, **named: Any) -> None:
+        make(self, config, *given, **named)
+        self.taken, self.step = get_aux_output_connector(self.model, self.vllm_config, config), None
+
+    def execute_model(self: Any, scheduled: Any, *given: Any) -> Any:
+        self.taken.begin_step(scheduled.aux_output_connector_metadata)
+        made, batch = execute(self, scheduled, *given), self.input_batch
+        names = list(batch.req_ids)
+        counts = [scheduled.num_scheduled_tokens.get(name, 0) for name in names]
+        rows = torch.tensor([0, *counts]).cumsum(0).numpy()
+        before = batch.num_computed_tokens_cpu[: len(names)].copy()
+        said = SimpleNamespace(req_ids=names, query_start_loc_np=rows, num_computed_tokens_np=before)
+        self.step = self.taken.prepare_output(said) if made is None else None
+        return made
+
+    def sample_tokens(self: Any, grammar: Any) -> Any:
+        made = sample(self, grammar)
+        if self.step is not None:
+            counts = torch.tensor([len(tokens) for tokens in made.sampled_token_ids]).numpy()
+            self.step.enqueue_cpu_copy(counts, 0 * counts)
+            made.aux_output_connector_output = self.step.process_output()
+        return made
+
+    Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens = (
+        initialize_kv_cache, execute_model, sample_tokens
+    )  # fmt: skip
+
+
 class Exchanges:
     """In place of torch.distributed for our operations, as a library is for graphs.
 
@@ -303,7 +342,8 @@ def piece(run: int) -> None:
 
 
 PATCHES: dict[str, Callable[..., None]] = {
-    "Amx": amx, "Spread": spread, "Balanced": balanced, "CutPages": cut_pages, "Refused": refused, "Piece": piece,
+    "Amx": amx, "Spread": spread, "Balanced": balanced, "CutPages": cut_pages, "Routed": routed,
+    "Refused": refused, "Piece": piece,
 }  # fmt: skip
 
 

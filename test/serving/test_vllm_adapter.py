@@ -33,6 +33,7 @@ OURS = {*adapter.SETTINGS, "all_reduce", "positions", "propose", "seq_lens"}
 INHERITED = {
     "worker": {"compile_or_warm_up_model", "execute_model", "sleep", "wake_up"},
     "model": {"lora_manager", "num_redundant_experts", "quant_config"},
+    "chosen": {"capture_fn", "layer_id"},
     "attention": {"_cudagraph_support", "_init_reorder_batch_threshold", "block_size", "reorder_batch_threshold"},
 }
 

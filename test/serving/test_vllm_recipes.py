@@ -512,6 +512,27 @@ def stock(it: Deployment) -> None:
     it.proofs.append(same)
 
 
+def routed(it: Deployment) -> None:
+    """Of each token but the last its experts in each layer, as vLLM's own model returns them; order apart."""
+    prefixes(it)
+    it.options |= {"enable_return_routed_experts": True, "worker_extension_cls": "in_workers.Routed"}
+    it.usual = False
+    it.says("decode steps are prepared by vLLM: routed experts in answers")
+
+    def same(answer: dict[str, Any], _: str) -> None:
+        it.told.clear()  # vLLM's own attention takes whole prompts
+        it.options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
+        ((theirs, log),) = it.serve(**STOCK)
+        assert "kimi-k2" not in log and theirs["tokens"] == answer["tokens"]
+        for one, ours, stocks in zip(it.job, answer["routed"], theirs["routed"], strict=True):
+            chosen = torch.tensor(ours).sort(-1).values
+            assert chosen.shape[:2] == (len(one["prompt"]) + one["new_tokens"] - 1, LAYERS)
+            assert torch.equal(chosen, torch.tensor(stocks).sort(-1).values)
+            assert not chosen[:, : LAYERS - MOE_LAYERS].any() and (chosen[:, -MOE_LAYERS:].diff() > 0).all()
+
+    it.proofs.append(same)
+
+
 def refused(run: int) -> Flag:
     """The second of two ranks cannot run a step while graphs are recorded, 1 in the trial before; 0 none."""
 
@@ -562,7 +583,7 @@ NAMED: list[Row] = [
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
     *(("thinking", (flag,)) for flag in (one_left, cut_pages, sampled, processors, connector, replicas, adapters)),
     *(("thinking", (flag,)) for flag in (elsewhere, *REFUSED)),
-    *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters)),
+    *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters, routed)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
     *(("thinking", (flag, pieces)) for flag in (tensor, experts)), ("wide", (balanced,)),

@@ -157,6 +157,10 @@ def main(model: str, job_file: str, result_file: str) -> None:
         from vllm.model_executor.determinism import batch_invariant
 
         batch_invariant.enable_batch_invariant_mode = lambda: None
+    if job["options"].get("enable_return_routed_experts"):  # see `in_workers.routed`
+        from vllm.config import VllmConfig
+
+        VllmConfig._verify_aux_output_compatibility = lambda self: None
     preempted = count_preempted()
     if job.get("ahead"):
         ahead()
@@ -210,6 +214,7 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, list[float]] = {}
     prompts: dict[str, list[int]] = {}
+    routed: dict[str, Any] = {}
     step = 0
     while step < steps if steps else waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
@@ -231,10 +236,14 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
         for output in engine.step() if engine.has_unfinished_requests() else ():
             name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
             tokens[name], prompts[name] = list(made.token_ids), list(output.prompt_token_ids or ())
+            experts = getattr(made, "routed_experts", None)  # with the last token
+            routed[name] = None if experts is None else experts.tolist()
             logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
         step += 1
     order = [str(number) for number in range(len(tokens))]
-    by_request: dict[str, dict[str, Any]] = {"tokens": tokens, "logprobs": logprobs, "prompts": prompts}
+    by_request: dict[str, dict[str, Any]] = {
+        "tokens": tokens, "logprobs": logprobs, "prompts": prompts, "routed": routed,
+    }  # fmt: skip
     return {"steps": step} | {what: [held[name] for name in order] for what, held in by_request.items()}
 
 

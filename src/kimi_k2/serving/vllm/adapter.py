@@ -224,6 +224,37 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.platforms.interface": ("is_cpu", "is_cuda", "is_device_capability"),
 }  # fmt: skip
 
+# Those that not all versions from `OLDEST` to `NEWEST` have, with the first and the last that does; read only if there.
+VARYING: dict[str, dict[str, tuple[tuple[int, int], tuple[int, int]]]] = {
+    "vllm.config.parallel": {"dcp_q_replicate": ((0, 29), NEWEST)},
+    "vllm.config.vllm": {
+        "_get_v1_model_runner_unsupported_features": ((0, 29), NEWEST),
+        "aux_output_config": ((0, 32), NEWEST),
+    },
+    "vllm.config.aux_output": {"enable_return_routed_experts": ((0, 32), NEWEST)},
+    "vllm.config.model": {"enable_return_routed_experts": (OLDEST, (0, 29))},
+    "vllm.model_executor.layers.fused_moe.routed_experts_capturer": dict.fromkeys(
+        ("RoutedExpertsCaptureSource", "layer_id", "capture_fn"), ((0, 29), NEWEST)
+    ),
+    "vllm.config.lora": {"enable_moe_shared_loras": ((0, 29), NEWEST)},
+    "vllm.v1.spec_decode.llm_base_proposer": {"use_heterogeneous_vocab": ((0, 29), NEWEST)},
+    "vllm.parser.engine.parser_engine_config": {
+        "turn_boundary_tokens": ((0, 29), NEWEST),
+        "wait_for_reasoning": ((0, 32), NEWEST),
+    },
+    "vllm.parser.engine.adapters": {
+        "find_reasoning_end": ((0, 32), NEWEST),
+        "reasoning_end_token_ids": ((0, 32), NEWEST),
+        "skip_reasoning_parsing": ((0, 32), NEWEST),
+        "implicit_reasoning_end_token_ids": ((0, 33), NEWEST),
+    },
+    "vllm.entrypoints.generate.base.protocol": {"DeltaMessage": ((0, 29), NEWEST)},
+    "vllm.entrypoints.openai.engine.protocol": {"DeltaMessage": (OLDEST, OLDEST)},
+    "vllm.v1.attention.ops.dcp": {"cp_lse_ag_out_rs": ((0, 29), NEWEST)},
+    "vllm.v1.attention.ops.common": {"cp_lse_ag_out_rs": (OLDEST, OLDEST)},
+}
+
+
 # What a deployment's configuration says, by our names; by the module whose class gives it, and where in `VllmConfig`.
 _SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm.config.parallel", "parallel_config"): {
@@ -252,7 +283,9 @@ _SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm.config.compilation", "compilation_config.cudagraph_mode"): {"graphs": "name"},
     ("vllm.config.model", "model_config"): {
         "dtype": "dtype", "eager": "enforce_eager", "hf": "hf_text_config", "longest": "max_model_len",
+        "routed_of_old": "enable_return_routed_experts",
     },
+    ("vllm.config.aux_output", "aux_output_config"): {"routed": "enable_return_routed_experts"},
     ("vllm.config.scheduler", "scheduler_config"): {"most_tokens": "max_num_batched_tokens", "most": "max_num_seqs"},
     ("vllm.config.speculative", "speculative_config"): {"drafts": "method"},
     ("vllm.config.lora", "lora_config"): {
@@ -267,11 +300,14 @@ _WITHOUT: dict[str, Any] = {
     "spread_joined_by": None, "spread_queries": False, "spread_prompts": 1, "microbatches": False,
     "placement": "linear", "filtered": False, "encoders_transfer": None, "second_runner": False,
     "against_first_runner": list, "page_is_asked": True, "graphs": "NONE", "drafts": None, "additional": None,
+    "routed": False, "routed_of_old": False,
 }  # fmt: skip
 SETTINGS = {name: (place, theirs) for (_, place), names in _SETTINGS.items() for name, theirs in names.items()}
 for (_module, _place), _names in _SETTINGS.items():
-    ATTRIBUTES[_module] = (*ATTRIBUTES.get(_module, ()), *(_names[one] for one in _names if one not in _WITHOUT))
-    ATTRIBUTES["vllm.config.vllm"] = (*ATTRIBUTES.get("vllm.config.vllm", ()), *_place.split(".")[: 1 if _place else 0])
+    if _always := [theirs for ours, theirs in _names.items() if ours not in _WITHOUT]:
+        ATTRIBUTES[_module] = (*ATTRIBUTES.get(_module, ()), *_always)
+    if (_part := _place.partition(".")[0]) and _part not in VARYING["vllm.config.vllm"]:
+        ATTRIBUTES["vllm.config.vllm"] = (*ATTRIBUTES.get("vllm.config.vllm", ()), _part)
 
 
 class Deployment:
@@ -291,34 +327,15 @@ class Deployment:
         return (attrgetter(place)(self.of) if place else self.of), theirs
 
     def __getattr__(self, name: str) -> Any:
-        held, theirs = self._held(name)
-        return getattr(held, theirs, _WITHOUT[name]) if name in _WITHOUT else getattr(held, theirs)
+        try:
+            return getattr(*self._held(name))
+        except AttributeError:
+            if name in _WITHOUT:
+                return _WITHOUT[name]
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(*self._held(name), value)
-
-
-# Those that not all versions from `OLDEST` to `NEWEST` have, with the first and the last that does; read only if there.
-VARYING: dict[str, dict[str, tuple[tuple[int, int], tuple[int, int]]]] = {
-    "vllm.config.parallel": {"dcp_q_replicate": ((0, 29), NEWEST)},
-    "vllm.config.vllm": {"_get_v1_model_runner_unsupported_features": ((0, 29), NEWEST)},
-    "vllm.config.lora": {"enable_moe_shared_loras": ((0, 29), NEWEST)},
-    "vllm.v1.spec_decode.llm_base_proposer": {"use_heterogeneous_vocab": ((0, 29), NEWEST)},
-    "vllm.parser.engine.parser_engine_config": {
-        "turn_boundary_tokens": ((0, 29), NEWEST),
-        "wait_for_reasoning": ((0, 32), NEWEST),
-    },
-    "vllm.parser.engine.adapters": {
-        "find_reasoning_end": ((0, 32), NEWEST),
-        "reasoning_end_token_ids": ((0, 32), NEWEST),
-        "skip_reasoning_parsing": ((0, 32), NEWEST),
-        "implicit_reasoning_end_token_ids": ((0, 33), NEWEST),
-    },
-    "vllm.entrypoints.generate.base.protocol": {"DeltaMessage": ((0, 29), NEWEST)},
-    "vllm.entrypoints.openai.engine.protocol": {"DeltaMessage": (OLDEST, OLDEST)},
-    "vllm.v1.attention.ops.dcp": {"cp_lse_ag_out_rs": ((0, 29), NEWEST)},
-    "vllm.v1.attention.ops.common": {"cp_lse_ag_out_rs": (OLDEST, OLDEST)},
-}
 
 
 @lru_cache(maxsize=256)

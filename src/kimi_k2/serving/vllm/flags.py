@@ -93,7 +93,7 @@ DECIDED_LATER = _names("""
     pipeline_parallel_size data_parallel_size all2all_backend prefill_context_parallel_size
     decode_context_parallel_size dcp_comm_backend dcp_q_replicate enable_dbo enable_eplb enable_ep_weight_filter
     speculative_config enable_lora fully_sharded_loras enable_mixed_moe_lora_format enable_moe_shared_loras
-    spec_method kv_cache_dtype quantization
+    spec_method kv_cache_dtype quantization enable_return_routed_experts aux_output_config
 """)
 
 # vLLM's own model serves these, but at the values given.
@@ -104,7 +104,7 @@ VLLMS: dict[str, tuple[Any, ...]] = {
         monokernel cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
         offload_prefetch_step offload_params kv_offloading_size calculate_kv_scales
         kv_cache_dtype_skip_layers kv_sharing_fast_prefill override_attention_dtype pooler_config diffusion_config
-        engram_config aux_output_config enable_return_routed_experts enable_batch_sharded_sampling
+        engram_config enable_batch_sharded_sampling
         expert_placement_strategy enable_elastic_ep enable_fault_tolerance fault_tolerance_config
         disable_custom_all_reduce sleep_mode_offload_cudagraph sleep_mode_backend sleep_preserve_parameter_names
         enable_nccl_comm_suspend enable_layerwise_nvtx_tracing

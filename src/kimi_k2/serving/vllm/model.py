@@ -25,6 +25,7 @@ from kimi_k2.serving.vllm.adapter import (
 )
 from kimi_k2.serving.vllm.attention import LatentAttention, move_caches
 from kimi_k2.serving.vllm.balance import Placed
+from kimi_k2.serving.vllm.chosen import Chosen
 from kimi_k2.serving.vllm.drafts import Shared
 from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.lora import Loras
@@ -89,6 +90,9 @@ class _KimiK2:
         self.plain.batch_invariant = invariant()
         if it.balanced:
             self._let_experts_be_moved()
+        if it.routed:
+            chosen = {number: Chosen(number, self.paged.places.get(number)) for number, _ in self._mixtures()}
+            self.paged.places, self.chosen = chosen, nn.ModuleList(chosen.values())
         self.loras = None if it.lora is None else Loras(self.paged, self, it)
         if it.load_format == "dummy":
             self.paged.randomize()
@@ -104,13 +108,17 @@ class _KimiK2:
         """Take tensors of a checkpoint, also while others serve; see `PagedModel.load`."""
         return self.paged.load(weights)
 
+    def _mixtures(self) -> list[tuple[int, MoE]]:
+        """Mixtures of experts here, by their layer's number."""
+        layers = enumerate(self.plain.model.layers)
+        return [(n, layer.mlp) for n, layer in layers if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)]
+
     def _let_experts_be_moved(self) -> None:
         """Have what vLLM asks of a mixture of experts whose load it evens; see `balance`."""
-        config, plain = self.paged.plain.config, self.paged.plain.model
+        config = self.plain.config
         places = {
-            number: Placed(layer.mlp.experts, config.n_routed_experts, config.num_experts_per_tok)
-            for number, layer in enumerate(plain.layers)
-            if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE)
+            number: Placed(moe.experts, config.n_routed_experts, config.num_experts_per_tok)
+            for number, moe in self._mixtures()
         }
         self.paged.places = places
         self.paged.loader.held = lambda planned: places[planned.layer].held()
@@ -238,8 +246,9 @@ class _KimiK2:
     def _record(self, x: Tensor) -> Tensor | None:
         """Make the graphs of steps with prompts, once; memory of their size."""
         # Other replicas have another number of tokens each time, and of a stage not every piece is here; adapters'
-        # additions are not in the pieces.
-        if self._recorded or self.paged.exchange is not None or self._pp.size > 1 or self.loras is not None:
+        # additions are not in the pieces, and vLLM takes experts chosen from later on.
+        others = self.paged.exchange, self.loras, self.it.routed or None
+        if self._recorded or self._pp.size > 1 or any(other is not None for other in others):
             return None
         self._recorded = True
         self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self.it)

@@ -41,18 +41,18 @@ DECODE_GRAPHS = "KIMI_K2_VLLM_DECODE_GRAPHS"
 DRAFTED, LORA, OF_EXPERTS, TRANSFER = "drafts", "LoRA", "LoRA of routed experts", "a transfer of caches"
 REPLICAS, STAGES, SPREAD = "data parallelism", "pipeline parallelism", "decode context parallelism"
 BALANCED, SECOND, MANY = "expert load balancing", "vLLM's second model runner", f"more than {MOST_INVARIANT} requests"
-RANKS = REPLICAS, STAGES, SPREAD, BALANCED
+RANKS, ROUTED = (REPLICAS, STAGES, SPREAD, BALANCED), "routed experts in answers"
 LORA_FORMATS = "fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"
 # With what each has not been tried, does not hold, or is not built. A replica numbers its adapters by itself, and does
 # not know the others'; which copy of a balanced expert serves goes by a token's place; the second runner puts a
-# prompt's last token among the decodes.
+# prompt's last token among the decodes; of a batch-invariant step's two phases vLLM would keep the second's experts.
 AGAINST = {
     DRAFTED: (STAGES,),
     SPREAD: (DRAFTED, TRANSFER),
     BALANCED: (STAGES,),
-    LORA: (STAGES, SPREAD, BALANCED, *LORA_FORMATS),
+    LORA: (STAGES, SPREAD, BALANCED, ROUTED, *LORA_FORMATS),
     OF_EXPERTS: (REPLICAS,),
-    BATCH_INVARIANT: (LORA, DRAFTED, *RANKS, TRANSFER, MANY, SECOND),
+    BATCH_INVARIANT: (LORA, DRAFTED, *RANKS, ROUTED, TRANSFER, MANY, SECOND),
 }
 
 
@@ -92,6 +92,7 @@ def refusal(it: Deployment) -> str | None:
         ),
         ("a loader that leaves out other experts than ours", _loads_other_experts(it)),
         (f"drafts by {it.drafts}", it.drafts not in DRAFTS),
+        (f"{ROUTED}, as this version of vLLM asks for them", it.routed_of_old),
         (f"{MLA_DISABLE}={os.environ.get(MLA_DISABLE)}", _is_set(MLA_DISABLE)),
         *((argument, True) for argument in flags.noted(it, "vllm")),
     ):
@@ -127,7 +128,7 @@ def _asked(it: Deployment) -> dict[str, bool]:
         DRAFTED: it.drafts is not None, LORA: it.lora is not None, OF_EXPERTS: may_touch_experts(it),
         REPLICAS: it.replicas > 1, STAGES: it.stages > 1, SPREAD: it.spread > 1, BALANCED: bool(it.balanced),
         TRANSFER: it.transfer is not None, BATCH_INVARIANT: invariant(), MANY: it.most > MOST_INVARIANT,
-        SECOND: invariant() and bool(it.second_runner),
+        SECOND: invariant() and bool(it.second_runner), ROUTED: bool(it.routed),
         **{name: bool(getattr(it.lora, name, False)) for name in LORA_FORMATS},
     }  # fmt: skip
 
@@ -147,7 +148,7 @@ def against_decode_steps(it: Deployment) -> str | None:
         ("eager execution", str(it.device) == "cuda" and it.eager),
         # Others draft as many tokens as they find, another number for each request.
         (f"drafts by {it.drafts}", it.drafts not in (None, "eagle3", "dflash")),
-        *((name, asked[name]) for name in (LORA, *RANKS, TRANSFER)),
+        *((name, asked[name]) for name in (LORA, *RANKS, ROUTED, TRANSFER)),
         ("a transfer of encoders' outputs", it.encoders_transfer is not None),
     ):
         if holds:
