@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from kimi_k2.bench.kernels import tune
 from kimi_k2.bench.kernels.expert_formats import (
     RandomExperts,
-    Shape,
     bf16_experts,
     checkpoint,
     fp8_experts,
@@ -27,7 +28,6 @@ from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
 from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, errors_of, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
-from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 EXPERTS, INTER, HIDDEN = 4, 256, 512
 
@@ -104,23 +104,18 @@ def test_unknown_choices_are_refused(wanted: Selection, error: type[Exception], 
         run(KimiK2Config.load("kimi-k2-instruct-0905"), wanted, None, print)
 
 
-def test_launches_that_a_first_look_finds_slow_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    speeds = {1: 100.0, 2: 105.0, 4: 130.0, 7: 120.0}  # by item_slabs
+def test_launches_that_a_first_look_finds_slow_are_not_timed_again() -> None:
+    asked: list[tuple[str, int]] = []
+    speeds = {"a": 100.0, "b": 105.0, "c": 130.0}
 
-    def time_choice(
-        case: Shape, experts: None, tokens: int, choice: ExpertChoice, routing: str, replays: int
-    ) -> tuple[float, float]:
-        asked.append((choice.item_slabs, replays))
-        return speeds[choice.item_slabs] / (2 if routing == "same" else 1), 1e6
+    class Captures:
+        def times(self, calls: list[Callable[[], str]], replays: int, warm_up: int) -> list[float]:
+            asked.append((calls[0](), replays))
+            return [speeds[calls[0]()]]
 
-    monkeypatch.setattr(tune, "time_choice", time_choice)
-    experts = stored("BF16")[0]
-    left = tune.time_candidates(Shape(384, 2048, 8), experts, 2048)
-    assert {timed.choice.item_slabs for timed in left} == {1, 2} and all(timed.same == 0.0 for timed in left)
-    assert {slabs for slabs, replays in asked if replays > tune.FIRST_REPLAYS} == {1, 2}
-    left = tune.time_candidates(Shape(384, 256, 8), experts, 512)
-    assert {timed.same for timed in left} == {50.0, 52.5}
+    calls = {name: [partial(str, name)] for name in speeds}
+    assert tune.fastest(calls, Captures(), 25) == {"a": 100.0, "b": 105.0}  # type: ignore[arg-type]
+    assert asked == [(name, tune.FIRST_REPLAYS) for name in speeds] + [("a", 25), ("b", 25)]
 
 
 def test_cases_are_in_bands_of_tokens() -> None:

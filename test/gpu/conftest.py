@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from machines import Machine, standing_in
+from on_hopper import assert_words_are_clear
 from torch import Tensor
 
-from kimi_k2.kernels.common import workspace
 from kimi_k2.kernels.rowwise import decode
 
 # GiB that a process may hold in a test without a mark `memory`, and of its context and libraries beside PyTorch's.
@@ -67,7 +67,7 @@ def pytest_runtest_teardown() -> None:
 def control_words_left_clear() -> Iterator[None]:
     """What one kernel leaves in a stream's counters, another one would count on from."""
     yield
-    assert not workspace.left_dirty()
+    assert_words_are_clear()
 
 
 @pytest.fixture

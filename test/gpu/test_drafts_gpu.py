@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_hopper import NEEDS_HOPPER
 from torch import nn
 
 from kimi_k2.bench.kernels.model import synthetic_rank
@@ -28,11 +29,9 @@ from kimi_k2.model.linear import Linear
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
+    *NEEDS_HOPPER,
     pytest.mark.memory(9.5),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
     pytest.mark.filterwarnings("ignore::kimi_k2.errors.KimiK2Warning"),
 ]
 PROMPTS = [[5, 6, 7, 8] * 20, list(range(300, 317)), [9]]
@@ -40,35 +39,22 @@ DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "0"))  # more of them, of drawn leng
 PARAMS = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
 
 
-def synthetic_head(target: KimiK2ForCausalLM, form: Form = "llama", parts: int = 1, seed: int = 0) -> Eagle3Head:
-    """A head of the published sizes with random weights on the target's device, or one rank's part of it.
-
-    Args:
-        target: whole, or a rank's part.
-        form: which attention.
-        parts: ranks that its heads, MLP and lm_head are divided among; `fc` is whole on each, as in vLLM.
-        seed: of the weights.
-    """
+def synthetic_head(target: KimiK2ForCausalLM, form: Form) -> Eagle3Head:
+    """A head of the published sizes with random weights on the target's device."""
     config, device = target.config, target.lm_head.weight.device
-    sizes = {
-        "intermediate_size": config.intermediate_size // parts,
-        "num_attention_heads": config.num_attention_heads // parts,
-        "num_key_value_heads": config.num_attention_heads // parts,
-        "draft_vocab_size": min(PUBLISHED_VOCABULARY // parts, len(target.lm_head.weight)),
-    }
-    own_config = DraftConfig.from_dict(draft_fields(config, form, **sizes))
+    vocabulary = min(PUBLISHED_VOCABULARY, len(target.lm_head.weight))
+    own_config = DraftConfig.from_dict(draft_fields(config, form, draft_vocab_size=vocabulary))
     with torch.device("meta"):
         head = Eagle3Head(own_config, target, target.dtype)
         plain = own_config.attention_config(config)
-        head.lm_head = Linear(plain, "lm_head", own_config.draft_vocab_size, own_config.hidden_size, dtype=target.dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in list(head.named_parameters()):
-        if parameter.is_meta:
-            made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            made = made.fill_(1.0) if made.dim() == 1 else made.normal_(0, made.shape[1] ** -0.5, generator=generator)
-            module, _, leaf = name.rpartition(".")
-            setattr(head.get_submodule(module), leaf, nn.Parameter(made, requires_grad=False))
-    head.tokens = torch.arange(own_config.draft_vocab_size, device=device)
+        head.lm_head = Linear(plain, "lm_head", vocabulary, own_config.hidden_size, dtype=target.dtype)
+    for module in head.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                made = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)
+                made = made if made.dim() == 1 else made.normal_(0, made.shape[1] ** -0.5)
+                setattr(module, name, nn.Parameter(made, requires_grad=False))
+    head.tokens = torch.arange(vocabulary, device=device)
     return head.eval()
 
 

@@ -50,16 +50,16 @@ def test_matches_float64(machine: Machine, queries: int, slots: int, heads: int)
 
 @rows("tokens heads", gpu=[(70, 8)], triton=[(70, 3)])
 def test_what_flash_attention_is_given(machine: Machine, tokens: int, heads: int) -> None:
-    """Strided parts, more tokens than a block has, two sequences of a longer cache; a whole's halves are not copied."""
-    left, right = machine.normal(2, heads, tokens, 256)[..., :128].transpose(1, 2), machine.normal(2, tokens, heads, 64)
+    """Strided parts, more tokens than a block has; a whole's halves are not copied."""
+    left, right = machine.normal(heads, tokens, 256)[..., :128].transpose(0, 1), machine.normal(tokens, heads, 64)
     assert torch.equal(flash_prefill.join(left, right), torch.cat((left, right), dim=-1))
-    whole = machine.normal(2, tokens, heads, 192)
+    whole = machine.normal(tokens, heads, 192)
     together = flash_prefill.join(*whole.split([128, 64], dim=-1))
     assert torch.equal(together, whole) and together.data_ptr() == whole.data_ptr()
-    cache, kv_b = machine.normal(2, tokens + 10, 576)[:, :tokens], machine.normal(heads, 256, 512)
-    keys, values = flash_prefill.keys_and_values(cache, kv_b)
-    expanded = torch.einsum("btr,hvr->bthv", cache[..., :512].double(), kv_b.double())
-    assert torch.equal(keys[..., 128:], cache[:, :, None, 512:].expand(-1, -1, heads, -1))
+    slots, kv_b = machine.normal(tokens, 600)[:, :576], machine.normal(heads, 256, 512)
+    keys, values = flash_prefill.keys_and_values(slots, kv_b)
+    expanded = torch.einsum("tr,hvr->thv", slots[:, :512].double(), kv_b.double())
+    assert torch.equal(keys[..., 128:], slots[:, None, 512:].expand(-1, heads, -1))
     assert distance(torch.cat((keys[..., :128], values), dim=-1), expanded) < machine.limit(2.5e-3)
 
 

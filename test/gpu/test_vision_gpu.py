@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exact import distance
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.vision import run_pack
@@ -28,10 +29,6 @@ from kimi_k2.vision_config import Grid
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GRIDS = [Grid(1, 2, 2), Grid(1, 32, 32), Grid(4, 16, 18), Grid(1, 64, 64), Grid(1, 2, 512), Grid(1, 46, 82)]
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm())
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +59,7 @@ def test_packed_attention(lengths: list[int]) -> None:
     assert work.slots or max(lengths) < 2500, "tiles of the larger ones are split between blocks"
     given = packed, work.parts, work.starts, work.joins, work.slots, tokens, scale
     found = packed_attention(*given)
-    error = relative(found, wanted)
+    error = distance(found, wanted)
     print(f"{lengths}: {error:.1e}")
     assert error < 6e-3
     worst = float((found.float() - wanted).norm(dim=-1).div(wanted.norm(dim=-1)).max())
@@ -81,7 +78,7 @@ def test_packed_attention_of_scores_that_grow() -> None:
     assert rotated_attention.choose(qkv, cos, sin, segments, 1.0).name == "wgmma"
     q, k, v = qkv.float().unbind(1)
     wanted = segment_attention(q, k, v, segments, 1.0)
-    assert relative(rotated_attention(qkv, cos, sin, segments, 1.0), wanted) < 6e-3
+    assert distance(rotated_attention(qkv, cos, sin, segments, 1.0), wanted) < 6e-3
 
 
 def test_gelu_in_the_epilogue() -> None:
@@ -90,11 +87,11 @@ def test_gelu_in_the_epilogue() -> None:
     matrix, shift = torch.randn(4304, 1152, device="cuda").bfloat16() / 34, torch.randn(4304, device="cuda").bfloat16()
     assert gelu_linear.choose(x, matrix, shift).name == "cublaslt"
     wanted = gelu_linear.plain.call(x.double(), matrix.double(), shift.double())
-    found = relative(gelu_linear(x, matrix, shift), wanted)
+    found = distance(gelu_linear(x, matrix, shift), wanted)
     print(f"GELU in the epilogue: {found:.1e}")
     assert found < 3e-3
     exact = torch.nn.functional.gelu(torch.nn.functional.linear(x.double(), matrix.double(), shift.double()))
-    print(f"tanh form to the exact one: {relative(wanted, exact):.1e}")
+    print(f"tanh form to the exact one: {distance(wanted, exact):.1e}")
 
 
 @pytest.mark.parametrize(("grid", "count"), [(Grid(1, 64, 64), 2), (Grid(1, 128, 128), 1)], ids=str)
@@ -128,7 +125,7 @@ def test_whole_tower_in_bf16_against_float32(tmp_path: Path) -> None:
     del wide
     model = VisionModel.from_pretrained(tmp_path / "k", dtype=torch.bfloat16, device="cuda")
     rounded = torch.nn.functional.cosine_similarity(model(pixels, GRIDS).float(), wanted, dim=-1)
-    error = relative(model(pixels, GRIDS), wanted)
+    error = distance(model(pixels, GRIDS), wanted)
     print(f"BF16 tower of 27 layers: relative L2 {error:.2e}, smallest cosine {float(rounded.min()):.5f}")
     print(registry.explain())
     assert error < 0.03

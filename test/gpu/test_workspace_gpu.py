@@ -13,7 +13,7 @@ import pytest
 import torch
 from exact import routing
 from machines import Machine
-from on_hopper import NEEDS_HOPPER
+from on_hopper import NEEDS_HOPPER, assert_words_are_clear
 from stored_experts import Experts, drawn, of
 from torch import Tensor
 
@@ -104,7 +104,7 @@ def test_kernels_of_a_stream_share_its_counters(before: tuple[str, int]) -> None
     wanted = given(x, *chosen, choice=[1, 16, 2, 1, 1])
     workspace.release()
     other()
-    assert not workspace.left_dirty()
+    assert_words_are_clear()
     assert torch.equal(given(x, *chosen, choice=[1, 16, 2, 1, 1]), wanted)
 
 

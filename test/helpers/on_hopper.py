@@ -1,4 +1,4 @@
-"""What tests on a GPU share: that it is a Hopper, graphs that follow their inputs."""
+"""What tests on a GPU share: that it is a Hopper, graphs that follow their inputs, control words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+
+from kimi_k2.kernels.common import workspace
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 NEEDS_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -26,3 +28,17 @@ def assert_graph_follows(
         refresh()
         graph.replay()
         assert all(torch.equal(result, again) for result, again in zip(results, call(), strict=True))
+
+
+def assert_words_are_clear() -> None:
+    """Control words are as every launch must leave them, those of captures left out: the next replay clears them.
+
+    Flags are not reset, and the third word of the header counts launches.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for (*_, capture), kept in workspace._kept.items():
+        for value, words in kept.items():
+            wrong = (words if value else words[: len(words) // 2]) != value
+            wrong[2] &= value != 0
+            assert capture or not wrong.any(), (value, wrong.nonzero().flatten().tolist()[:8])

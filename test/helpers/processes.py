@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterable, Sequence
 
+from forked import python
+
+KIMI = [*python(), "-c", "from kimi_k2.cli import main; main()"]
+TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+
 
 def run_together(commands: Iterable[Sequence[object]], timeout: float = 120.0) -> None:
     """Start all, wait up to `timeout` seconds for each, and want status 0 of each; none outlives the call."""

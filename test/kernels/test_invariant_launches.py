@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -51,15 +49,6 @@ def test_experts_have_one_number_of_parts(dtype: str, block: str, experts: int, 
             one.check(tokens, 8, 7168, inter)
             assert one.fused == (decoding and int4 and tokens < invariant.INNER_TOKENS)
     assert invariant.fixed_bf16_launch(decoding=True) != invariant.fixed_bf16_launch(decoding=False)
-
-
-def test_fused_launches_of_int4_give_their_slabs_up_for_whole_items() -> None:
-    for experts, inter, hidden in ((384, 256, 7168), (48, 2048, 7168), (16, 256, 2048), (16, 256, 256)):
-        tuned = choose(16, 8, experts, inter, hidden, dtype="int4", block="1x32", device="NVIDIA H200")
-        made = invariant.fixed_choice(replace(tuned, fused=True), 16, 8, hidden, inter, decoding=True, int4=True)
-        assert made.item_slabs == max(n for n in (7, 4, 2, 1) if hidden // 256 % n == 0)
-        kept = invariant.fixed_choice(replace(tuned, fused=False), 16, 8, hidden, inter, decoding=True, int4=True)
-        assert kept.item_slabs == tuned.item_slabs
 
 
 def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> None:

@@ -12,6 +12,7 @@ from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import supports_mla_naive_attention
 from kimi_k2.kernels.common import hardware
+from kimi_k2.ops.mla import Ragged
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -69,4 +70,5 @@ def test_flash_attention_is_for_whole_chunks(
 def test_flash_attention_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_prefill, "flash_attention", lambda: None)
     with pytest.raises(KernelError, match="FlashAttention 3 is not installed"):
-        flash_prefill.attend(torch.zeros(1, 4, 2, 192), torch.zeros(1, 4, 2, 192), torch.zeros(1, 4, 2, 128), 0.1)
+        q, rows = torch.zeros(4, 2, 192), Ragged((4,), torch.tensor([0, 4]))
+        flash_prefill.attend_ragged(q, q, q[..., :128], rows, rows, 0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kimi_k2.bench.kernels import linear
-from kimi_k2.bench.kernels.tune import for_each_count
+from kimi_k2.bench.kernels.tune import best_expert_choice, for_each_count
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_plan
@@ -94,13 +93,6 @@ def test_nearest_count_above_serves_and_defaults_warn_once(files: tuning.Files[E
         choose(1, 2, 8, 256, 512, **keys)
 
 
-def test_tuned_fused_entry_is_not_used_beyond_its_pairs(files: tuning.Files[ExpertChoice]) -> None:
-    name = files.name(8, 256, 512, "fp8_e4m3", "128x128", device="x")
-    files.save(files.directory / name, {(64,): ExpertChoice(True, 16, 1, 1, 1)})
-    choice = choose(1000, 8, 8, 256, 512, dtype="fp8_e4m3", block="128x128", device="x")
-    assert not choice.fused
-
-
 def test_broken_files_are_refused(tmp_path: Path) -> None:
     good = "experts=8,inter=256,hidden=512,dtype=fp8_e4m3,block=128x128,device=x.json"
     (tmp_path / good).write_text(json.dumps({"1": {"fused": True}}))
@@ -147,52 +139,31 @@ def test_the_tuner_tries_only_launches_that_the_kernels_take(model: str) -> None
 
 
 def test_a_launch_that_stands_skew_is_preferred_within_four_percent() -> None:
-    from kimi_k2.bench.kernels.tune import Timed, best
-
     fast, even, slow = (ExpertChoice(False, rows, 1, 1, 1) for rows in (32, 64, 128))
-    timed = [Timed(fast, 100.0, 1.0, 90.0), Timed(even, 103.9, 1.0, 40.0), Timed(slow, 104.1, 1.0, 10.0)]
-    assert best(timed).choice == even
-    assert best(timed[::2]).choice == fast
+    uniform, same = {fast: 100.0, even: 103.9, slow: 104.1}, {fast: 90.0, even: 40.0, slow: 10.0}
+    assert best_expert_choice(uniform, same) == even and best_expert_choice(uniform, {}) == fast
 
 
-@pytest.mark.parametrize(
-    ("experts", "inter", "near"), [(96, 2048, (48, 2048)), (384, 512, (384, 256)), (192, 2048, (48, 2048))]
-)
-def test_a_shape_without_a_file_borrows_the_nearest_ones(
-    experts: int, inter: int, near: tuple[int, int], files: tuning.Files[ExpertChoice]
-) -> None:
-    """Expert and tensor parallel over four and two ranks, from the shipped files of eight; with one warning."""
-    for source in FILES.directory.glob("*.json"):
-        named = FILES.parsed(source.name)
-        assert named is not None
-        if tuple(map(int, named[:2])) in ((384, 256), (48, 2048)) or "fp8" not in source.name:
-            (files.directory / source.name).write_text(source.read_text())
-    name = files.name(*near, 7168, "fp8_e4m3", "128x128", device="NVIDIA H200")
-    table = files.load(files.directory / name)
-    with pytest.warns(UserWarning, match=re.escape(name)) as caught:
-        keys = {"dtype": "fp8_e4m3", "block": "128x128", "device": "NVIDIA H200"}
-        found = {tokens: choose(tokens, 8, experts, inter, 7168, **keys) for (tokens,) in table}
-    assert len(caught) == 1
-    for tokens, choice in found.items():
-        choice.check(tokens, 8, 7168, inter)
-        if tokens * 8 <= moe_tuning.MAX_FUSED_PAIRS or not table[tokens,].fused:
-            assert choice == table[tokens,]
-
-
-def test_other_devices_and_far_shapes_lend_nothing(files: tuning.Files[ExpertChoice]) -> None:
-    keys = ("fp8_e4m3", "128x128")
-    name = files.name(384, 256, 7168, *keys, device="NVIDIA H200")
-    files.save(files.directory / name, {(1,): ExpertChoice(True, 16, 1, 1, 1)})
+def test_a_shape_without_a_file_borrows_a_near_one_of_its_device(files: tuning.Files[ExpertChoice]) -> None:
+    """At most four times as many experts and columns together; of the same hidden size and format; with one warning."""
+    keys, h200 = ("fp8_e4m3", "128x128"), "NVIDIA H200"
+    choice = ExpertChoice(False, 32, 1, 1, 1)
+    for experts, inter in ((384, 256), (48, 2048)):
+        files.save(files.directory / files.name(experts, inter, 7168, *keys, device=h200), {(1,): choice})
     wanted = {
-        (384, 512, 7168, *keys, "NVIDIA H200"): name,
-        (384, 2048, 7168, *keys, "NVIDIA H200"): None,
-        (384, 256, 1024, *keys, "NVIDIA H200"): None,
-        (384, 512, 7168, "int4", "1x32", "NVIDIA H200"): None,
+        (96, 2048, 7168, *keys, h200): (48, 2048), (384, 512, 7168, *keys, h200): (384, 256),
+        (192, 2048, 7168, *keys, h200): (48, 2048), (384, 2048, 7168, *keys, h200): None,
+        (384, 256, 1024, *keys, h200): None, (384, 512, 7168, "int4", "1x32", h200): None,
         (384, 256, 7168, *keys, "NVIDIA H100 80GB HBM3"): None,
-    }
-    for (*shape, device), expected in wanted.items():
-        near = moe_tuning.nearest_file(files.name(*shape, device=device))
-        assert (near and near.name) == expected
+    }  # fmt: skip
+    for (*shape, device), near in wanted.items():
+        found = moe_tuning.nearest_file(files.name(*shape, device=device))
+        assert (found and found.name) == (near and files.name(*near, 7168, *keys, device=h200))
+    with pytest.warns(UserWarning, match="experts=384,inter=256") as caught:
+        found_choices = {
+            choose(tokens, 8, 384, 512, 7168, dtype=keys[0], block=keys[1], device=h200) for tokens in (1, 9)
+        }
+    assert found_choices == {choice} and len(caught) == 1
 
 
 def test_an_expert_parallel_rank_takes_the_entry_that_all_its_pairs_fit(files: tuning.Files[ExpertChoice]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -31,26 +33,28 @@ def test_blocks_share_out_every_step_once(lengths: list[int], blocks: int) -> No
     parts, starts = work.parts.tolist(), work.starts.tolist()
     assert (starts[0], starts[-1]) == (0, len(parts)) and sorted(starts) == starts
     assert len(starts) - 1 == min(blocks, heads * len(tiles))
-    found: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+
+    def steps(key: int, keys: int) -> list[tuple[int, int]]:
+        return [(at, min(KEYS, key + keys - at)) for at in range(key, key + keys, KEYS)]
+
+    wanted, found = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for query, queries, key, keys in tiles.tolist():
+        wanted.update((query, queries, head, *step) for head in range(heads) for step in steps(key, keys))
+    of_tile: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for query, queries, key, keys, head, slot in parts:
-        assert keys > 0
-        found.setdefault((query, queries, head), []).append((key, keys, slot))
-    assert len(found) == heads * len(tiles)
-    joins = {(query, queries, head): (slot, number) for query, queries, head, slot, number in work.joins.tolist()}
-    slots: list[int] = []
-    for query, queries, first, length in tiles.tolist():
-        for head in range(heads):
-            own = sorted(found[query, queries, head])
-            assert [key for key, *_ in own] == [first + sum(keys for _, keys, _ in own[:i]) for i in range(len(own))]
-            assert sum(keys for _, keys, _ in own) == length
-            assert all(keys % KEYS == 0 for _, keys, _ in own[:-1])
-            if len(own) == 1:
-                assert own[0][2] == -1 and (query, queries, head) not in joins
-            else:
-                slot, number = joins[query, queries, head]
-                assert [at for *_, at in own] == list(range(slot, slot + number))
-                slots += range(slot, slot + number)
-    assert sorted(slots) == list(range(work.slots))
+        found.update((query, queries, head, *step) for step in steps(key, keys))
+        of_tile.setdefault((query, queries, head), []).append((key, keys, slot))
+    assert found == wanted
+    joins: dict[tuple[int, ...], tuple[int, int]] = {
+        (query, queries, head): (slot, count) for query, queries, head, slot, count in work.joins.tolist()
+    }
+    for tile, own in of_tile.items():
+        own.sort()
+        assert all(keys % KEYS == 0 for _, keys, _ in own[:-1])
+        slot, count = joins.pop(tile, (-1, 1))
+        assert [at for *_, at in own] == ([-1] if slot < 0 else list(range(slot, slot + count)))
+    assert not joins
+    assert sorted(slot for *_, slot in parts if slot >= 0) == list(range(work.slots))
 
 
 def test_blocks_have_equal_shares() -> None:

@@ -103,18 +103,6 @@ def test_a_stream_keeps_its_words(stand_on: Place) -> None:
     assert workspace.control(100, 100, CPU).data_ptr() == larger.data_ptr(), "never smaller again"
 
 
-def test_what_a_launch_left_dirty_is_found(stand_on: Place) -> None:
-    words, marks = workspace.control(1000, 1000, CPU), workspace.marked(64, CPU)
-    words[workspace.LAUNCHES] = 9
-    words[words.numel() // 2 :] = 9  # flags are not reset
-    assert workspace.left_dirty() == []
-    words[workspace.HEADER_WORDS + 640] = 320
-    marks[3] = 0
-    assert [message.split(": ", 1)[1] for message in workspace.left_dirty()] == [
-        "1 words are not 0: 672: 320", "1 words are not -1: 3: 0"
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("other", [{"stream": 2}, {"stream": 1, "device": 1}, {"stream": 1, "capture": 7}])
 def test_streams_devices_and_captures_share_nothing(stand_on: Place, other: dict[str, int]) -> None:
     mine = workspace.control(1, 1, CPU), workspace.marked(64, CPU)

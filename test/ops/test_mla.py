@@ -124,22 +124,18 @@ def test_batch_invariant_pages_have_the_bits_of_one_piece() -> None:
 def test_each_sequence_sees_its_own_slots(new: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     torch.manual_seed(len(new))
     heads, nope_dim, value_dim, scale = 2, 6, 5, 0.3
-    rows, total = sum(new), sum(lengths)
-    nope, rope = torch.randn(rows, heads, nope_dim).double(), torch.randn(rows, heads, ROPE).double()
-    slots, kv_b = torch.randn(total, RANK + ROPE).double(), torch.randn(heads, nope_dim + value_dim, RANK).double()
+    nope, rope = (torch.randn(sum(new), heads, width).double() for width in (nope_dim, ROPE))
+    slots, kv_b = torch.randn(sum(lengths), DIM).double(), torch.randn(heads, nope_dim + value_dim, RANK).double()
     queries, keys = (Ragged(of, torch.tensor([0, *itertools.accumulate(of)]).int()) for of in (new, lengths))
-    found = mla_ragged_attention(nope, rope, slots, kv_b, queries, keys, scale)
-    row = first = 0
-    for count, length in zip(new, lengths, strict=True):
-        for number in range(count):
-            seen = slots[first : first + length - count + number + 1]
-            for head in range(heads):
-                key = seen[:, :RANK] @ kv_b[head, :nope_dim].T
-                weights = (scale * (key @ nope[row, head] + seen[:, RANK:] @ rope[row, head])).softmax(0)
-                wanted = weights @ (seen[:, :RANK] @ kv_b[head, nope_dim:].T)
-                torch.testing.assert_close(found[row, head], wanted, rtol=1e-10, atol=1e-12)
-            row += 1
-        first += length
+    found, wanted = mla_ragged_attention(nope, rope, slots, kv_b, queries, keys, scale), []
+    expanded = torch.einsum("tr,hvr->htv", slots[:, :RANK], kv_b)
+    scores = torch.einsum("qhd,htd->qht", nope, expanded[..., :nope_dim]) + rope @ slots[:, RANK:].T
+    for row, (sequence, number) in enumerate((s, n) for s, count in enumerate(new) for n in range(count)):
+        first = sum(lengths[:sequence])
+        seen = slice(first, first + lengths[sequence] - new[sequence] + number + 1)
+        weights = (scale * scores[row, :, seen]).softmax(-1)
+        wanted.append(torch.einsum("ht,htv->hv", weights, expanded[:, seen, nope_dim:]))
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", [[1], [63, 64, 65, 0, 127, 128, 0], [5000]])

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import python
+from processes import KIMI, TORCHRUN
 
 from kimi_k2.bench.results import load_results
 from kimi_k2.checkpoint.index import header_bytes
@@ -35,9 +36,7 @@ from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, made_layout, rank
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
-KIMI = [*python(), "-c", "from kimi_k2.cli import main; main()"]
 Command = Callable[..., subprocess.CompletedProcess[str]]
-TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from forked import python
+from processes import KIMI, TORCHRUN
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "h200.md"
 ShellCommands = Callable[[str], list[list[str]]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
-KIMI = [*python(), "-c", "from kimi_k2.cli import main; main()"]
-TORCHRUN = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 WORDS = {"8": "2", "cuda": "cpu", "0,1,30,60": "0,1"}
 TIMERS = (["bench", "kernels"], ["bench", "experts"], ["bench", "tune"])
 SHORT = {

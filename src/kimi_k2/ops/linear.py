@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -157,21 +157,36 @@ def attend_blocks(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, 
     return torch.stack([of_sequence(row) for row in range(len(query))]).to(query.dtype)
 
 
+class Sums(NamedTuple):
+    """An online softmax so far: largest score, sum of exponentials [..., 1] and weighted sum of values [..., V]."""
+
+    top: Tensor
+    total: Tensor
+    summed: Tensor
+
+    @classmethod
+    def none(cls, query: Tensor, width: int) -> Sums:
+        """Of queries [..., D], values of so many."""
+        total = query.new_zeros(*query.shape[:-1], 1)
+        return cls(torch.full_like(total, float("-inf")), total, query.new_zeros(*query.shape[:-1], width))
+
+    def with_block(self, scores: Tensor, values: Tensor) -> Sums:
+        """With further slots' scores [..., T], -inf of those that are not seen, and values [..., T, V]."""
+        top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
+        shrink, weights = (self.top - top).exp(), (scores - top).exp()
+        summed = self.summed * shrink + torch.matmul(weights.to(values.dtype), values)
+        return Sums(top, self.total * shrink + weights.sum(-1, keepdim=True), summed)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, place: Tensor, softmax_scale: float) -> Tensor:
     """Queries [H, ROWS, D] at places [ROWS] over keys [G, T, D] and values [G, T, V]: [ROWS, H, V]."""
-    top = query.new_full((*query.shape[:2], 1), float("-inf"))
-    total, summed = torch.zeros_like(top), query.new_zeros(*query.shape[:2], value.shape[-1])
-    heads = len(query)
+    sums, heads = Sums.none(query, value.shape[-1]), len(query)
     for start in range(0, int(place.max()) + 1, SLOTS):
         some, slots = slice(start, start + SLOTS), torch.arange(start, start + SLOTS)
         scores = torch.bmm(query, key[:, some].mT.expand(heads, -1, -1)) * softmax_scale
         scores = scores.masked_fill(slots > place[:, None], float("-inf"))
-        best = torch.maximum(top, scores.amax(-1, keepdim=True))
-        shrink, weights = (top - best).exp(), (scores - best).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        summed = summed * shrink + torch.bmm(weights, value[:, some].expand(heads, -1, -1))
-        top = best
-    return (summed / total).transpose(0, 1)
+        sums = sums.with_block(scores, value[:, some].expand(heads, -1, -1))
+    return (sums.summed / sums.total).transpose(0, 1)
 
 
 @operation

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.ops.embedding import apply_rotary_interleaved, rotate_in_place
-from kimi_k2.ops.linear import Weight, attend_blocks, in_blocks, linear_heads, linear_rows, project, rms_norm
+from kimi_k2.ops.linear import Sums, Weight, attend_blocks, in_blocks, linear_heads, linear_rows, project, rms_norm
 from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
 
 # Slots of a sequence whose entries the plain function over pages copies at a time.
@@ -438,22 +438,17 @@ def _attend_pages(
     """`mla_decode` over pages by an online softmax: some pages are copied at a time, and nothing is read back."""
     wide, page = torch.promote_types(query.dtype, torch.float32), cache.shape[1]
     last = (seq_lens.long() - 1).clamp(min=0)[:, None, None]  # padding sees its first slot
-    top = query.new_full((*query.shape[:2], 1), float("-inf"), dtype=wide)
-    total, summed = torch.zeros_like(top), query.new_zeros(*query.shape[:2], rank, dtype=wide)
-    for number, pages in enumerate(block_table.split(max(1, SLOTS_AT_ONCE // page), dim=1)):
+    sums, first = Sums.none(query.to(wide), rank), 0
+    for pages in block_table.split(max(1, SLOTS_AT_ONCE // page), dim=1):
         entries = cache[pages.long()].flatten(1, 2).to(query.dtype)
-        first = number * max(1, SLOTS_AT_ONCE // page) * page
         slots = torch.arange(first, first + entries.shape[1], device=query.device)
         scores = torch.matmul(query, entries.mT).to(wide) * softmax_scale
-        scores = scores.masked_fill_(slots > last, float("-inf"))
-        best = torch.maximum(top, scores.amax(-1, keepdim=True))
-        shrink, weights = (top - best).exp(), (scores - best).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        summed = summed * shrink + torch.matmul(weights.to(query.dtype), entries[..., :rank])
-        top = best
+        sums = sums.with_block(scores.masked_fill_(slots > last, float("-inf")), entries[..., :rank])
+        first += entries.shape[1]
     if lse is not None:
-        lse.copy_((top + total.log()).squeeze(-1).masked_fill(seq_lens.unsqueeze(1) <= 0, float("-inf")))
-    return (summed / total).to(query.dtype)
+        logarithms = (sums.top + sums.total.log()).squeeze(-1)
+        lse.copy_(logarithms.masked_fill(seq_lens.unsqueeze(1) <= 0, float("-inf")))
+    return (sums.summed / sums.total).to(query.dtype)
 
 
 @operation

@@ -12,6 +12,7 @@ from torch import Tensor
 from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.kernels.attention import flash_prefill
 from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, RANK, ROPE, VALUE, run
+from kimi_k2.ops.mla import Ragged
 
 SHAPES = (
     *((8, 1024, 1024), (8, 2048, 2048), (8, 4096, 4096), (8, 8192, 8192), (8, 32768, 32768), (64, 4096, 4096)),
@@ -51,9 +52,10 @@ def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, C
         "ours": partial(run, nope, rope, expanded, cache, positions, SOFTMAX_SCALE, LAUNCH)
     }
     if flash_prefill.flash_attention() is not None:
-        ready = flash_prefill.join(nope, rope), *flash_prefill.keys_and_values(cache, kv_b)
+        ready = flash_prefill.join(nope[0], rope[0]), *flash_prefill.keys_and_values(cache[0], kv_b)
         whole = nope, rope, cache, kv_b, positions, SOFTMAX_SCALE
-        ways["FlashAttention 3 alone"] = partial(flash_prefill.attend, *ready, SOFTMAX_SCALE)
+        new, old = (Ragged((n,), torch.tensor([0, n], dtype=torch.int32, device="cuda")) for n in (queries, slots))
+        ways["FlashAttention 3 alone"] = partial(flash_prefill.attend_ragged, *ready, new, old, SOFTMAX_SCALE)
         ways["with keys and values"] = partial(flash_prefill.mla_naive_attention, *whole)
         ways["one GEMM alone"] = partial(expand, cache, kv_b)
     if with_peers and queries == slots and queries <= 8192:

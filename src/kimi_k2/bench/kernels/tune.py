@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from kimi_k2.bench.kernels import linear, mla
-from kimi_k2.bench.kernels.expert_formats import HIDDEN, RandomExperts, Shape, distinct, draw_inputs
-from kimi_k2.bench.kernels.harness import Captures, graph_median, quick_captures, read_bandwidth
+from kimi_k2.bench.kernels.expert_formats import HIDDEN, Shape, distinct, draw_inputs
+from kimi_k2.bench.kernels.harness import Captures, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
@@ -105,45 +104,27 @@ def cases(config: KimiK2Config) -> dict[str, Shape]:
     return shapes
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A launch with its times under uniform routing and with all tokens sent to the same experts."""
-
-    choice: ExpertChoice
-    uniform: float
-    bytes: float
-    same: float
+Calls = Mapping[ChoiceT, Sequence[Callable[[], object]]]
 
 
-def best(timed: Sequence[Timed]) -> Timed:
+def medians(calls: Calls[ChoiceT], captures: Captures, replays: int) -> dict[ChoiceT, float]:
+    """Microseconds of a call of each choice's graph."""
+    for each in calls.values():
+        each[0]()
+    return {choice: statistics.median(captures.times(each, replays, 1)) for choice, each in calls.items()}
+
+
+def fastest(calls: Calls[ChoiceT], captures: Captures, replays: int = REPLAYS) -> dict[ChoiceT, float]:
+    """`medians` of the choices that a first short look leaves within SLACK of the best."""
+    seen = medians(calls, captures, FIRST_REPLAYS)
+    near = {choice: calls[choice] for choice, time in seen.items() if time <= SLACK * min(seen.values())}
+    return medians(near, captures, replays)
+
+
+def best_expert_choice(uniform: Mapping[ExpertChoice, float], same: Mapping[ExpertChoice, float]) -> ExpertChoice:
     """The fastest where all tokens go to the same experts, among those at most 4 % slower than the best if uniform."""
-    least = min(one.uniform for one in timed)
-    return min((one for one in timed if one.uniform <= 1.04 * least), key=lambda one: (one.same, one.uniform))
-
-
-def time_choice(
-    case: Shape, experts: RandomExperts, tokens: int, choice: ExpertChoice, routing: str, replays: int
-) -> tuple[float, float]:
-    """Microseconds of a launch, and the bytes of weights read."""
-    sets = draw_inputs(case, Routing.parse(routing), tokens, tokens, experts.bytes_each)
-    call = experts.ours(tokens, case.top_k, choice)
-    microseconds = graph_median([partial(call, *one) for one in sets], replays, min(3, replays))
-    return microseconds, distinct(sets) * experts.bytes_each
-
-
-def time_candidates(case: Shape, experts: RandomExperts, tokens: int) -> list[Timed]:
-    """The launches that a first short look left, timed; without a skewed routing beyond MOST_SKEWED tokens."""
-    timed = partial(time_choice, case, experts, tokens)
-    seen = {choice: timed(choice, "uniform", FIRST_REPLAYS)[0] for choice in candidates(case, tokens)}
-    return [
-        Timed(
-            choice,
-            *timed(choice, "uniform", replays_of(tokens)),
-            timed(choice, "same", replays_of(tokens))[0] if tokens <= MOST_SKEWED else 0.0,
-        )
-        for choice, microseconds in seen.items()
-        if microseconds <= SLACK * min(seen.values())
-    ]
+    near = [choice for choice, time in uniform.items() if time <= 1.04 * min(uniform.values())]
+    return min(near, key=lambda choice: (same.get(choice, 0.0), uniform[choice]))
 
 
 def for_each_count(choices: Mapping[Sizes, ExpertChoice]) -> dict[Sizes, ExpertChoice]:
@@ -184,33 +165,29 @@ def tune_experts(
         keys = case.experts, case.inter, HIDDEN, case.dtype, case.block
         path = (out or FILES.directory) / FILES.name(*keys, device=torch.cuda.get_device_name())
         chosen = for_each_count(FILES.load(path)) if tokens and path.exists() else {}
-        experts = case.draw()
+        experts, captures = case.draw(), Captures()
         for count in tokens or TOKENS:
-            won = best(time_candidates(case, experts, count))
-            chosen[count,] = won.choice
+            sets = {
+                routing: draw_inputs(case, Routing.parse(routing), count, count, experts.bytes_each)
+                for routing in ("uniform", "same")
+            }
+            calls = {
+                routing: {
+                    choice: [partial(experts.ours(count, case.top_k, choice), *one) for one in own]
+                    for choice in candidates(case, count)
+                }
+                for routing, own in sets.items()
+            }
+            uniform, same = fastest(calls["uniform"], captures, replays_of(count)), dict[ExpertChoice, float]()
+            if count <= MOST_SKEWED:
+                same = medians({one: calls["same"][one] for one in uniform}, captures, replays_of(count))
+            won = chosen[count,] = best_expert_choice(uniform, same)
             FILES.save(path, chosen)
-            rate = won.bytes / won.uniform / 1e3
-            skewed = f", all to the same {won.same:.1f} us" if won.same else ""
-            say(f"{name} T={count}: {won.uniform:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won.choice}")
-        del experts
+            rate = distinct(sets["uniform"]) * experts.bytes_each / uniform[won] / 1e3
+            skewed = f", all to the same {same[won]:.1f} us" if same else ""
+            say(f"{name} T={count}: {uniform[won]:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won}")
+        del experts, captures, calls
         torch.cuda.empty_cache()
-
-
-Calls = Mapping[ChoiceT, Sequence[Callable[[], object]]]
-
-
-def medians(calls: Calls[ChoiceT], captures: Captures, replays: int) -> dict[ChoiceT, float]:
-    """Microseconds of a call of each choice's graph."""
-    for each in calls.values():
-        each[0]()
-    return {choice: statistics.median(captures.times(each, replays, 1)) for choice, each in calls.items()}
-
-
-def fastest(calls: Calls[ChoiceT], captures: Captures) -> dict[ChoiceT, float]:
-    """`medians` of the choices that a first short look leaves within SLACK of the best."""
-    seen = medians(calls, captures, FIRST_REPLAYS)
-    near = {choice: calls[choice] for choice, time in seen.items() if time <= SLACK * min(seen.values())}
-    return medians(near, captures, REPLAYS)
 
 
 def tune_linears(out: Path | None, say: Callable[[str], None]) -> None:

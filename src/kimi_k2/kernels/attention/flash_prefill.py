@@ -60,71 +60,55 @@ def supports(
 
 
 def join(left: Tensor, right: Tensor) -> Tensor:
-    """[B, T, H, 128] and [B, T, H, 64] to [B, T, H, 192]; a view where they lie side by side already."""
+    """[T, H, 128] and [T, H, 64] to [T, H, 192]; a view where they lie side by side already."""
     if left.stride() == right.stride() and left.data_ptr() + NOPE * left.element_size() == right.data_ptr():
-        return left.as_strided((*left.shape[:3], NOPE + ROPE), left.stride())
-    batch, tokens, heads, _ = left.shape
-    out = left.new_empty(batch, tokens, heads, NOPE + ROPE)
-    kernels().join[(-(-tokens // BLOCK), heads, batch)](
-        left, right, out, tokens, heads, *left.stride()[:3], *right.stride()[:3], BLOCK=BLOCK, num_warps=WARPS
+        return left.as_strided((*left.shape[:2], NOPE + ROPE), left.stride())
+    tokens, heads, _ = left.shape
+    out = left.new_empty(tokens, heads, NOPE + ROPE)
+    kernels().join[(-(-tokens // BLOCK), heads)](
+        left, right, out, tokens, heads, *left.stride()[:2], *right.stride()[:2], BLOCK=BLOCK, num_warps=WARPS
     )
     return out
 
 
-def keys_and_values(cache: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
+def keys_and_values(slots: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
     """Of every cached slot and head, each written once where attention reads it.
 
     Args:
-        cache: bfloat16 [B, T, 576], the last 64 rotated keys.
+        slots: bfloat16 [S, 576], the last 64 rotated keys.
         kv_b: bfloat16 [H, 256, 512], W_UK above W_UV.
 
     Returns:
-        bfloat16 [B, T, H, 192] and [B, T, H, 128].
+        bfloat16 [S, H, 192] and [S, H, 128].
     """
-    (batch, slots, _), heads = cache.shape, kv_b.shape[0]
-    keys = cache.new_empty(batch, slots, heads, NOPE + ROPE)
-    values = cache.new_empty(batch, slots, heads, VALUE)
-    w_uk, w_uv = kv_b.mT.split([NOPE, VALUE], dim=2)
-    for sequence in range(batch):
-        latent = cache[sequence, :, :RANK].expand(heads, slots, RANK)
-        torch.bmm(latent, w_uk, out=keys[sequence, :, :, :NOPE].transpose(0, 1))
-        torch.bmm(latent, w_uv, out=values[sequence].transpose(0, 1))
-    rotated = cache[..., RANK:]
-    kernels().spread[(-(-slots // BLOCK), heads, batch)](
-        rotated, keys, slots, heads, *rotated.stride()[:2], BLOCK=BLOCK, num_warps=WARPS
+    count, heads = len(slots), len(kv_b)
+    keys, values = slots.new_empty(count, heads, NOPE + ROPE), slots.new_empty(count, heads, VALUE)
+    latent = slots[:, :RANK].expand(heads, count, RANK)
+    for out, weight in zip((keys[..., :NOPE], values), kv_b.mT.split([NOPE, VALUE], dim=2), strict=True):
+        torch.bmm(latent, weight, out=out.transpose(0, 1))
+    kernels().spread[(-(-count // BLOCK), heads)](
+        slots[:, RANK:], keys, count, heads, slots.stride(0), BLOCK=BLOCK, num_warps=WARPS
     )
     return keys, values
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Tensor:
-    """Causal attention of the last S of T tokens.
-
-    Args:
-        q: bfloat16 [B, S, H, 192].
-        keys: bfloat16 [B, T, H, 192].
-        values: bfloat16 [B, T, H, 128].
-        softmax_scale: multiplies the scores.
-
-    Returns:
-        bfloat16 [B, S, H, 128].
-
-    Raises:
-        KernelError: FlashAttention 3 is not there, or has other arguments than vLLM 0.24's.
-    """
-    batch, queries, slots = q.shape[0], q.shape[1], keys.shape[1]
-
-    def evenly(length: int) -> Ragged:
-        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        return Ragged((length,) * batch, starts)
-
-    sequences = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), evenly(queries), evenly(slots)
-    return attend_ragged(*sequences, softmax_scale).unflatten(0, (batch, queries))
 
 
 def attend_ragged(
     q: Tensor, keys: Tensor, values: Tensor, queries: Ragged, slots: Ragged, softmax_scale: float
 ) -> Tensor:
-    """`attend` of sequences one after the other: [T, H, 192], [S, H, 192], [S, H, 128] to [T, H, 128]."""
+    """Causal attention of sequences one after the other, whose queries are the last of their slots.
+
+    Args:
+        q: bfloat16 [T, H, 192].
+        keys, values: bfloat16 [S, H, 192] and [S, H, 128].
+        queries, slots: of the T and S rows.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        bfloat16 [T, H, 128].
+
+    Raises:
+        KernelError: FlashAttention 3 is not there, or has other arguments than vLLM 0.24's.
+    """
     forward = flash_attention()
     if forward is None:
         raise KernelError("FlashAttention 3 is not installed")
@@ -151,7 +135,15 @@ def mla_naive_attention(
     whole: bool = False,
 ) -> Tensor:
     """The plain function's work, of a whole chunk."""
-    return attend(join(q_nope, q_rope), *keys_and_values(cache, kv_b), softmax_scale)
+    batch, device = len(cache), cache.device
+
+    def evenly(length: int) -> Ragged:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+        return Ragged((length,) * batch, starts)
+
+    nope, rope, slots = (tensor.flatten(0, 1) for tensor in (q_nope, q_rope, cache))
+    queries, keys = evenly(q_nope.shape[1]), evenly(cache.shape[1])
+    return mla_ragged_attention(nope, rope, slots, kv_b, queries, keys, softmax_scale).unflatten(0, (batch, -1))
 
 
 def supports_ragged(
@@ -166,6 +158,4 @@ def mla_ragged_attention(
     q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, queries: Ragged, keys: Ragged, softmax_scale: float
 ) -> Tensor:
     """The plain function's work in as many launches as one sequence takes."""
-    expanded, values = keys_and_values(slots.unsqueeze(0), kv_b)
-    q = join(q_nope.unsqueeze(0), q_rope.unsqueeze(0))
-    return attend_ragged(q[0], expanded[0], values[0], queries, keys, softmax_scale)
+    return attend_ragged(join(q_nope, q_rope), *keys_and_values(slots, kv_b), queries, keys, softmax_scale)

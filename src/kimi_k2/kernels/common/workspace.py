@@ -33,7 +33,6 @@ MAX_STREAMS = 64
 ALIGNMENT = 512
 # Control words before the counters: claimed items, finished blocks, launches so far.
 HEADER_WORDS = 32
-LAUNCHES = 2  # which of them is the number of launches so far
 MIN_WORDS = 2**13
 
 Sizes = Mapping[str, tuple[int, torch.dtype]]  # elements and dtype by name
@@ -165,23 +164,3 @@ def release() -> None:
     """
     with _lock:
         _kept.clear()
-
-
-def left_dirty() -> list[str]:
-    """The kept control words that are not as every launch must leave them; empty if all are.
-
-    Waits for the GPU. Words of captures are left out: the next replay clears them.
-    """
-    with _lock:
-        kept = [(key, value, words) for key, tensors in _kept.items() if not key[2] for value, words in tensors.items()]
-    dirty = []
-    for (index, stream, _), value, words in kept:
-        if words.is_cuda:
-            torch.cuda.synchronize(words.device)
-        wrong = (words[: words.numel() // 2] if value == 0 else words) != value
-        if value == 0:
-            wrong[LAUNCHES] = False
-        if places := wrong.nonzero().flatten().tolist():
-            some = ", ".join(f"{place}: {int(words[place])}" for place in places[:8])
-            dirty.append(f"device {index}, stream {stream:#x}: {len(places)} words are not {value}: {some}")
-    return dirty

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.quantization.int4_group import dequantize_int4_group
+from kimi_k2.quantization.int4_group import dequantize_int4_group, pack_nibbles, unpack_nibbles
 
 GROUP = 32
 CHUNK_ROWS, CHUNK_COLUMNS = 256, 128
@@ -93,15 +93,6 @@ _BF16 = (0, 5, 1, 6, 2, 4, 8, 7, 3, 9)
 _SCALES = (0, 5, 1, 2, 4, 6, 3)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    stored = packed.contiguous().view(torch.uint8)
-    return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
-
-
-def _words(nibbles: Tensor) -> Tensor:
-    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
-
-
 class _Order(NamedTuple):
     """How one kind of a matrix's values lie in the kernel's order.
 
@@ -135,11 +126,11 @@ def _scales(groups: int) -> _Order:
 
 
 def _put_words(packed: Tensor, gate_up: bool) -> Tensor:
-    return _words(_NIBBLES.put(_nibbles(packed), gate_up))
+    return pack_nibbles(_NIBBLES.put(unpack_nibbles(packed), gate_up)).contiguous().view(torch.int32)
 
 
 def _words_back(ordered: Tensor, gate_up: bool) -> Tensor:
-    return _words(_NIBBLES.back(_nibbles(ordered), gate_up))
+    return pack_nibbles(_NIBBLES.back(unpack_nibbles(ordered), gate_up)).contiguous().view(torch.int32)
 
 
 def checkpoint_order(stored: dict[str, Tensor], gate_up: bool) -> dict[str, Tensor]:
