@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
+from kimi_k2.neuron import layer_arguments
 from kimi_k2.nki.kernels import latent_attention
-from kimi_k2.nki.kernels.layer_attention import FIELDS as ORDER
+from kimi_k2.nki.kernels.layer_attention import FIELDS
 from kimi_k2.nki.kernels.layers import decode_layer, decode_layers, layer_of
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
@@ -36,23 +37,6 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 Q_RANKS = {"bf16": 128, "fp8": 256}  # of the first a core has no whole block of the next layer's down projections
-
-# The kernel's fields and the tensors of a rank's file.
-TILES = {name: f"self_attn.tiles.{name}" for name in ("q_b", "w_uk", "w_uv", "group_q_b", "group_w_uk")} | {
-    "o": "self_attn.tiles.o",
-    "gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj",
-    "shared_gate_up": "mlp.shared_experts.gate_up_proj",
-    "shared_down": "mlp.shared_experts.down_proj",
-}  # fmt: skip
-FIELDS = {
-    "q_norm": "self_attn.q_a_layernorm.weight", "kv_norm": "self_attn.kv_a_layernorm.weight",
-    "norm": "post_attention_layernorm.weight", "bias": "mlp.router.e_score_correction_bias",
-    "early_residual": "early_router.residual_weight", "early_heads": "early_router.heads_weight",
-    "next_residual": "early_qkv_a.residual_weight", "next_experts": "mlp.experts.early_qkv_a.weight",
-    "next_shared": "mlp.shared_experts.early_qkv_a.weight", "o_proj": "self_attn.tiles.o.weight",
-    **{name: f"{tile}.weight" for name, tile in TILES.items() if name != "o"},
-    **{f"{name}_scales": f"{tile}.scale" for name, tile in TILES.items()},
-}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -88,7 +72,9 @@ def converted(stored: str, dtype: torch.dtype, group: int) -> list[dict[str, Ten
     made = Path(tempfile.mkdtemp())
     experts = "tiles" if stored == "fp8" else "bf16_tiles"
     Presharder(
-        checkpoint(stored), made, Layout(RANKS, experts=experts, dtype=dtype, decode="layers", query_group=group)
+        checkpoint(stored),
+        made,
+        Layout(RANKS, experts=experts, dtype=dtype, decode="layers", query_group=group if group > 1 else 0),
     ).run()
     return [load_file(file) for file in sorted((made / "weights").iterdir())]
 
@@ -118,104 +104,67 @@ class Step:
         latents, keys = new.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
         return [*(one.flatten(0, 1).double() for one in states.apart()), latents.double(), keys.double()]
 
-    def arguments(self, rank: int) -> list[Any]:
+    def arguments(self, rank: int) -> dict[str, Any]:
         """Of `decode_layers` on one rank."""
-        case, config, model = self.case, self.config, plain(self.case.stored, torch.float64).model
+        case, model = self.case, plain(self.case.stored, torch.float64).model
         first: Any = model.layers[0]
         downs = torch.cat(
             [one.dequantized(torch.float64) for one in (first.self_attn.q_a_proj, first.self_attn.kv_a_proj_with_mqa)]
         )
         hidden = model.embed_tokens(self.ids).flatten(0, 1)
-        cos, sin = (part.flatten(0, 1).repeat_interleave(2, -1) for part in model.rotary(self.positions, torch.float64))
-        rotation = torch.stack((cos, sin * torch.tensor([-1.0, 1.0]).repeat(sin.shape[1] // 2))).transpose(1, 2)
+        cos_sin = (part.flatten(0, 1).float() for part in model.rotary(self.positions, torch.float64))
         place, each = rank % case.group, SLOTS // case.group
-        more: list[Any] = [None, None]
+        more: dict[str, Any] = {}
         if case.group > 1:
             own = torch.full((case.batch * case.tokens, 1), int(place == 1), dtype=torch.int32)
-            more = [tuple(tuple(range(n, n + case.group)) for n in range(0, RANKS, case.group)), own]
+            groups = tuple(tuple(range(n, n + case.group)) for n in range(0, RANKS, case.group))
+            more = {"cache_groups": groups, "own": own}
         slots = slice(place * each, (place + 1) * each)
-        layers = tuple(self.layer(number, rank, slots) for number in range(LAYERS))
-        return [
-            hidden.float(), (hidden @ (downs * first.input_layernorm.weight).T).float(), layers,
-            rotation.float().contiguous(), (self.lengths - place * each).clamp(0, each).int(), RANKS,
-            (tuple(range(RANKS)),), torch.zeros(1, 1, dtype=torch.int32), config.n_routed_experts,
-            config.softmax_scale, config.routed_scaling_factor, config.rms_norm_eps, *more,
-            config.latent_norm_eps, each,
-        ]  # fmt: skip
+        return {
+            "hidden": hidden.float(), "projected": (hidden @ (downs * first.input_layernorm.weight).T).float(),
+            "layers": tuple(self.layer(number, rank, slots) for number in range(LAYERS)),
+            "rotation": layer_arguments.rotation(*cos_sin),
+            "lengths": (self.lengths - place * each).clamp(0, each).int(), "ranks": RANKS,
+            "groups": (tuple(range(RANKS)),), "first_expert": torch.zeros(1, 1, dtype=torch.int32), "attended": each,
+            **layer_arguments.numbers(self.config), **more,
+        }  # fmt: skip
 
     def layer(self, number: int, rank: int, slots: slice) -> Any:
-        group = {"bf16": 4, "fp8": 2}[self.case.stored] if self.case.group == 1 else self.case.group
-        file = converted(self.case.stored, self.dtype, group)[rank]
-        names = {field: f"layers.{number}.{name}" for field, name in FIELDS.items()}
-        found = {field: file[name] for field, name in names.items() if name in file}
-        grouped = {field.removeprefix("group_"): found.pop(field) for field in list(found) if "group_" in field}
-        if self.case.group > 1:
-            found |= grouped
-        found["bias"] = found["bias"].unsqueeze(0)
-        found |= {field: one.squeeze(0) for field, one in found.items() if field in ("next_shared", *SHARED)}
-        blocks = found["gate_up"].shape[2]
-        count = len(found["gate_up"])
-        if self.case.stored == "fp8":
-            found["shared_down_scales"] = found["shared_down_scales"].squeeze(0)
-        else:  # routed experts have scales always
-            found["gate_up_scales"], found["down_scales"] = torch.ones(count, 2, blocks), torch.ones(count, blocks)
-        found["down_scales"] = found["down_scales"].view(count, blocks)
+        name, file = f"layers.{number}.", converted(self.case.stored, self.dtype, self.case.group)[rank]
+        held = {tensor.removeprefix(name): file[tensor] for tensor in file if tensor.startswith(name)}
         cached = torch.nn.functional.pad(self.cached[number, :, slots], (0, 0, 0, BEHIND), value=1e4)
-        found["latents"], found["keys"] = cached.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        latents, keys = cached.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        found = {**layer_arguments.weights(held, self.dtype), "latents": latents, "keys": keys}
         return layer_of({field: to_kernel(one) for field, one in found.items()})
 
 
-SHARED = ("shared_gate_up", "shared_down", "shared_gate_up_scales", "shared_down_scales")
+def run(kernel: Any, calls: list[dict[str, Any]]) -> list[list[Any]]:
+    """A kernel on all ranks, each with its own arguments by name."""
+    order = inspect.signature(kernel.function).parameters.values()
+    return run_on_ranks(kernel, [[call.get(argument.name, argument.default) for argument in order] for call in calls])
 
 
-def in_pages(arguments: list[Any], number: int, batch: int) -> dict[str, Any]:
+def in_pages(arguments: dict[str, Any], number: int, batch: int) -> dict[str, Any]:
     """Of `decode_layer`, a layer of those of `decode_layers`, its cache in pages of 32 slots in no order."""
-    (
-        hidden,
-        projected,
-        layers,
-        rotation,
-        lengths,
-        ranks,
-        groups,
-        first,
-        experts,
-        scale,
-        factor,
-        eps,
-        *_,
-        own_eps,
-        slots,
-    ) = arguments
-    tensors = {
-        name: one
-        for name, one in zip(ORDER, layers[number], strict=True)
-        if not name.endswith(("q_b_scales", "w_uk_scales", "w_uv_scales", "o_scales"))
-    }
+    tensors, slots = dict(zip(FIELDS, arguments["layers"][number], strict=True)), arguments["attended"]
     halves = zip(*(tensors[name][:, :slots].chunk(2, dim=-1) for name in ("latents", "keys")), strict=True)
     entries = torch.stack([torch.cat(half, dim=-1) for half in halves])
     order = torch.randperm(batch * slots // 32, generator=torch.Generator().manual_seed(7))
     pages = torch.empty(2, len(order), 1, 32, entries.shape[-1], dtype=entries.dtype)
     pages[:, order] = entries.reshape(pages.shape)
     runs = (order.view(batch, -1, 1) * 16 + torch.arange(16)).flatten(1).int()
-    return tensors | {
-        "latents": pages[0], "keys": pages[1],
-        "hidden": hidden, "projected": projected, "rotation": rotation, "lengths": lengths, "runs": runs, "each": 2,
-        "first_expert": first, "ranks": ranks, "groups": groups, "num_experts": experts, "softmax_scale": scale,
-        "routed_scaling_factor": factor, "eps": eps, "latent_eps": own_eps,
-    }  # fmt: skip
+    return {**arguments, **tensors, "latents": pages[0], "keys": pages[1], "runs": runs, "each": 2}
 
 
-def layer_by_layer(arguments: list[list[Any]], case: Case) -> list[list[Any]]:
+def layer_by_layer(arguments: list[dict[str, Any]], case: Case) -> list[list[Any]]:
     """What `decode_layers` gives, by a call a layer: what one gives is the next one's hidden states and projections."""
-    order = inspect.signature(decode_layer.function).parameters
     entries: list[list[Any]] = [[] for _ in arguments]
     for number in range(LAYERS):
-        calls = [in_pages(argument, number, case.batch) for argument in arguments]
-        found = run_on_ranks(decode_layer[case.cores], [[call[name] for name in order] for call in calls])
-        for of_rank, one, rank in zip(entries, arguments, found, strict=True):
+        found = run(decode_layer[case.cores], [in_pages(own, number, case.batch) for own in arguments])
+        for of_rank, own, rank in zip(entries, arguments, found, strict=True):
             of_rank.append(rank[1:3])
-            one[:2] = [rank[0].reshape(len(rank[0]), -1), rank[-1].reshape(len(rank[0]), -1)[:, : one[1].shape[1]]]
+            hidden, projected = (rank[place].reshape(len(rank[0]), -1) for place in (0, -1))
+            own |= {"hidden": hidden, "projected": projected[:, : own["projected"].shape[1]]}
     new = [[np.concatenate(both) for both in zip(*of_rank, strict=True)] for of_rank in entries]
     return [[rank[0], *of_rank] for rank, of_rank in zip(found, new, strict=True)]
 
@@ -224,7 +173,7 @@ def errors(case: Case, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Relative L2 to float64 of hidden states, new latents, new keys: the worst rank's, and the plain model's."""
     step = Step(case, dtype)
     arguments = [step.arguments(rank) for rank in range(RANKS)]
-    found = layer_by_layer(arguments, case) if case.apart else run_on_ranks(decode_layers[case.cores], arguments)
+    found = layer_by_layer(arguments, case) if case.apart else run(decode_layers[case.cores], arguments)
     assert all(np.array_equal(rank[0], found[0][0]) for rank in found)  # the residual has the same bits on all ranks
     exact, same = step.of_plain(torch.float64)[1:], step.of_plain(dtype)[1:]
     return [

@@ -13,12 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import environment
 import pytest
 import torch
 
-from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.plan.deployment import Deployment
 
@@ -65,15 +62,6 @@ def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Relative L2 distance of each row."""
     out: torch.Tensor = ((found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).squeeze()
     return out
-
-
-def refused_field(options: dict[str, Any], model: KimiK2Config | None = None) -> str | None:
-    """The field that the error of a configuration names: of options, and of a model where there is one."""
-    module = environment.contrib("config")
-    with pytest.raises(ConfigError) as caught:
-        neuron = module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **options)
-        module.KimiK2InferenceConfig(neuron, load_config=module.load_kimi_config(model))
-    return caught.value.field
 
 
 def launch(

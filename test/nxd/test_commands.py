@@ -1,8 +1,7 @@
-"""`generate`, `chat` and `bench` with the neuron backend in CPU mode print what they print with the plain model."""
+"""`generate` and `chat` with the neuron backend in CPU mode print what they print with the plain model."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from harness import command
@@ -44,11 +43,3 @@ def test_chat_answers_turn_by_turn(checkpoints: dict[str, Path]) -> None:
     )
     assert neuron == plain
     assert any(plain)
-
-
-def test_bench_writes_its_report(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    lengths = ("--output-lengths", "4,8", "--prompt-lengths", "16", "--batch-sizes", "2", "--runs", "1")
-    text = command("bench", checkpoints["fp8"], *ON_CPU, *lengths, "--out", tmp_path)
-    assert "in CPU mode" in text
-    cells = json.loads((tmp_path / "sweep.json").read_text())["cells"]
-    assert [(cell["output_length"], cell["status"]) for cell in cells] == [(4, "ok"), (8, "ok")]

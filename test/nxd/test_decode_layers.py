@@ -1,4 +1,7 @@
-"""What decode on whole layers refuses, and the first hour's commands of the docs; test_logits.py runs it."""
+"""Models that decode on whole layers refuses, and the first hour's commands of the docs; test_logits.py runs it.
+
+Options that it refuses are in test_options.py.
+"""
 
 from __future__ import annotations
 
@@ -11,51 +14,18 @@ from typing import Any
 import environment
 import pytest
 import torch
-from cases import SLOTS, WHOLE, config_of, format_of, layers
-from harness import command, neuron_config, refused_field
+from cases import WHOLE, config_of
+from harness import command
+from test_options import LAYERS, LAYERS_SPLIT
 
 from kimi_k2.errors import ConfigError
 from kimi_k2.sharding.early_router import HEADS, RESIDUAL
-
-CAPTURE = {"tensor_capture_config": {"modules_to_capture": ["layers.1"]}, "on_device_sampling_config": {}}
-SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
-
-
-def options(**more: Any) -> dict[str, Any]:
-    """Of two ranks."""
-    case = layers("TP2")
-    held = format_of(case, config_of(**case.source))
-    return neuron_config(2, 1, 4, **{**held.neuron_options(), **case.options, **more})
 
 
 def test_folded_weights_keep_their_dtype() -> None:
     """A cast of the model would round what experts are chosen by."""
     kept = environment.contrib("modeling_kimi_k2").NeuronKimiK2Model.kept
     assert all(f"layers.1.{name}".endswith(kept) for name in (RESIDUAL, HEADS))
-
-
-@pytest.mark.parametrize(
-    ("field", "more"),
-    [
-        ("decode", {"decode": "kernels"}),
-        ("rpl_reduce_dtype", {"rpl_reduce_dtype": "bfloat16"}),
-        ("seq_len", {"seq_len": 128 * 3}),
-        ("token_generation_buckets", {"enable_bucketing": True, "token_generation_buckets": [128, 256]}),
-        ("quantization_type", {"quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"}),
-        ("tensor_capture_config", {**CAPTURE, "batch_size": 1, "ctx_batch_size": 1}),
-        ("batch_size", {"batch_size": 33}),
-        ("batch_size", {**SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}),
-        ("seq_len", {**SPLIT, "seq_len": SLOTS}),
-        ("logical_nc_config", {**SPLIT, "logical_nc_config": 1}),
-    ],
-)
-def test_what_it_does_not_follow_is_refused(field: str, more: dict[str, Any]) -> None:
-    config_module: Any = environment.contrib("config")
-    given = options(**more)
-    with pytest.raises(ConfigError) as caught:
-        config_module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **given)
-    assert caught.value.field == field
-    assert "layers" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +45,11 @@ def test_what_it_does_not_follow_is_refused(field: str, more: dict[str, Any]) ->
     ],
 )
 def test_sizes_that_it_does_not_take_are_refused(field: str, sizes: dict[str, Any]) -> None:
-    more = SPLIT if field == "num_attention_heads" else {}
-    assert refused_field(options(**more), config_of(**{**WHOLE, **sizes})) == field
+    module, more = environment.contrib("config"), LAYERS_SPLIT if field == "num_attention_heads" else {}
+    neuron = module.KimiK2NeuronConfig(on_cpu=True, torch_dtype=torch.float32, **{**LAYERS, **more})
+    with pytest.raises(ConfigError) as caught:
+        module.KimiK2InferenceConfig(neuron, load_config=module.load_kimi_config(config_of(**{**WHOLE, **sizes})))
+    assert caught.value.field == field
 
 
 def test_the_first_hours_commands_of_the_docs(tmp_path: Path) -> None:

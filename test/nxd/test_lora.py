@@ -99,16 +99,11 @@ def test_decode_falls_to_xla_for_adapters_alone(adapters: dict[str, Path], caplo
     ({"lora_ckpt_paths": "patterned"}, r"adapter_config\.json: field 'alpha_pattern'"),  # which NxDI passes over
     ({"dynamic_multi_lora": True}, "dynamic_multi_lora"),
     ({"batch_size": 2}, "lora_config.batch_size"),
+    ({"beside": {"save_sharded_checkpoint": True}}, "save_sharded_checkpoint"),  # files of the ranks hold no adapters
 ])  # fmt: skip
 def test_what_cannot_be_adapted_is_refused(adapters: dict[str, Path], given: dict[str, Any], field: str) -> None:
     options: dict[str, Any] = {"max_loras": 1, "batch_size": 4, "target_modules": list(TARGETS), **given}
     options["lora_ckpt_paths"] = {"one": str(adapters[options.get("lora_ckpt_paths", "first")])}
+    beside = options.pop("beside", {})
     with pytest.raises(ConfigError, match=field):
-        environment.contrib("config").KimiK2NeuronConfig(**neuron_config(1, 1, 4, lora_config=options))
-
-
-def test_presharded_files_hold_no_adapters(adapters: dict[str, Path]) -> None:
-    lora = {"batch_size": 4, "target_modules": list(TARGETS), "lora_ckpt_paths": {"one": str(adapters["first"])}}
-    options = neuron_config(1, 1, 4, lora_config=lora, save_sharded_checkpoint=True)
-    with pytest.raises(ConfigError, match="save_sharded_checkpoint"):
-        environment.contrib("config").KimiK2NeuronConfig(**options)
+        environment.contrib("config").KimiK2NeuronConfig(**neuron_config(1, 1, 4, lora_config=options, **beside))

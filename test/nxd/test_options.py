@@ -10,7 +10,7 @@ from unittest import mock
 import environment
 import pytest
 import torch
-from cases import BLOCKS, CASES, FLASH, SEQUENCE
+from cases import BLOCKS, CASES, FLASH, SEQUENCE, SLOTS, config_of, format_of, layers
 from harness import neuron_config
 
 from kimi_k2.config import raw_preset
@@ -181,6 +181,10 @@ IN_OTHER_TESTS = {
 SPLIT: dict[str, Any] = {"tp_degree": 4, "enable_bucketing": True, "seq_len": 256, "max_context_length": 256}
 SHORT: dict[str, Any] = {"seq_len": 48, "max_context_length": 48}
 PREFIXES, PREFIXES_SPLIT = (neuron_config(ranks, 1, 4, **BLOCKS) for ranks in (1, 2))
+_WHOLE = layers("TP2")
+LAYERS = neuron_config(2, 1, 4, **format_of(_WHOLE, config_of(**_WHOLE.source)).neuron_options(), **_WHOLE.options)
+LAYERS_SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
+CAPTURE = {"tensor_capture_config": {"modules_to_capture": ["layers.1"]}, **SAMPLING}
 DRAFT: dict[str, Any] = {
     **dict.fromkeys(("enable_fused_speculation", "enable_eagle_speculation", "is_eagle3"), True),
     "speculation_length": 4, "on_device_sampling_config": {},
@@ -283,6 +287,23 @@ def test_all_others_are_refused(kind: str) -> None:
         {**SPLIT, **SEQUENCE, **SAMPLING, "tensor_capture_config": {"modules_to_capture": ["norm"]}},
         "tensor_capture_config",
     ),
+    # Whole layers in one kernel.
+    ({**LAYERS, "decode": "kernels"}, "decode: .*layers"),
+    ({**LAYERS, "rpl_reduce_dtype": "bfloat16"}, "rpl_reduce_dtype.*layers"),
+    ({**LAYERS, "seq_len": 128 * 3}, "seq_len.*layers"),
+    (
+        {**LAYERS, "enable_bucketing": True, "token_generation_buckets": [128, 256]},
+        "token_generation_buckets.*layers",
+    ),
+    (
+        {**LAYERS, "quantized": True, "quantization_type": "expert_wise_per_channel_symmetric"},
+        "quantization_type.*layers",
+    ),
+    ({**LAYERS, **CAPTURE, "batch_size": 1}, "tensor_capture_config.*layers"),
+    ({**LAYERS, "batch_size": 33}, "batch_size.*layers"),
+    ({**LAYERS, **LAYERS_SPLIT, "batch_size": 32, "tp_degree": 8, "moe_tp_degree": 8}, "batch_size.*layers"),
+    ({**LAYERS, **LAYERS_SPLIT, "seq_len": SLOTS}, "seq_len.*layers"),
+    ({**LAYERS, **LAYERS_SPLIT, "logical_nc_config": 1}, "logical_nc_config.*layers"),
 ])  # fmt: skip
 def test_combinations_that_are_refused(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
@@ -290,5 +311,5 @@ def test_combinations_that_are_refused(given: dict[str, Any], field: str) -> Non
 
 
 def test_what_combinations_begin_with_is_taken() -> None:
-    for given in (SHORT, PREFIXES, {**SPLIT, **FLASH, **SEQUENCE}):
+    for given in (SHORT, PREFIXES, {**SPLIT, **FLASH, **SEQUENCE}, LAYERS):
         environment.contrib("config").KimiK2NeuronConfig(**given)

@@ -36,14 +36,16 @@ def weights(held: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
     Args:
         held: all that the layer holds, by name.
-        dtype: the model's, of the norms; on a device they have it, and nothing is copied.
+        dtype: the model's, of the norms; on a device they have it, and nothing is copied. Beside float32 FP8 weights
+            become it too.
     """
     made = {field: held[f"{name}.weight"].to(dtype) for field, name in _NORMS.items()}
     made |= {field: held[name] for field, name in _OTHERS.items() if name in held}
     for field, own in _TILES.items():
         of_group = own.replace(".tiles.", ".tiles.group_")  # of all ranks that share a cache, in the place of its own
         name = of_group if f"{of_group}.weight" in held else own
-        made["o_proj" if field == "o" else field] = held[f"{name}.weight"]
+        weight = held[f"{name}.weight"]  # the Tensor Engine takes float32 beside float32 alone
+        made["o_proj" if field == "o" else field] = weight.to(dtype) if dtype == torch.float32 else weight
         if f"{name}.scale" in held:
             made[f"{field}_scales"] = held[f"{name}.scale"]
     for field in [field for field in made if field.startswith("shared_") or field == "next_shared"]:

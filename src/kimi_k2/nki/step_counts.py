@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kimi_k2.config import KimiK2Config
 from kimi_k2.nki import step_sizes as sizes
 from kimi_k2.nki.step import Layers, at, described
-from kimi_k2.nki.step_sizes import DOWNS, EXPERTS, HIDDEN, RANKS, ROPE, ExpertShape, Form
+from kimi_k2.nki.step_sizes import FP8, RANKS, ExpertShape, Form
+from nki_emulator.dtypes import NUMPY
 from nki_emulator.install import install
 from nki_emulator.rates import TRAINIUM2
 
@@ -32,12 +34,14 @@ PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 CONTEXTS = {4096: 1, 131072: 16}
 EFFICIENCIES, LATENCIES = (50, 70, 80, 90), (5, 10, 15, 20, 30)
 FORMS = {
-    "folded": Form(), "folded_fp8": Form(attention="fp8"), "folded_4": Form(tokens=4),
+    "folded": Form(), "folded_fp8": Form(attention=FP8), "folded_4": Form(tokens=4),
     "apart": Form(apart=True), "apart_4": Form(tokens=4, apart=True),
 }  # fmt: skip
 PAGE = 32  # slots
 LAYERS = 4  # that the whole-layer kernel is run with
 SCALE, SCALING, EPS = 0.1447, 2.827, 1e-6
+CONFIG = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+EXPERTS, ROPE, DOWNS = CONFIG.n_routed_experts, CONFIG.qk_rope_head_dim, CONFIG.qkv_a_dim
 ATTENDED = "all-reduce of the attention's output and the router's logits"
 MOVED = "all-reduce of the experts' output and the next down projections"
 
@@ -51,60 +55,48 @@ def expert_shape(preset: str, form: Form) -> ExpertShape:
 
 def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:
     """The whole-layer kernel of a sequence's tokens, on rank 0 of 64: what others bring is left out of its sums."""
-    from kimi_k2.nki.kernels.layers import decode_layers
+    from kimi_k2.nki.kernels.layers import decode_layers, layer_of
 
-    kernel = decode_layers[2]
-    mine = slots // ranks
-    layers = tuple(_layer(mine, ranks, shape, form, last=number == LAYERS - 1) for number in range(LAYERS))
-    group = () if ranks == 1 else (((0,),), torch.ones(1, 1, dtype=torch.int32))
-    kernel(
-        shape.hidden(), sizes.float32((form.tokens, DOWNS)), layers, torch.zeros(2, ROPE, form.tokens),
-        sizes.lengths(mine),
-        RANKS, ((0,),), 0, EXPERTS if shape.others else shape.count, SCALE, SCALING, EPS, *group,
-    )  # fmt: skip
+    kernel, mine = decode_layers[2], slots // ranks
+    following = _layer(mine, ranks, shape, form)
+    last = {name: tensor for name, tensor in following.items() if not name.startswith("next_")}
+    layers = tuple(layer_of(tensors) for tensors in (*[following] * (LAYERS - 1), last))
+    group = {} if ranks == 1 else {"cache_groups": ((0,),), "own": torch.ones(1, 1, dtype=torch.int32)}
+    kernel(layers=layers, **group, **_step(mine, shape, form))
     exchange = () if ranks == 1 else ("all-to-all of the group's sums",)
     return Layers(kernel, (*exchange, ATTENDED, MOVED))
 
 
 def layer_apart(slots: int, shape: ExpertShape, form: Form) -> Layers:
     """The kernel of one layer over pages, on rank 0 of 64; a page of 32 slots has four runs of 8."""
-    from kimi_k2.nki.kernels.layer_attention import FIELDS
     from kimi_k2.nki.kernels.layers import decode_layer
 
     kernel, each = decode_layer[2], 8
-    held = dict(zip(FIELDS, _layer(slots, 1, shape, form, last=False), strict=True))
-    layer = {name: one for name, one in held.items() if one is not None}
-    layer["latents"] = layer["keys"] = sizes.bfloat16((slots // PAGE, 1, PAGE, (sizes.RANK + ROPE) // 2))
-    kernel(
-        hidden=shape.hidden(), projected=sizes.float32((form.tokens, DOWNS)),
-        rotation=torch.zeros(2, ROPE, form.tokens), lengths=sizes.lengths(slots),
-        runs=torch.arange(slots // each, dtype=torch.int32)[None], each=each,
-        first_expert=0, ranks=RANKS, groups=((0,),), num_experts=EXPERTS if shape.others else shape.count,
-        softmax_scale=SCALE, routed_scaling_factor=SCALING, eps=EPS, latent_eps=EPS, **layer,
-    )  # fmt: skip
+    pages = torch.zeros(slots // PAGE, 1, PAGE, CONFIG.cache_dim // 2, dtype=torch.bfloat16)
+    layer = {**_layer(slots, 1, shape, form), "latents": pages, "keys": pages}
+    runs = torch.arange(slots // each, dtype=torch.int32)[None]
+    kernel(runs=runs, each=each, latent_eps=EPS, **layer, **_step(slots, shape, form))
     return Layers(kernel, (ATTENDED, MOVED), apart=True)
 
 
-def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form, last: bool) -> tuple[Any, ...]:
-    q_b, q_b_scales, w_uk, w_uk_scales = sizes.queries(form)
-    if ranks > 1:  # of the whole group's heads, one half on each core
-        each = ranks // 2
-        q_b, w_uk = (np.stack([part] * 2) for part in (np.tile(q_b, (1, 1, each)), np.tile(w_uk, (each, 1, 1, 1))))
-        if q_b_scales is not None:
-            rows = -(-each * ROPE // 128) + each
-            q_b_scales = sizes.ones((2, 128, rows, q_b_scales.shape[2]))
-            w_uk_scales = np.stack([np.tile(w_uk_scales, (each, 1, 1, 1))] * 2)
-    following: tuple[Any, ...] = (None, None, None)
-    if not last:
-        following = (
-            sizes.bfloat16((sizes.OWN, DOWNS)), sizes.bfloat16((shape.count, shape.width, DOWNS)),
-            sizes.bfloat16((sizes.SHARED, DOWNS)),
-        )  # fmt: skip
-    parts = [
-        *sizes.norms(), q_b, q_b_scales, w_uk, w_uk_scales, *sizes.values(form), *sizes.early_router(shape),
-        *sizes.cache(slots), sizes.bfloat16(HIDDEN), sizes.float32((1, EXPERTS)), *sizes.routed(shape), *sizes.shared(),
-    ]  # fmt: skip
-    return (*parts, *following)
+def _step(slots: int, shape: ExpertShape, form: Form) -> dict[str, Any]:
+    """What both kernels are given beside layers, all slots in use."""
+    return {
+        "hidden": shape.hidden(), "projected": torch.zeros(form.tokens, DOWNS),
+        "rotation": torch.zeros(2, ROPE, form.tokens), "lengths": torch.full((1, 1), slots, dtype=torch.int32),
+        "ranks": RANKS, "groups": ((0,),), "first_expert": 0,
+        "num_experts": EXPERTS if shape.others else shape.count,
+        "softmax_scale": SCALE, "routed_scaling_factor": SCALING, "eps": EPS,
+    }  # fmt: skip
+
+
+def _layer(slots: int, ranks: int, shape: ExpertShape, form: Form) -> dict[str, Any]:
+    """Zeros, but for scales and for what the router chooses by."""
+    held = {
+        name: (np.ones if name.endswith("_scales") else np.zeros)(size, NUMPY[str(kind)[6:].removesuffix("fn")])
+        for name, (size, kind) in sizes.layer(CONFIG, shape.width, shape.count, slots, ranks, form.attention).items()
+    }
+    return {**held, "early_residual": shape.early_residual(EXPERTS)}
 
 
 def counts() -> dict[str, Any]:
@@ -114,7 +106,7 @@ def counts() -> dict[str, Any]:
     for name, form in FORMS.items():
         for slots, group in CONTEXTS.items():
             # Drafts and pages are not counted over a spread cache; attention in FP8 is held for that alone.
-            if ((form.tokens > 1 or form.apart) and group > 1) or (form.attention == "fp8" and group == 1):
+            if ((form.tokens > 1 or form.apart) and group > 1) or (form.attention == FP8 and group == 1):
                 continue
             for preset in PRESETS:
                 shape = expert_shape(preset, form)

@@ -1,26 +1,22 @@
-"""Zeros at the sizes of one rank of 64, to run the decode step's kernels over for their counts."""
+"""A MoE layer on one rank of 64, as the kernels of whole layers take it: shapes, dtypes, and values to run with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
+from torch import Tensor
 
-HIDDEN, EXPERTS, TOP_K, BLOCKS = 7168, 384, 8, 56
-Q_RANK, RANK, ROPE, NOPE, VALUE = 1536, 512, 64, 128, 128
-DOWNS = Q_RANK + RANK + ROPE
-RANKS = 64
-OWN = HIDDEN // RANKS  # columns of the residual
-SHARED = 32  # columns of the shared expert
+from kimi_k2.config import KimiK2Config
 
-bfloat16 = partial(np.zeros, dtype=ml_dtypes.bfloat16)
-float32 = partial(np.zeros, dtype=np.float32)
-fp8 = partial(np.zeros, dtype=ml_dtypes.float8_e4m3)
-ones = partial(np.ones, dtype=np.float32)
+HIDDEN, RANKS, TOP_K = 7168, 64, 8
+BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# Standard deviations of drawn values, by which no sum is far larger than another; of others 1.
+_DEVIATIONS = {
+    "q_b": 1536**-0.5, "w_uk": 0.1, "w_uv": 0.05, "o_proj": 0.05, "early_residual": 0.02, "early_heads": 0.02,
+    "bias": 0.1, "next_residual": 0.02, "next_experts": 0.05, "next_shared": 0.05,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,22 +24,14 @@ class Form:
     """What a step's kernels take.
 
     Attributes:
-        attention: "bfloat16", or "fp8" with the checkpoint's scales.
+        attention: dtype of its weights.
         tokens: of the sequence: one, or drafts to be verified with it.
         apart: a call for each layer, over a cache in pages.
     """
 
-    attention: str = "bfloat16"
+    attention: torch.dtype = BF16
     tokens: int = 1
     apart: bool = False
-
-    def weight(self, *shape: int) -> Any:
-        """Zeros of attention's type."""
-        return fp8(shape) if self.attention == "fp8" else bfloat16(shape)
-
-    def scales(self, *shape: int) -> Any:
-        """Scales, where attention's weights have any."""
-        return ones(shape) if self.attention == "fp8" else None
 
 
 @dataclass(frozen=True)
@@ -65,71 +53,76 @@ class ExpertShape:
         """Experts that the rank is given."""
         return max(map(len, self.chosen)) if self.others else TOP_K
 
-    def index(self) -> Any:
-        """Expert n in the n-th of a token's `chosen`, and others elsewhere: int32 [T, 8]."""
-        index = np.empty((len(self.chosen), TOP_K), dtype=np.int32)
-        for token, chosen in enumerate(self.chosen):
-            local, other = iter(range(self.count)), iter(range(self.count, EXPERTS))
-            index[token] = [next(local if slot in chosen else other) for slot in range(TOP_K)]
-        return index
+    def index(self, experts: int) -> Tensor:
+        """Expert n in the n-th of a token's `chosen`, and others elsewhere: int64 [T, 8]."""
+        rows = []
+        for chosen in self.chosen:
+            local, other = iter(range(self.count)), iter(range(self.count, experts))
+            rows.append([next(local if slot in chosen else other) for slot in range(TOP_K)])
+        return torch.tensor(rows)
 
-    def hidden(self) -> Any:
+    def hidden(self) -> Tensor:
         """Residuals by which each token has logits of its own, float32 [T, H]."""
-        hidden = float32((len(self.chosen), HIDDEN))
-        np.fill_diagonal(hidden, 1.0)
-        return hidden
+        return torch.eye(len(self.chosen), HIDDEN)
 
-    def early_residual(self) -> Any:
-        """The router's weights of the residual's columns, by which it chooses `index`, float32 [OWN, E]."""
-        weights = float32((OWN, EXPERTS))
-        for token, numbers in enumerate(self.index()):
-            weights[token, numbers] = np.arange(TOP_K, 0, -1) / 200  # the norm makes it 85 times as much
+    def early_residual(self, experts: int) -> Tensor:
+        """The router's weights of the residual's columns, by which it chooses `index`, float32 [H / RANKS, E]."""
+        weights, index = torch.zeros(HIDDEN // RANKS, experts), self.index(experts)
+        largest = torch.arange(TOP_K, 0, -1) / 200  # the norm makes it 85 times as much
+        weights[: len(index)].scatter_(1, index, largest.expand(index.shape))
         return weights
 
 
-def norms() -> tuple[Any, Any]:
-    """Weights of q_a's and kv_a's norms."""
-    return bfloat16(Q_RANK), bfloat16(RANK)
+def layer(
+    config: KimiK2Config, width: int, count: int, slots: int, group: int = 1, attention: torch.dtype = BF16
+) -> Sizes:
+    """Shape and dtype of a layer's tensors on a rank, by `layer_attention.FIELDS`.
+
+    Args:
+        config: of the model, with a head a rank.
+        width: columns of an expert.
+        count: experts that the rank is given.
+        slots: of the cache of one sequence on this rank.
+        group: ranks that share a cache, each of which makes the queries of all their heads, one half on each core.
+        attention: dtype of its weights; FP8 ones have scales.
+    """
+    q_rank, rank, rope, nope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
+    hidden, experts, downs = config.hidden_size, config.n_routed_experts, config.qkv_a_dim
+    blocks, own, shared = hidden // 128, hidden // RANKS, config.moe_intermediate_size // RANKS
+    heads, cores = (1, ()) if group == 1 else (group // 2, (2,))
+    sizes: Sizes = {
+        "q_norm": ((q_rank,), BF16), "kv_norm": ((rank,), BF16),
+        "q_b": ((*cores, 128, q_rank // 128, heads * (nope + rope)), attention),
+        "w_uk": ((*cores, heads, nope, 1, rank), attention), "w_uv": ((1, 128, rank // 128, nope), attention),
+        "o_proj": ((nope, 1, hidden), attention), "early_residual": ((own, experts), F32),
+        "early_heads": ((nope, experts), F32), "latents": ((1, slots, rank), BF16), "keys": ((1, slots, rope), BF16),
+        "norm": ((hidden,), BF16), "bias": ((1, experts), F32),
+        "gate_up": ((count, 128, blocks, 2 * width), FP8), "gate_up_scales": ((count, 2, blocks), F32),
+        "down": ((count, width, hidden), FP8), "down_scales": ((count, blocks), F32),
+        "shared_gate_up": ((128, blocks, 2 * shared), FP8), "shared_gate_up_scales": ((2, blocks), F32),
+        "shared_down": ((shared, hidden), FP8), "shared_down_scales": ((blocks,), F32),
+        "next_residual": ((own, downs), BF16), "next_experts": ((count, width, downs), BF16),
+        "next_shared": ((shared, downs), BF16),
+    }  # fmt: skip
+    if attention == FP8:
+        sizes |= {
+            "q_b_scales": ((*cores, 128, heads - (-heads * rope // 128), q_rank // 128), F32),
+            "w_uk_scales": ((*cores, heads, 128, rank // 128, 1), F32),
+            "w_uv_scales": ((1, 128, 1, rank // 128), F32), "o_scales": ((128, blocks, 1), F32),
+        }  # fmt: skip
+    return sizes
 
 
-def queries(form: Form) -> tuple[Any, ...]:
-    """q_b, its scales, W_UK, its scales."""
-    return (
-        form.weight(128, Q_RANK // 128, NOPE + ROPE), form.scales(128, 2, Q_RANK // 128),
-        form.weight(1, NOPE, 1, RANK), form.scales(1, 128, RANK // 128, 1),
-    )  # fmt: skip
-
-
-def values(form: Form) -> tuple[Any, ...]:
-    """W_UV, its scales, o_proj, its scales."""
-    return (
-        form.weight(1, 128, RANK // 128, VALUE), form.scales(1, 128, 1, RANK // 128),
-        form.weight(VALUE, 1, HIDDEN), form.scales(128, BLOCKS, 1),
-    )  # fmt: skip
-
-
-def early_router(shape: ExpertShape) -> tuple[Any, Any]:
-    """Weights of the residual's columns and of the head."""
-    return shape.early_residual(), float32((VALUE, EXPERTS))
-
-
-def cache(slots: int) -> tuple[Any, Any]:
-    """Latents and keys of one sequence."""
-    return bfloat16((1, slots, RANK)), bfloat16((1, slots, ROPE))
-
-
-def lengths(slots: int) -> Any:
-    """All slots in use."""
-    return torch.full((1, 1), slots, dtype=torch.int32)
-
-
-def routed(shape: ExpertShape) -> tuple[Any, ...]:
-    """gate and up, their scales, down, its scales."""
-    count, width = shape.count, shape.width
-    tiles = fp8((count, 128, BLOCKS, 2 * width)), ones((count, 2, BLOCKS))
-    return (*tiles, fp8((count, width, HIDDEN)), ones((count, BLOCKS)))
-
-
-def shared() -> tuple[Any, ...]:
-    """The shared expert's gate and up, their scales, down, its scales."""
-    return fp8((128, BLOCKS, 2 * SHARED)), ones((2, BLOCKS)), fp8((SHARED, HIDDEN)), ones(BLOCKS)
+def drawn(sizes: Sizes, generator: torch.Generator) -> dict[str, Tensor]:
+    """Values of such tensors: FP8 within 240 with scales to match, norms about 1, all else about 0."""
+    tensors = {}
+    for name, (shape, dtype) in sizes.items():
+        values = torch.randn(shape, generator=generator)
+        if name.endswith("_scales"):
+            values = values.abs().clamp(max=4) * 3e-4 + 1e-5
+        elif dtype == FP8:
+            values = (values * 40).clamp(-224, 224)
+        else:
+            values = values * 0.1 + 1 if name.endswith("norm") else values * _DEVIATIONS.get(name, 1.0)
+        tensors[name] = values.to(dtype)
+    return tensors

@@ -24,6 +24,7 @@ from kimi_k2.errors import CheckpointError
 from kimi_k2.files import read_data
 from kimi_k2.neuron.layer_arguments import emulated_fp8, numbers, torch_tensor
 from kimi_k2.nki.kernels import MODULES
+from kimi_k2.nki.step_sizes import BF16, F32, RANKS, drawn, layer
 from kimi_k2.parity.trace import ParityError
 from nki_emulator import install
 
@@ -60,43 +61,22 @@ class Compared:
 def cases(config: KimiK2Config) -> Iterator[Case]:
     """The kernel of one layer at one rank's sizes of TP64 and TP32 x EP2, one token, 4,096 slots; alone in its sums."""
     draw = torch.Generator().manual_seed(16)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=draw) * scale).to(torch.bfloat16)
-
-    def values(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=draw) * 40).clamp(-224, 224).to(torch.float8_e4m3fn)
-
-    def scales(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=draw) * 1e-4 + 1e-5
-
-    hidden, count, ranks, slots = config.hidden_size, config.n_routed_experts, 64, 4096
-    q_rank, rank, rope, downs = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim, config.qkv_a_dim
-    blocks, own, shared = hidden // 128, hidden // ranks, config.moe_intermediate_size // ranks
+    count, slots = config.n_routed_experts, 4096
     for name, width, local in (("layer, TP64", 32, count), ("layer, TP32 x EP2", 64, count // 2)):
-        bias = torch.randn(1, count, generator=draw) * 0.1
-        bias[:, :EXPERTS] += 2.0  # those that the recording has
-        if local < count:
-            bias[:, -EXPERTS:] += 2.0
+        sizes = layer(config, width, EXPERTS, slots)
+        pages = (slots // 32, 1, 32, config.cache_dim // 2), BF16
+        inputs = {"hidden": ((1, config.hidden_size), F32), "projected": ((1, config.qkv_a_dim), F32)}
         tensors = {
-            "hidden": normal(1, hidden).float(), "projected": normal(1, downs).float(),
-            "rotation": torch.ones(2, rope, 1) * 0.5**0.5, "lengths": torch.tensor([[3000]], dtype=torch.int32),
+            **drawn({**sizes, "latents": pages, "keys": pages, **inputs}, draw),
+            "rotation": torch.ones(2, config.qk_rope_head_dim, 1) * 0.5**0.5,
+            "lengths": torch.tensor([[3000]], dtype=torch.int32),
             "runs": torch.randperm(slots // RUN, generator=draw).to(torch.int32)[None],
-            "first_expert": torch.zeros(1, 1, dtype=torch.int32), "q_norm": normal(q_rank), "kv_norm": normal(rank),
-            "q_b": normal(128, q_rank // 128, 128 + rope, scale=q_rank**-0.5),
-            "w_uk": normal(1, 128, 1, rank, scale=0.1),
-            "w_uv": normal(1, 128, rank // 128, 128, scale=0.05), "o_proj": normal(128, 1, hidden, scale=0.05),
-            "early_residual": normal(own, count, scale=0.02).float(),
-            "early_heads": normal(128, count, scale=0.02).float(),
-            **{name: normal(slots // 32, 1, 32, (rank + rope) // 2) for name in ("latents", "keys")},
-            "norm": normal(hidden), "bias": bias, "gate_up": values(EXPERTS, 128, blocks, 2 * width),
-            "gate_up_scales": scales(EXPERTS, 2, blocks), "down": values(EXPERTS, width, hidden),
-            "down_scales": scales(EXPERTS, blocks), "shared_gate_up": values(128, blocks, 2 * shared),
-            "shared_gate_up_scales": scales(2, blocks), "shared_down": values(shared, hidden),
-            "shared_down_scales": scales(blocks), "next_residual": normal(own, downs, scale=0.02),
-            "next_experts": normal(EXPERTS, width, downs, scale=0.05), "next_shared": normal(shared, downs, scale=0.05),
-        }  # fmt: skip
-        arguments = {**numbers(config), "each": RUN, "ranks": ranks, "groups": [[0]]}
+            "first_expert": torch.zeros(1, 1, dtype=torch.int32),
+        }
+        tensors["bias"][:, :EXPERTS] += 2.0  # those that the recording has
+        if local < count:
+            tensors["bias"][:, -EXPERTS:] += 2.0
+        arguments = {**numbers(config), "each": RUN, "ranks": RANKS, "groups": [[0]]}
         arguments["num_experts"] = EXPERTS if local == count else count
         yield Case(name, tensors, arguments)
 

@@ -14,7 +14,6 @@ import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BLOCK
 from kimi_k2.nki.kernels.exchange import add_over_cores, share_of
-from kimi_k2.nki.kernels.halves import in_parts, parts_of
 from kimi_k2.nki.kernels.views import bytes_of
 
 # For one table's tiles, a partition.
@@ -86,7 +85,6 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         self.out_count, self.begin, self.rows = out_count, begin, rows
         self.skips = local < num_experts
         self.per, self.stack = max(1, BLOCK // double), BLOCK // rows
-        self.narrow = down
         self.gate_up = Table(gate_up, (BLOCK, count, double), (blocks * double, double, 1), first * double)
         self.down = Table(down, (rows, out_count, BLOCK), (size, BLOCK, 1), begin * size)
         self.gate_up_scales = Table(gate_up_scales, (2, count), (blocks, 1), first)
@@ -149,39 +147,20 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.nc_matmul(dst=turned, stationary=kept, moving=exact[0:tokens, 0:tokens], is_transpose=True)
         by_slot = nl.ndarray((self.slots, tokens), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=by_slot, src=turned)
-        whole, rest = self.out_count + self.extra // BLOCK, self.extra % BLOCK
-        blocks = whole + (1 if rest > 0 else 0)
-        result = nl.ndarray((BLOCK, blocks, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        # One part's sums begin with what is shared; those of several parts have it added.
-        begun = parts_of(columns, self.narrow) == 1
-        if rest > 0 and not begun:
-            nisa.memset(dst=result[:, whole, :], value=0.0)
-        parts = parts_of(columns, self.gate_up.tensor)
-        halves = columns
-        if parts > 1:
-            halves = in_parts(columns, parts)
+        result = nl.ndarray(shared.shape, dtype=nl.float32, buffer=nl.sbuf)
         for token in range(tokens):
             place = []
             for slot in range(self.slots):
                 place.append(places[token : token + 1, slot : slot + 1])
-            column = halves[:, :, token, :] if parts > 1 else halves[:, :, token : token + 1]
             row_scales, factors = self._scales(place, by_slot[:, token : token + 1])
             moving = []
             for group in range(self.slots // self.stack):
-                inner = self._inner(group, column, place, row_scales)
+                inner = self._inner(group, columns[:, :, token : token + 1], place, row_scales)
                 weighted = nl.ndarray((BLOCK, 1, self.out_count + 1), dtype=columns.dtype, buffer=nl.sbuf)
                 nisa.tensor_scalar(dst=weighted[:, 0, :], data=factors[:, group, :], op0=nl.multiply, operand0=inner)
                 moving.append(weighted)
-            if begun:
-                total = self._down(moving, place, exact, shared[:, :, token])
-            else:
-                total = self._down(moving, place, None, None)
-            if begun:
-                nisa.tensor_copy(dst=result[:, :, token], src=total)
-                continue
-            _add(result, total, shared, token, BLOCK, 0, whole)
-            if rest > 0:
-                _add(result, total, shared, token, rest, whole, whole + 1)
+            total = self._down(moving, place, exact, shared[:, :, token])
+            nisa.tensor_copy(dst=result[:, :, token], src=total)
         return result
 
     def numbers(self, index: Any, first_expert: Any) -> tuple[Any, Any]:
@@ -237,17 +216,16 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
         Args:
             group: of those that lie in one tile of down.
-            column: [128, count, parts], a token's values, whose parts add up to them.
+            column: [128, count, 1], a token's values.
             place: of each slot.
             row_scales: of `_scales`.
         """
-        parts = column.shape[2]
         per, width, count, rows = self.per, self.width, self.count, self.rows
         pairs = self.stack // per
         both = nl.ndarray((BLOCK, pairs), dtype=nl.float32, buffer=nl.sbuf)
         for pair in range(pairs):
             of_all = group * pairs + pair
-            products = nl.ndarray((BLOCK, count, parts), dtype=nl.float32, buffer=nl.psum)
+            products = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.psum)
             tile = self.gate_up_tiles[of_all % len(self.gate_up_tiles)]
             for number in range(per):
                 self._load(tile[:, number], self.gate_up, place[of_all * per + number])
@@ -258,12 +236,9 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                     moving=column[:, block, :],
                     accumulate=False,
                 )
-            scaled = nl.ndarray((BLOCK, count, parts), dtype=nl.float32, buffer=nl.sbuf)
-            pattern = [[row_scales.shape[1] * count, BLOCK], [1, count], [0, parts]]
-            scales = row_scales.ap(pattern=pattern, offset=of_all * count)
-            nisa.tensor_tensor(dst=scaled, data1=products, data2=scales, op=nl.multiply)
-            flat = scaled.reshape((BLOCK, count * parts))
-            nisa.tensor_reduce(dst=both[:, pair : pair + 1], op=nl.add, data=flat, axis=1)
+            scaled = nl.ndarray((BLOCK, count), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=scaled, data1=products[:, :, 0], data2=row_scales[:, of_all, :], op=nl.multiply)
+            nisa.tensor_reduce(dst=both[:, pair : pair + 1], op=nl.add, data=scaled, axis=1)
         if self.exchanged:
             add_over_cores(both)
         # To the partitions that down's rows lie on.
@@ -283,53 +258,31 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
         `base`, what the sum begins with, goes through the Tensor Engine, with the identity `exact`, while that waits
-        for weights; None: nothing.
+        for weights.
 
         Args:
-            inner: of each group of experts [128, 1, n + 1], what goes into down times `_scales`; float32 beside
-                narrower weights is not to be rounded.
+            inner: of each group of experts [128, 1, n + 1], what goes into down times `_scales`.
             place: of each slot.
             exact, base: see above.
         """
-        parts = parts_of(inner[0], self.narrow)
-        groups, count, begun = len(inner), self.out_count, base != None
-        beside = (self.extra + BLOCK - 1) // BLOCK
-        total = nl.ndarray((BLOCK, count + beside, parts), dtype=nl.float32, buffer=nl.psum)
-        if begun:
-            nisa.nc_matmul(dst=total[:, :, 0], stationary=exact, moving=base, accumulate=False)
-        own = []
+        count, groups = self.out_count, len(inner)
+        total = nl.ndarray((BLOCK, base.shape[1], 1), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=total[:, :, 0], stationary=exact, moving=base, accumulate=False)
         for group in range(groups):
             moving = inner[group]
-            last = moving[:, :, count : count + 1]
-            if parts > 1:
-                moving = in_parts(moving, parts)
-                # Columns beside that are float32, where down's are not, take the value whole.
-                wide = self.extra > 0 and bytes_of(self.beside.dtype) == 4
-                last = _of_parts(last, parts) if wide else moving[:, :, count, :]
-            own.append(last)
             tile = self.down_tiles[group % len(self.down_tiles)]
             self._load_group(tile, self.down, group, place)
             for block in range(count):
-                value = moving[:, 0, block, :] if parts > 1 else moving[:, 0, block : block + 1]
-                nisa.nc_matmul(
-                    dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=group > 0 or begun
-                )
+                value = moving[:, 0, block : block + 1]
+                nisa.nc_matmul(dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=True)
         # Last what has fewest matmuls, which no transfer hides.
         if self.extra > 0:
             for group in range(groups):
-                self._add_beside(group, place, own[group][:, 0, :], total[:, count:], group > 0 or begun)
-        if parts == 1:
-            return total[:, :, 0]
-        sums = nl.ndarray((BLOCK, count + beside), dtype=nl.float32, buffer=nl.sbuf)
-        rest = self.extra % BLOCK
-        last = count + beside - (1 if rest > 0 else 0)
-        nisa.tensor_reduce(dst=sums[:, 0:last], op=nl.add, data=total[:, 0:last, :], axis=2)
-        if rest > 0:
-            nisa.tensor_reduce(dst=sums[0:rest, last:], op=nl.add, data=total[0:rest, last:, :], axis=2)
-        return sums
+                self._add_beside(group, place, inner[group][:, 0, count : count + 1], total[:, count:])
+        return total[:, :, 0]
 
-    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any, added: bool) -> None:
-        """The columns beside down's, of one group of experts; added to what is there, or not."""
+    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any) -> None:
+        """Add the columns beside down's, of one group of experts."""
         tile = self.beside_tiles[group % len(self.beside_tiles)]
         self._load_group(tile, self.beside_rows, group, place)
         for block in range(total.shape[1]):
@@ -338,22 +291,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
                 dst=total[0:size, block, :],
                 stationary=tile[:, block * BLOCK : block * BLOCK + size],
                 moving=moving,
-                accumulate=added,
+                accumulate=True,
             )
-
-
-def _add(result: Any, total: Any, shared: Any, token: int, rows: int, begin: int, end: int) -> None:
-    """A token's sums of blocks `begin` to `end` on the first `rows` partitions, and what is shared, in the result."""
-    target = result[0:rows, begin:end, token]
-    nisa.tensor_tensor(dst=target, data1=total[0:rows, begin:end], data2=shared[0:rows, begin:end, token], op=nl.add)
-
-
-def _of_parts(values: Any, parts: int) -> Any:
-    """Float32 values [P, n, 1] as [P, n, parts] that add up to them without being split: zeros behind the first."""
-    whole = nl.ndarray((values.shape[0], values.shape[1], parts), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=whole, value=0.0)
-    nisa.tensor_copy(dst=whole[:, :, 0:1], src=values)
-    return whole
 
 
 def _selector(rows: int, pattern: list[list[int]], groups: int) -> Any:

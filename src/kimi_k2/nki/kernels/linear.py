@@ -8,9 +8,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 from kimi_k2.nki.kernels.columns import BANK, BLOCK
-from kimi_k2.nki.kernels.halves import in_parts, joined, parts_of
-
-_PARTS = 3  # of a float32 value
 
 
 def load_weight(tiles: Any, tile: Any = None) -> Any:
@@ -28,9 +25,8 @@ def project(
     """weight^T . columns: [min(N, 128), ceil(N / 128), T] of `dtype`, summed in float32.
 
     Args:
-        columns: [P, K, T] in SBUF; P * K values of each of T tokens. Float32 beside a narrower weight is multiplied as
-            three BF16 parts, which hold all of it.
-        weight: [P, K, N] in SBUF, wide as the columns are or narrower; N at most 128 or a multiple of it.
+        columns: [P, K, T] in SBUF; P * K values of each of T tokens.
+        weight: [P, K, N] in SBUF, float32 where the columns are; N at most 128 or a multiple of it.
         scales: None, or float32 [min(N, 128), ceil(N / 128) or more, K] in SBUF: of each output row and each chunk of
             inputs.
         dtype: of the result.
@@ -40,19 +36,12 @@ def project(
         beside: what is added then, of the result's shape in SBUF, beside a factor of one token; None: nothing.
         head: see `factor`.
     """
-    inputs, chunks, count = columns.shape
-    width = weight.shape[2]
+    count, width = columns.shape[2], weight.shape[2]
     rows, pieces = min(width, BLOCK), (width + BLOCK - 1) // BLOCK
     assert width <= BLOCK or width % BLOCK == 0, "expected a weight of at most 128 or of a multiple of 128 columns"
     result = out
     if out == None:
         result = nl.ndarray((rows, pieces, count), dtype=dtype, buffer=nl.sbuf)
-    parts = parts_of(columns, weight, _PARTS)
-    if parts > 1:
-        split = in_parts(columns, parts).reshape((inputs, chunks, count * parts))
-        sums = joined(project(split, weight, scales, nl.float32), parts)
-        finish(result, sums, factor, beside, head)
-        return result
     if scales == None:
         _summed(columns, weight, factor, result, beside, head)
         return result
