@@ -183,6 +183,7 @@ SHORT: dict[str, Any] = {"seq_len": 48, "max_context_length": 48}
 PREFIXES, PREFIXES_SPLIT = (neuron_config(ranks, 1, 4, **BLOCKS) for ranks in (1, 2))
 _WHOLE = layers("TP2")
 LAYERS = neuron_config(2, 1, 4, **format_of(_WHOLE, config_of(**_WHOLE.source)).neuron_options(), **_WHOLE.options)
+del LAYERS["n_positions"]  # which follow seq_len
 LAYERS_SPLIT: dict[str, Any] = {"flash_decoding_enabled": True, "seq_len": 8 * SLOTS}
 CAPTURE = {"tensor_capture_config": {"modules_to_capture": ["layers.1"]}, **SAMPLING}
 DRAFT: dict[str, Any] = {
@@ -288,7 +289,7 @@ def test_all_others_are_refused(kind: str) -> None:
         "tensor_capture_config",
     ),
     # Whole layers in one kernel.
-    ({**LAYERS, "decode": "kernels"}, "decode: .*layers"),
+    ({**LAYERS, "decode": "kernels"}, "'decode': .*layers"),
     ({**LAYERS, "rpl_reduce_dtype": "bfloat16"}, "rpl_reduce_dtype.*layers"),
     ({**LAYERS, "seq_len": 128 * 3}, "seq_len.*layers"),
     (

@@ -501,6 +501,21 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int = WANTED) -> lis
     return requests
 
 
+def verify(runner: Runner, requests: list[Request], replies: list[list[int]], tokens: int, wanted: int) -> int:
+    """Steps to `wanted` tokens of each, `tokens` a line, every other step's last draft wrong; the replies come."""
+    runner.threshold, steps = tokens, 0
+    while min(len(request.output) for request in requests) < wanted:
+        ahead = [
+            [*right, 0, 0, 0][len(request.output) :][: tokens - 1]
+            for request, right in zip(requests, replies, strict=True)
+        ]
+        runner.decode(requests, [[*drafts[:-1], drafts[-1] + steps % 2] for drafts in ahead])
+        steps += 1
+    for request, right in zip(requests, replies, strict=True):
+        assert request.output[: len(right)] == right[: len(request.output)]
+    return steps
+
+
 def on_meta(config: KimiK2Config, target: Target, rank: int = 0) -> Runner:
     """A planned deployment's rank on tensors without memory; one replica."""
     layout, line = target.layout, target.torch_native

@@ -79,20 +79,10 @@ def test_kernels_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         on_device_sampling_config=SimpleNamespace(max_top_k=256), max_logprobs=-1,
     )  # fmt: skip
     runner.model.set_aux_hidden_state_layers((0, 2))
-    plain = line.plain(directory)
     requests = [line.Request(prompt) for prompt in line.prompts(directory)[:2]]
     for request in requests:
         runner.prefill(request)
-    runner.threshold, steps = tokens, 0
-    while min(len(request.output) for request in requests) < 5:
-        ahead = [
-            [*right, 0, 0, 0][len(request.output) :][: tokens - 1]
-            for request, right in zip(requests, plain[0], strict=False)
-        ]
-        runner.decode(requests, [[*drafts[:-1], drafts[-1] + steps % 2] for drafts in ahead])
-        steps += 1
-    for request, right in zip(requests, plain[0], strict=False):
-        assert request.output[: len(right)] == right[: len(request.output)]
+    line.verify(runner, requests, line.plain(directory)[0][:2], tokens, 5)
     assert [called(graph.graph)["line.decode_layer"] for graph in lowering.graphs.values()] == [0, 2]
 
 

@@ -129,14 +129,7 @@ def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, 
             states = theirs(torch.tensor([request.prompt]), output_hidden_states=True).hidden_states
             wanted = torch.cat(states[:2], dim=-1)[0]
             assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
-    runner.threshold, steps = 3, 0
-    while min(len(request.output) for request in requests) < 6:
-        ahead = [[*right, 0, 0][len(request.output) :] for request, right in zip(requests, tokens, strict=True)]
-        runner.decode(requests, [[first, second + steps % 2] for first, second, *_ in ahead])
-        steps += 1
-    assert steps < 4
-    for request, right in zip(requests, tokens, strict=True):
-        assert request.output[:8] == right[: len(request.output)]
+    assert line.verify(runner, requests, tokens, 3, 6) < 4
     with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
         runner.model.set_aux_hidden_state_layers((2,))
 

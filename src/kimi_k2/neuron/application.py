@@ -100,6 +100,16 @@ def cpu_deployment(
     return preset.model_copy(update=changed)
 
 
+def padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """NxDI's arguments for a prefill of prompts padded on the right, each [B, S]; position 1 marks a pad."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    slots = torch.arange(int(lengths.max()))
+    ids = torch.tensor([[*prompt, *[0] * (len(slots) - len(prompt))] for prompt in prompts])
+    mask = slots < lengths[:, None]
+    positions = torch.where(mask, slots, torch.ones_like(ids))
+    return {"input_ids": ids, "attention_mask": mask.to(torch.int32), "position_ids": positions}
+
+
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """NxD's logger and gloo report the process groups on standard output, where the generated text goes."""
@@ -201,22 +211,14 @@ class NeuronApplication:
                 f"a prompt has {max(lengths)} tokens: {self.name} takes {self.longest_prompt} in one prefill"
             )
         self.app.reset()
-        # Every line of the batch is computed in any case; those without a prompt repeat the first one's.
-        spare = self.batch_size - len(prompts)
-        rows, ends = [*prompts, *[prompts[0]] * spare], torch.tensor([*lengths, *lengths[:1] * spare])
-        slots = torch.arange(max(lengths))
-        ids = torch.tensor([[*row, *[0] * (max(lengths) - len(row))] for row in rows])
-        mask = (slots < ends[:, None]).to(torch.int32)
-        # NxDI's convention for right padding: position 1 marks a pad.
-        positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
         if self.options.ctx_batch_size == self.batch_size:
-            return self._pass(len(prompts), ids, mask, positions, sampling)
+            # Every line of the batch is computed in any case; those without a prompt repeat the first one's.
+            spare = self.batch_size - len(prompts)
+            return self._pass(len(prompts), padded([*prompts, *[prompts[0]] * spare]), sampling)
         # Continuous batching prefills a sequence at a time, each into its own line of the cache.
-        outputs = []
-        for row, end in enumerate(lengths):
-            own = slice(row, row + 1), slice(end)
-            outputs.append(self._pass(1, ids[own], mask[own], positions[own], sampling, torch.tensor([row])))
-        return _stacked(outputs)
+        return _stacked(
+            [self._pass(1, padded([row]), sampling, torch.tensor([line])) for line, row in enumerate(prompts)]
+        )
 
     def decode(self, tokens: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Output:
         """One token a sequence, each at its own position: int64 [B], int64 [B]; BusyError while a stream is open."""
@@ -229,24 +231,18 @@ class NeuronApplication:
         tokens, positions = (torch.cat((values, values[:1].expand(spare))) for values in (tokens, positions))
         # NxDI's decode mask covers the cache only; the current token is not in it yet.
         mask = (torch.arange(int(positions.max())) < positions[:, None]).to(torch.int32)
-        return self._pass(count, tokens[:, None], mask, positions[:, None], sampling)
+        inputs = {"input_ids": tokens[:, None], "attention_mask": mask, "position_ids": positions[:, None]}
+        return self._pass(count, inputs, sampling)
 
     def _pass(
-        self,
-        count: int,
-        ids: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        sampling: Tensor | None,
-        lines: Tensor | None = None,
+        self, count: int, inputs: dict[str, Tensor], sampling: Tensor | None, lines: Tensor | None = None
     ) -> Output:
+        ids = inputs["input_ids"]
         if sampling is not None:
             sampling = sampling[: len(ids)]
         # In CPU mode NxD also prints shapes from inside its expert-parallel layers.
         with _stdout_to_stderr() if self.options.on_cpu else nullcontext():
-            out = self.app(
-                input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=lines, sampling_params=sampling
-            )
+            out = self.app(**inputs, seq_ids=lines, sampling_params=sampling)
         tokens = None
         if self.stats is not None:
             accepted = out.fused_outputs  # in CPU mode the accepted tokens alone

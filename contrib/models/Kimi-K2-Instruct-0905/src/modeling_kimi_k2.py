@@ -195,9 +195,12 @@ class NeuronKimiK2ForCausalLM(NeuronBaseForCausalLM):
         if pre_shard_weights_hook is not None:
             pre_shard_weights_hook(self)
         if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
-            directory = Path(compiled_model_path)
-            (directory / "weights").mkdir(parents=True, exist_ok=True)
-            self.rank_weights(neuron.start_rank_id, neuron.local_ranks_size, directory)
+            self.write_ranks(Path(compiled_model_path))
+
+    def write_ranks(self, directory: Path) -> None:
+        """Files of this machine's ranks, in one pass over the checkpoint."""
+        (directory / "weights").mkdir(parents=True, exist_ok=True)
+        self.rank_weights(self.neuron_config.start_rank_id, self.neuron_config.local_ranks_size, directory)
 
     def load_weights(
         self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None

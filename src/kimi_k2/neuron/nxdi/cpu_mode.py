@@ -19,16 +19,20 @@ def load(app: Any, to_cpu: Callable[[], None]) -> None:
     """Run NxDI's `to_cpu` with steps of several tokens allowed, and in process groups that are there already.
 
     NxDI refuses `speculation_length` in CPU mode (models/application_base.py, to_cpu). What it lacks is in
-    `copy_states`: its own names a token generation model, which such an application does not have.
+    `copy_states`: its own names a token generation model, which such an application does not have. A model for each
+    stage it makes for continuous batching alone; with sequence parallelism they differ, as decode has no sequence to
+    cut.
     """
-    kept = app.neuron_config
+    kept, neuron = app.neuron_config, app.config.neuron_config
     app.neuron_config = copy.copy(kept)  # the models are made from app.config, which keeps the length
     app.neuron_config.speculation_length = 0
+    continuous = neuron.is_continuous_batching
+    neuron.is_continuous_batching = continuous or neuron.sequence_parallel_enabled
     try:
         with _ranks_once(kept.world_size):
             to_cpu()
     finally:
-        app.neuron_config = kept
+        app.neuron_config, neuron.is_continuous_batching = kept, continuous
 
 
 @contextmanager
@@ -61,6 +65,11 @@ def _ranks_once(ranks: int) -> Iterator[None]:
             os.environ["WORLD_SIZE"] = world
 
 
+def models_of(wrappers: Sequence[Any]) -> list[Any]:
+    """Their models, each once."""
+    return list({id(wrapper.model): wrapper.model for wrapper in wrappers}.values())
+
+
 def states(model: Any) -> list[torch.Tensor]:
     """What a pass of a submodel updates and returns last: caches, and the adapters in use."""
     lora = model.neuron_config.lora_config is not None
@@ -70,15 +79,15 @@ def states(model: Any) -> list[torch.Tensor]:
 
 def copy_states(wrappers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
     """Give every submodel the states that one of them returned; on a device they share them."""
-    for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
+    for model in models_of(wrappers):
         model_states = states(model)
         for state, new in zip(model_states, outputs[-len(model_states) :], strict=True):
             state.data = new
 
 
-def follow_prefixes(wrappers: Sequence[Any]) -> None:
+def follow_prefixes(models: Sequence[Any]) -> None:
     """With prefix caching, give the module the bucket of each pass, which a traced graph has from its bucket."""
-    for model in {id(wrapper.model): wrapper.model for wrapper in wrappers}.values():
+    for model in models:
         if model.is_prefix_caching:
             model.register_forward_pre_hook(_set_prefix)
 

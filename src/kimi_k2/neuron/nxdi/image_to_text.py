@@ -34,12 +34,12 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model.modeling_kimi_k2 import rank_file
 from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import ConfigError, MediaError
-from kimi_k2.vision_config import Grid, VisionConfig
+from kimi_k2.neuron.application import padded
+from kimi_k2.vision_config import Grid
 
 from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .model_wrapper import KimiK2ModelWrapper
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM, NeuronKimiK2Model
-from .presharding import preshard
 from .vision import (
     POSITIONS,
     KimiK25VisionGraph,
@@ -285,17 +285,9 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The text model's tensors."""
-        return self.get_state_dict(self.config._name_or_path or self.model_path, self.text_config)
+        return self.get_state_dict(self.source, self.text_config)
 
-    def shard_text_weights(
-        self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
-    ) -> None:
-        """As the text class's, streamed."""
-        neuron = self.text_config.neuron_config
-        if pre_shard_weights_hook is not None:
-            pre_shard_weights_hook(self)
-        if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
-            preshard(self.config._name_or_path or self.model_path, compiled_model_path, neuron)
+    shard_text_weights = NeuronKimiK2ForCausalLM.shard_weights
 
     def load_weights(  # type: ignore[override]  # as NxDI's two bases differ
         self,
@@ -331,8 +323,7 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
         tower.load_state_dict(state)
 
     def _stored_vision(self) -> dict[str, Tensor]:
-        source = self.config._name_or_path or self.model_path
-        return load_vision(source, KimiK2Config.from_pretrained(source))  # which knows the names' prefix
+        return load_vision(self.source, KimiK2Config.from_pretrained(self.source))  # which knows the names' prefix
 
     @property
     def vision_inputs(self) -> VisionInputs:
@@ -370,13 +361,18 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             seq_ids: each prompt's cache line.
 
         Raises:
-            MediaError: an image fits no bucket, or a prompt's media tokens are not those of its images.
+            MediaError: an image fits no bucket, a prompt is too long, or its media tokens are not those of its images.
         """
         features = [[self.encode(pixels, [grid]) for pixels, grid in own] for own in media]
-        vision = self.vision_inputs.config
-        inputs, rows, index = prefill_inputs(prompts, features, vision, self.neuron_config.max_context_length)
+        rows = MediaRows.of(prompts, features, self.vision_inputs.config.media_token_ids)
+        inputs, longest = padded(prompts), self.neuron_config.max_context_length
+        ids = inputs["input_ids"]
+        if (width := ids.shape[1]) > longest:
+            raise MediaError(f"a prompt of {width} tokens; max_context_length is {longest}")
         if rows is not None:
-            inputs |= {"vision_embeddings": rows, "vision_mask": index}
+            index = rows.padded(width).to(torch.int32)
+            inputs |= {"input_ids": torch.where(index >= 0, 0, ids), "vision_mask": index}
+            inputs["vision_embeddings"] = rows.features
         return self(**inputs, seq_ids=seq_ids)
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -394,32 +390,3 @@ class NeuronKimiK25ForImageToText(NeuronKimiK2ForCausalLM, NeuronBaseForImageToT
             )
             kwargs["vision_mask"] = torch.full(input_ids.shape if none else (0,), -1, dtype=torch.int32)
         return super().forward(input_ids, *args, **kwargs)
-
-
-def prefill_inputs(
-    prompts: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]], config: VisionConfig, longest: int
-) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
-    """Arguments of a prefill, and its media's rows [M, H] with int32 [B, S], the row of each token, -1 for text.
-
-    Args:
-        features: of each prompt, the embeddings of its images and video chunks.
-        longest: tokens that a prompt may have.
-
-    Raises:
-        MediaError: a prompt is too long, or its media tokens are not those of its images.
-    """
-    rows = MediaRows.of(prompts, features, config.media_token_ids)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
-    if width > longest:
-        raise MediaError(f"a prompt of {width} tokens; max_context_length is {longest}")
-    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-    slots = torch.arange(width)
-    mask = (slots < lengths[:, None]).to(torch.int32)
-    positions = torch.where(mask.bool(), slots.expand_as(ids), torch.ones_like(ids))
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    if rows is None:
-        return inputs, None, None
-    index = rows.padded(width).to(torch.int32)
-    inputs["input_ids"] = torch.where(index >= 0, 0, ids)
-    return inputs, rows.features, index

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -224,30 +223,15 @@ class NeuronKimiK2ForCausalLM(base.NeuronKimiK2ForCausalLM):
 
     def to_cpu(self) -> None:
         """NxDI's CPU mode, with what it lacks."""
-        with self._models_of_their_own():
-            cpu_mode.load(self, super().to_cpu)
-        cpu_mode.follow_prefixes(self.models)
-        if self.neuron_config.lora_config is not None:
-            lora.follow_stages({id(wrapper.model): wrapper.model for wrapper in self.models}.values())
-        if self.neuron_config.flash_decoding_enabled:  # ModelBuilder makes the groups where there is a device
+        cpu_mode.load(self, super().to_cpu)
+        models, neuron = cpu_mode.models_of(self.models), self.neuron_config
+        cpu_mode.follow_prefixes(models)
+        if neuron.lora_config is not None:
+            lora.follow_stages(models)
+        if neuron.flash_decoding_enabled:  # ModelBuilder makes the groups where there is a device
             parallel_state.initialize_kv_group(self.config.num_cores_per_group, sequential_ranks_in_group=True)
-        if self.neuron_config.tensor_capture_config is not None:
-            models = {id(wrapper.model): wrapper.model for wrapper in self.models}
-            capture_in_cpu_mode(models.values(), self.neuron_config.tensor_capture_config)
-
-    @contextmanager
-    def _models_of_their_own(self) -> Iterator[None]:
-        """A model for each stage in NxDI's CPU mode, which makes them for continuous batching alone.
-
-        With sequence parallelism the two stages differ: decode has no sequence to cut.
-        """
-        neuron = self.neuron_config
-        kept = neuron.is_continuous_batching
-        neuron.is_continuous_batching = kept or neuron.sequence_parallel_enabled
-        try:
-            yield
-        finally:
-            neuron.is_continuous_batching = kept
+        if neuron.tensor_capture_config is not None:
+            capture_in_cpu_mode(models, neuron.tensor_capture_config)
 
     def _copy_past_key_values(self, outputs: list[Tensor]) -> None:
         """In CPU mode, hand a pass's states, which are its last outputs, to every submodel."""
@@ -312,12 +296,6 @@ class NeuronKimiK2ForCausalLM(base.NeuronKimiK2ForCausalLM):
         fill(own, (Parameter(name, tensor) for name, tensor in head.items()), held, neuron)
         return [fused_state_dict(*both) for both in zip(weights, own.values(), strict=True)]
 
-    def shard_weights(
-        self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Callable[[Any], None] | None = None
-    ) -> None:
-        """Pre-shard beside the compiled model if the neuron config says `save_sharded_checkpoint`; see `preshard`."""
-        neuron = self.neuron_config
-        if pre_shard_weights_hook is not None:
-            pre_shard_weights_hook(self)
-        if neuron.save_sharded_checkpoint and not neuron.skip_sharding:
-            preshard(self.model_path, compiled_model_path, neuron)
+    def write_ranks(self, directory: Path) -> None:
+        """Those of all ranks, see `preshard`."""
+        preshard(self.source, directory, self.neuron_config)

@@ -34,11 +34,10 @@ class ExpandedAttention(nl.NKIObject):  # type: ignore[misc]
     head_values: Any
 
     def __init__(
-        self, latents: Any, keys: Any, lengths: Any, first: int, count: int, identity: Any, exact: Any, ones: Any,
-        w_uk: Any, w_uv: Any, pages: Any,
-    ) -> None:  # fmt: skip
-        self.latent = LatentAttention(latents, keys, lengths, None, first, count, identity, exact, ones, pages)
-        self.count, self.identity, self.ones = count, identity, ones
+        self, step: Any, latents: Any, keys: Any, first: int, count: int, pages: Any, w_uk: Any, w_uv: Any
+    ) -> None:
+        self.latent = LatentAttention(step, latents, keys, first, count, pages)
+        self.count, self.identity, self.ones = count, step.identity, step.ones
         self.w_uk, self.w_uv = w_uk, w_uv
         self.turned_uk = None
         self.head_keys = None

@@ -53,28 +53,24 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
     blocks, other rows of down.
 
     Args:
-        gate_up: [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row j of gate (of up from I on)
-            and column c * 128 + p.
-        gate_up_scales: float32 [E_local, 2, H/128], of gate and of up by block of columns; the rank's rows lie in one
-            block.
-        down: [E_local, I, H], the transposed weight.
-        down_scales: float32 [E_local, H/128], by block of rows.
-        first, count: blocks of H of gate and up that this core multiplies.
+        layer: with the weights. `gate_up` [E_local, 128, H/128, 2 * I], I one of 32 and 64: value [e, p, c, j] is row
+            j of gate (of up from I on) and column c * 128 + p; its scales float32 [E_local, 2, H/128], of gate and of
+            up by block of columns, as the rank's rows lie in one block. `down` [E_local, I, H], the transposed weight;
+            its scales float32 [E_local, H/128], by block of rows. `next_experts` [E_local, I, N] without scales, more
+            columns of down; None: none.
         num_experts: of all ranks.
+        first, count: blocks of H of gate and up that this core multiplies.
         slots: of a token's 8 experts that this core adds up.
-        beside: [E_local, I, N] without scales, more columns of down; None: none.
     """
 
     beside_rows: Any
     beside_tiles: Any
 
-    def __init__(
-        self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int,
-        num_experts: int, slots: int, beside: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, layer: Any, num_experts: int, first: int, count: int, slots: int) -> None:
+        gate_up, down, beside = layer.gate_up, layer.down, layer.next_experts
         local, blocks, double = gate_up.shape[0], gate_up.shape[2], gate_up.shape[3]
         width, size = double // 2, blocks * BLOCK
-        self.beside, self.local = beside, local
+        self.local = local
         self.extra = 0 if beside == None else beside.shape[2]
         self.num_experts = num_experts
         self.width, self.count, self.slots = width, count, slots
@@ -87,8 +83,8 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         self.per, self.stack = max(1, BLOCK // double), BLOCK // rows
         self.gate_up = Table(gate_up, (BLOCK, count, double), (blocks * double, double, 1), first * double)
         self.down = Table(down, (rows, out_count, BLOCK), (size, BLOCK, 1), begin * size)
-        self.gate_up_scales = Table(gate_up_scales, (2, count), (blocks, 1), first)
-        self.down_scales = Table(down_scales, (1, out_count), (blocks, 1), 0)
+        self.gate_up_scales = Table(layer.gate_up_scales, (2, count), (blocks, 1), first)
+        self.down_scales = Table(layer.down_scales, (1, out_count), (blocks, 1), 0)
         pairs, groups = slots // self.per, slots // self.stack
         self.gate_up_tiles = self._buffers(pairs, (BLOCK, self.per, count, double), gate_up.dtype)
         self.down_tiles = self._buffers(groups, (BLOCK, out_count, BLOCK), down.dtype)

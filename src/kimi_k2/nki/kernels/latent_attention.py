@@ -34,27 +34,21 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
     A token attends to its own new entry and to those of its sequence's tokens before it.
 
     Args:
+        step: the kernel's `Step`, whose `own` says where new entries take part; None: everywhere.
         latents, keys: in HBM.
-        lengths: int32 [B, 1] in HBM, slots in use.
-        own: int32 [B * tokens, 1] in HBM, 1 where the new entry takes part; None: everywhere.
         first, count: tiles of 128 slots of this core.
-        identity: [128, 128] in the cache's dtype.
-        exact, ones: identity and ones, float32 [128, 128].
         pages: `Pages` where caches lie so, whose parts are `latents` and `keys`.
     """
 
     absent: Any
     caches: list[Any]
 
-    def __init__(
-        self, latents: Any, keys: Any, lengths: Any, own: Any, first: int, count: int, identity: Any, exact: Any,
-        ones: Any, pages: Any = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: Any, latents: Any, keys: Any, first: int, count: int, pages: Any) -> None:
         self.pages = pages
         self.latents, self.keys = latents, keys
         self.first, self.count = first, count
-        self.identity, self.exact, self.ones = identity, exact, ones
-        self.near_ones = ones if identity.dtype == ones.dtype else all_ones(identity.dtype)
+        self.identity, self.ones = step.identity, step.ones
+        self.near_ones = step.ones if step.dtype == nl.float32 else all_ones(step.dtype)
         batch, rank = latents.shape[0], latents.shape[2]
         size = bytes_of(latents.dtype)
         entry = (rank + keys.shape[2]) * size
@@ -63,13 +57,13 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
         self.ahead = 2 * count * (entry + turned) <= _CACHE_BYTES
         self.caches = []
         self.penalties = []
-        limits = self._numbers(lengths)
+        limits = self._numbers(step.lengths)
         for sequence in range(batch):
             self.caches.append(None)
             self.penalties.append(self._penalty(limits[:, sequence : sequence + 1]))
         self.absent = None
-        if own != None:  # 0 where the new entry takes part, MASKED where it does not
-            self.absent = self._numbers(own)
+        if step.own != None:  # 0 where the new entry takes part, MASKED where it does not
+            self.absent = self._numbers(step.own)
             nisa.tensor_scalar(
                 dst=self.absent, data=self.absent, op0=nl.multiply, operand0=-MASKED, op1=nl.add, operand1=MASKED
             )
@@ -311,9 +305,7 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
 
 
 def scale_of(queries: Queries, sequence: int, softmax_scale: float) -> Any:
-    """What scores are multiplied by: a number, or float32 [128, 1]; of several tokens [128, heads]."""
-    if queries.factor == None:
-        return softmax_scale
+    """What scores are multiplied by: float32 [128, 1]; of several tokens [128, heads]."""
     if queries.tokens > 1:
         tokens, each = queries.tokens, queries.heads // queries.tokens
         by_head = nl.ndarray((BLOCK, tokens, each), dtype=nl.float32, buffer=nl.sbuf)

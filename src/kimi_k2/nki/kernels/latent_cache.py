@@ -27,19 +27,18 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
         heads: of each sequence.
         new_latent: [128, rank / 128, B].
         new_key: [rope, B], rotated.
-        factor: float32 [128, 2, B], by the first of which scores are still to be multiplied; None: by nothing.
-        late: a `LateEntries` that makes the new entries; None: they are there.
+        factor: float32 [128, 2, B], by the first of which scores are still to be multiplied.
+        late: a `LateEntries` that makes the new entries.
     """
 
-    factor: Any
-    late: Any
+    new_latent: Any
+    new_key: Any
     tokens: int
 
-    def __init__(self, latent: Any, rope: Any, new_latent: Any, new_key: Any, heads: int) -> None:
-        self.latent, self.rope, self.heads = latent, rope, heads
-        self.new_latent, self.new_key = new_latent, new_key
-        self.factor = None
-        self.late = None
+    def __init__(self, latent: Any, rope: Any, heads: int, factor: Any, late: Any) -> None:
+        self.latent, self.rope, self.heads, self.factor, self.late = latent, rope, heads, factor, late
+        self.new_latent = None
+        self.new_key = None
         self.tokens = 1
 
     def join_tokens(self, tokens: int) -> None:
@@ -50,7 +49,7 @@ class Queries(nl.NKIObject):  # type: ignore[misc]
 
     def complete(self) -> None:
         """Make the new entries, where scores of cached slots come first."""
-        if self.late != None and self.new_key == None:
+        if self.new_key == None:
             new_latent, new_key = self.late.entries()
             self.new_latent, self.new_key = new_latent, new_key
 

@@ -145,13 +145,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
                 w_uk_scales = w_uk_scales[core]
             if step.query_tile == None:  # which all layers' q_b take in turn: two layers' would fill SBUF
                 step.query_tile = nl.ndarray(q_b.shape, dtype=q_b.dtype, buffer=nl.sbuf)
-        self.before = QueryProjection(
-            layer.q_norm, layer.kv_norm, q_b, q_b_scales, w_uk, w_uk_scales, step.rotation, step.identity, step.ones,
-            step.latent_eps, step.query_tile,
-        )  # fmt: skip
-        self.behind = OutputProjection(
-            layer.w_uv, layer.w_uv_scales, layer.o_proj, layer.o_scales, step.exact, not step.shared
-        )
+        self.before = QueryProjection(layer, step, q_b, q_b_scales, w_uk, w_uk_scales)
+        self.behind = OutputProjection(layer, not step.shared)
 
     def load_cache(self) -> None:
         """Load the cache and the early router."""
@@ -165,14 +160,10 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         one = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
         self.expanded = one and count <= MOST_TILES
         if self.expanded:
-            self.core = ExpandedAttention(
-                latents, keys, step.lengths, first, count, step.identity, step.exact, step.ones, self.before.w_uk[0],
-                self.behind.w_uv[0], pages,
-            )  # fmt: skip
+            w_uk, w_uv = self.before.w_uk[0], self.behind.w_uv[0]
+            self.core = ExpandedAttention(step, latents, keys, first, count, pages, w_uk, w_uv)
         else:
-            self.core = LatentAttention(
-                latents, keys, step.lengths, step.own, first, count, step.identity, step.exact, step.ones, pages
-            )  # fmt: skip
+            self.core = LatentAttention(step, latents, keys, first, count, pages)
         self.early = EarlyLogits(layer.early_residual, layer.early_heads)
 
     def apply(self, hidden: Any, projected: Any, own: OwnColumns, following: Any = None) -> tuple[Any, Any]:
@@ -189,7 +180,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
         if self.step.shared:
             return self._apply_shared(hidden, projected, own, following)
         step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
-        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype, not self.expanded)
+        queries = self.before.queries(projected, hidden, not self.expanded)
         if step.tokens > 1:
             queries.join_tokens(step.tokens)
         share = residual_share(hidden, step.summands)
@@ -213,7 +204,7 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
     def _apply_shared(self, hidden: Any, projected: Any, own: OwnColumns, following: Any) -> tuple[Any, Any]:
         """As `apply`; of o_proj each core has its share of the blocks."""
         step, chunks, batch = self.step, hidden.shape[1], hidden.shape[2]
-        queries = self.before.queries_of_sums(projected, hidden, step.eps, step.dtype)
+        queries = self.before.queries(projected, hidden, True)
         _gather_heads(queries, batch)
         heads = queries.heads
         if step.tokens > 1:

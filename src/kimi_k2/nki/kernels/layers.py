@@ -44,9 +44,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         self.step, self.first, self.count = step, first, count
         self.router = ColumnRouter(layer.bias, step.routed_scaling_factor, step.exact)
         self.gain = load_columns(layer.norm.reshape((1, blocks * BLOCK)), step.identity)
-        self.shared = SharedExpert(
-            layer.shared_gate_up, layer.shared_gate_up_scales, layer.shared_down, layer.shared_down_scales, first, count
-        )  # fmt: skip
+        self.shared = SharedExpert(layer, first, count)
         self.next = None
         if layer.next_residual != None:
             self.next = NextProjections(layer.next_residual, layer.next_shared)
@@ -57,10 +55,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         self.begin, size = 0, blocks
         if local < step.num_experts and double == BLOCK:
             self.slot, slots, self.begin, size = 0, 8, first, count
-        self.routed = RoutedExperts(
-            layer.gate_up, layer.gate_up_scales, layer.down, layer.down_scales, self.begin, size, step.num_experts,
-            slots, layer.next_experts,
-        )  # fmt: skip
+        self.routed = RoutedExperts(layer, step.num_experts, self.begin, size, slots)
 
     def apply(self, hidden: Any, logits: Any) -> Any:
         """This core's summand of the residual and the next down projections, float32 [128, H/128 + ceil(N/128), T].

@@ -28,27 +28,23 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
     """Norms, q_b, absorption and RoPE, of weights in HBM: in the model's dtype, or FP8 with float32 scales.
 
     Args:
-        q_norm_weight, kv_norm_weight: [q_rank] and [rank], of the same dtype.
+        layer: whose `q_norm` [q_rank] and `kv_norm` [rank] are of the model's dtype.
+        step: the kernel's `Step`. Its `rotation` is float32 [2, rope, B]: cosines, and sines with the sign that each
+            element of a pair takes (minus, plus), of the interleaved layout; its `query_tile`, if any, takes q_b.
         q_b_tiles: [128, q_rank/128, heads * (128 + rope)]; value [p, c, j] is row j of this rank's q_b, column
             c * 128 + p; first the 128 rows without position of each head, then each head's rotary rows.
         q_b_scales: [128, heads + ceil(heads * rope / 128), q_rank/128], rows as those of the tiles; None without.
         w_uk_tiles: [heads, 128, 1, rank]: value [h, n, 0, r] of kv_b's row n of head h.
         w_uk_scales: [heads, 128, rank/128, 1]; value [h, p, c, 0] of column c * 128 + p; None without.
-        rotation: float32 [2, rope, B]: cosines, and sines with the sign that each element of a pair takes (minus,
-            plus), of the interleaved layout.
-        identity, ones: [128, 128] in the norms' dtype, and float32 ones.
-        eps: of both norms.
-        q_b_tile: in SBUF, takes q_b; None: a new tile.
 
     Attributes:
         heads: of this rank.
     """
 
     def __init__(
-        self, q_norm_weight: Any, kv_norm_weight: Any, q_b_tiles: Any, q_b_scales: Any, w_uk_tiles: Any,
-        w_uk_scales: Any, rotation: Any, identity: Any, ones: Any, eps: float, q_b_tile: Any = None,
-    ) -> None:  # fmt: skip
-        self.identity, self.ones, self.eps = identity, ones, eps
+        self, layer: Any, step: Any, q_b_tiles: Any, q_b_scales: Any, w_uk_tiles: Any, w_uk_scales: Any
+    ) -> None:
+        self.step, self.eps, rotation, identity = step, step.latent_eps, step.rotation, step.identity
         self.heads, self.rank, self.rope = w_uk_tiles.shape[0], w_uk_tiles.shape[3], rotation.shape[1]
         self.q_size = q_b_tiles.shape[1] * BLOCK
         # What the engines turn comes first, so that it does not wait behind the weights.
@@ -57,13 +53,13 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         by_row = rotation.ap(pattern=[[batch, self.rope], [self.rope * batch, 2], [1, batch]])
         nisa.dma_copy(dst=self.rotation, src=by_row, engine=nisa.engine.sync)
         self.swap = _pair_swap(identity, self.rope)
-        self.q_gain = load_columns(q_norm_weight.reshape((1, self.q_size)), identity)
-        self.kv_gain = load_columns(kv_norm_weight.reshape((1, self.rank)), identity)
-        self.q_b, self.q_b_rows = load_weight(q_b_tiles, q_b_tile), load_scales(q_b_scales)
+        self.q_gain = load_columns(layer.q_norm.reshape((1, self.q_size)), identity)
+        self.kv_gain = load_columns(layer.kv_norm.reshape((1, self.rank)), identity)
+        self.q_b, self.q_b_rows = load_weight(q_b_tiles, step.query_tile), load_scales(q_b_scales)
         self.w_uk = load_heads(w_uk_tiles, self.heads)
         self.uk_rows = load_heads(w_uk_scales, self.heads)
 
-    def queries_of_sums(self, sums: Any, hidden: Any, eps: float, dtype: Any, absorb: bool = True) -> Queries:
+    def queries(self, sums: Any, hidden: Any, absorb: bool) -> Queries:
         """From down projections that lack their norm's scalar.
 
         Everything up to the scores is linear, so that no matmul waits for the scalars of the three norms.
@@ -71,32 +67,27 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         Args:
             sums: float32 [128, (q_rank + rank) / 128 + 1, B] in SBUF: q_a, kv_a's latents and rotary key as columns.
             hidden: float32 [128, H/128, B] in SBUF, what was projected.
-            eps: of the norm before the down projections.
-            dtype: of the result.
             absorb: otherwise `latent` is what W_UK would be given, [128, heads, B].
         """
         chunks, batch = self.q_size // BLOCK, sums.shape[2]
-        query = nl.ndarray((BLOCK, chunks, batch), dtype=dtype, buffer=nl.sbuf)
+        query = nl.ndarray((BLOCK, chunks, batch), dtype=self.step.dtype, buffer=nl.sbuf)
         gain = stretched(self.q_gain, batch)
         nisa.tensor_tensor(dst=query, data1=sums[:, 0:chunks, :], data2=gain, op=nl.multiply)
         squares = self._squares(sums, hidden)
         nope, unrotated = self._heads(query)
-        scale, factors = self._factors(squares, hidden.shape[1] * BLOCK, eps)
+        scale, factors = self._factors(squares, hidden.shape[1] * BLOCK, self.step.eps)
         absorbed = self._absorbed(nope) if absorb else nope
-        queries = Queries(absorbed, self._rotated(unrotated), None, None, self.heads)
-        queries.factor = factors
-        queries.late = LateEntries(self, sums[:, chunks:, :], scale, factors, dtype)
-        return queries
+        late = LateEntries(self, sums[:, chunks:, :], scale, factors)
+        return Queries(absorbed, self._rotated(unrotated), self.heads, factors, late)
 
-    def entries(self, sums: Any, scale: Any, factors: Any, dtype: Any) -> tuple[Any, Any]:
+    def entries(self, sums: Any, scale: Any, factors: Any) -> tuple[Any, Any]:
         """New latents as columns [128, rank / 128, B], and rotated keys [rope, B].
 
         Args:
             sums: float32 [128, rank / 128 + 1, B], kv_a without its norm's scalar.
             scale, factors: of `_factors`.
-            dtype: of the result.
         """
-        chunks, batch = self.rank // BLOCK, sums.shape[2]
+        chunks, batch, dtype = self.rank // BLOCK, sums.shape[2], self.step.dtype
         unrotated = nl.ndarray((self.rope, batch), dtype=dtype, buffer=nl.sbuf)
         key = sums[0 : self.rope, chunks, :]
         nisa.tensor_tensor(
@@ -133,7 +124,7 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         """
         batch = squares.shape[2]
         total = nl.ndarray((BLOCK, 3, batch), dtype=nl.float32, buffer=nl.psum)
-        sum_partitions(total, self.ones, squares)
+        sum_partitions(total, self.step.ones, squares)
         scale = nl.ndarray((BLOCK, batch), dtype=nl.float32, buffer=nl.sbuf)
         inverse_root(scale, total[:, 2, :], size, eps)
         # That is rsqrt(mean(x^2) + eps / s^2), and 1 / s^2 = mean(h^2) + eps.
@@ -226,43 +217,38 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
 class LateEntries(nl.NKIObject):  # type: ignore[misc]
     """New entries that are made when they are asked for; arguments as those of `QueryProjection.entries`."""
 
-    def __init__(self, before: QueryProjection, sums: Any, scale: Any, factors: Any, dtype: Any) -> None:
-        self.before, self.sums, self.scale, self.factors, self.dtype = before, sums, scale, factors, dtype
+    def __init__(self, before: QueryProjection, sums: Any, scale: Any, factors: Any) -> None:
+        self.before, self.sums, self.scale, self.factors = before, sums, scale, factors
 
     def entries(self) -> tuple[Any, Any]:
         """New latents and new keys."""
-        return self.before.entries(self.sums, self.scale, self.factors, self.dtype)
+        return self.before.entries(self.sums, self.scale, self.factors)
 
 
 class OutputProjection(nl.NKIObject):  # type: ignore[misc]
     """W_UV and this core's rows of o_proj, or all rows, of weights in HBM as those of `QueryProjection`.
 
     Args:
-        w_uv_tiles: [heads, 128, rank/128, 128]: value [h, p, c, v] is row 128 + v of kv_b's head h, column c * 128 + p.
-        w_uv_scales: [heads, 128, 1, rank/128]; None without.
-        o_tiles: [128, heads, H]: value [v, h, j] is row j of o_proj, column h * 128 + v of this rank's.
-        o_scales: [128, H/128, heads]; None without.
-        exact: identity, float32 [128, 128].
+        layer: whose `w_uv` is [heads, 128, rank/128, 128], value [h, p, c, v] row 128 + v of kv_b's head h, column
+            c * 128 + p, with scales [heads, 128, 1, rank/128] or None; and `o_proj` [128, heads, H], value [v, h, j]
+            row j of o_proj, column h * 128 + v of this rank's, with scales [128, H/128, heads] or None.
         whole: all of o_proj's rows.
     """
 
     o_rows: Any
 
-    def __init__(
-        self, w_uv_tiles: Any, w_uv_scales: Any, o_tiles: Any, o_scales: Any, exact: Any, whole: bool = False
-    ) -> None:
-        self.exact, self.heads = exact, o_tiles.shape[1]
-        self.w_uv = load_heads(w_uv_tiles, self.heads)
-        self.uv_rows = load_heads(w_uv_scales, self.heads)
-        self.blocks = o_tiles.shape[2] // BLOCK
-        first, count = 0, self.blocks
+    def __init__(self, layer: Any, whole: bool) -> None:
+        self.heads = layer.o_proj.shape[1]
+        self.w_uv = load_heads(layer.w_uv, self.heads)
+        self.uv_rows = load_heads(layer.w_uv_scales, self.heads)
+        first, count = 0, layer.o_proj.shape[2] // BLOCK
         if not whole:
-            first, count = share_of(self.blocks)
+            first, count = share_of(count)
         self.first = first
-        self.o_proj = load_weight(o_tiles[:, :, first * BLOCK : (first + count) * BLOCK])
+        self.o_proj = load_weight(layer.o_proj[:, :, first * BLOCK : (first + count) * BLOCK])
         self.o_rows = None
-        if o_scales != None:
-            self.o_rows = load_weight(o_scales[:, first : first + count])
+        if layer.o_scales != None:
+            self.o_rows = load_weight(layer.o_scales[:, first : first + count])
 
     def values(self, summed: Any, shares: Any = None) -> Any:
         """o_proj's input from columns [128, rank / 128, B * heads]: [128, heads, B] of their dtype.
@@ -280,12 +266,12 @@ class OutputProjection(nl.NKIObject):  # type: ignore[misc]
             project(by_head[:, :, :, head], weight, self.uv_rows[head], summed.dtype, shares, target, None, head)
         return values
 
-    def columns(self, values: Any, out: Any = None, beside: Any = None, factor: Any = None) -> Any:
-        """What `values` gave through o_proj, float32 [128, n, B] of the n blocks that this core has; `out` if given.
+    def columns(self, values: Any, out: Any, beside: Any, factor: Any = None) -> None:
+        """What `values` gave through o_proj, in `out`: float32 [128, n, B] of the n blocks that this core has.
 
-        Multiplied by `factor` [128, B, 1], and `beside` of the result's shape added, where they are given.
+        Multiplied by `factor` [128, B, 1] where it is given, and `beside` of the result's shape added.
         """
-        return project(values, self.o_proj, self.o_rows, nl.float32, factor, out, beside)
+        project(values, self.o_proj, self.o_rows, nl.float32, factor, out, beside)
 
 
 def load_scales(scales: Any) -> Any:

@@ -17,30 +17,31 @@ class SharedExpert(nl.NKIObject):  # type: ignore[misc]
     """Weights of this core's blocks, `first` to first + count, in SBUF.
 
     Args:
-        gate_up: in HBM [128, H/128, 2 * I], I 32 or 64.
-        gate_up_scales: float32 [2, H/128] in HBM, or None.
-        down: in HBM [I, H].
-        down_scales: float32 [H/128] in HBM, or None.
+        layer: with weights in HBM: `shared_gate_up` [128, H/128, 2 * I], I 32 or 64, its scales float32 [2, H/128] or
+            None; `shared_down` [I, H], its scales float32 [H/128] or None.
     """
 
     row_scales: Any
     out_scales: Any
 
-    def __init__(self, gate_up: Any, gate_up_scales: Any, down: Any, down_scales: Any, first: int, count: int) -> None:
+    def __init__(self, layer: Any, first: int, count: int) -> None:
+        gate_up, down = layer.shared_gate_up, layer.shared_down
         width, blocks = down.shape[0], gate_up.shape[1]
         self.width = width
         self.gate_up = load_weight(gate_up[:, first : first + count, :])
         self.down = load_weight(down.reshape((width, blocks, BLOCK))[:, first : first + count, :])
         self.row_scales = None
         self.out_scales = None
-        if gate_up_scales != None:
+        if layer.shared_gate_up_scales != None:
             self.row_scales = nl.ndarray((2 * width, 1, count), dtype=nl.float32, buffer=nl.sbuf)
             for half in range(2):
                 rows = self.row_scales[half * width : (half + 1) * width]
-                nisa.dma_copy(dst=rows, src=on_partitions(gate_up_scales, width, count, half * blocks + first))
-        if down_scales != None:
+                nisa.dma_copy(
+                    dst=rows, src=on_partitions(layer.shared_gate_up_scales, width, count, half * blocks + first)
+                )
+        if layer.shared_down_scales != None:
             self.out_scales = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(dst=self.out_scales, src=on_partitions(down_scales, BLOCK, count, first))
+            nisa.dma_copy(dst=self.out_scales, src=on_partitions(layer.shared_down_scales, BLOCK, count, first))
 
     def outer(self, activated: Any) -> Any:
         """Down of what `activated` gave, for this core's blocks: float32 [128, count, T]."""
