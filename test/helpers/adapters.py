@@ -18,9 +18,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def write_adapter(
-    model: KimiK2ForCausalLM, out: Path, rank: int, seed: int, *, attention: bool = True, experts: bool = True,
-    only: tuple[str, ...] = (),
-) -> Path:  # fmt: skip
+    model: KimiK2ForCausalLM, out: Path, rank: int, seed: int, *, experts: bool = True, only: tuple[str, ...] = ()
+) -> Path:
     """Of all attention linears and shared experts (or dense MLPs), or `only` some, and of every routed expert."""
     draw, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     config = model.config
@@ -32,7 +31,7 @@ def write_adapter(
     for number in range(config.num_hidden_layers):
         moe, layer = config.is_moe_layer(number), f"model.layers.{number}"
         mlp = "mlp.shared_experts" if moe else "mlp"
-        for name in only or ((*ATTENTION, *(f"{mlp}.{projection}" for projection in MLP)) if attention else ()):
+        for name in only or (*ATTENTION, *(f"{mlp}.{projection}" for projection in MLP)):
             module = model.get_submodule(f"{layer}.{name}")
             assert isinstance(module, Linear)
             rows, columns = module.weight.shape

@@ -315,21 +315,8 @@ VIEWS = frozenset({"reshape", "bitcast", "bitcast-convert", "get-tuple-element",
 FREE = VIEWS | {"parameter", "constant", "iota"}
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The point of a graph at which most is alive.
-
-    Attributes:
-        nbytes: of all intermediate arrays that are alive there.
-        largest: the largest of them, largest first: (bytes, instruction).
-    """
-
-    nbytes: int
-    largest: list[tuple[int, Instruction]]
-
-
-def peak_live_bytes(text: str, largest: int = 5) -> Peak:
-    """The peak in the order in which the instructions stand, with nothing fused.
+def peak_live_bytes(text: str) -> int:
+    """Bytes of all intermediate arrays alive at once, at most, in the order in which the instructions stand, unfused.
 
     An array lives from the instruction that makes it to the last one that reads it or a view of it. Parameters are not
     counted, nor is what only leaves the graph: that is the cache, which NxDI updates in place, and a few logits.
@@ -343,22 +330,16 @@ def peak_live_bytes(text: str, largest: int = 5) -> Peak:
     for instruction in instructions:
         for operand in instruction.operands:
             users[operand].add(instruction.op)
-    ends: dict[int, list[str]] = defaultdict(list)
-    alive: dict[str, int] = {}
+    ends: dict[int, int] = defaultdict(int)
     live = peak = 0
-    at_peak: dict[str, int] = {}
     for index, instruction in enumerate(instructions):
         if instruction.op not in FREE and users[instruction.name] != {"tuple"}:
-            alive[instruction.name] = sum(shape.nbytes for shape in instruction.shapes)
-            live += alive[instruction.name]
-            ends[last[instruction.name]].append(instruction.name)
-            if live > peak:
-                peak, at_peak = live, dict(alive)
-        for name in ends.pop(index, []):
-            live -= alive.pop(name)
-    named = {instruction.name: instruction for instruction in instructions}
-    ranked = sorted(((size, named[name]) for name, size in at_peak.items()), key=lambda item: -item[0])
-    return Peak(peak, ranked[:largest])
+            nbytes = sum(shape.nbytes for shape in instruction.shapes)
+            live += nbytes
+            ends[last[instruction.name]] += nbytes
+            peak = max(peak, live)
+        live -= ends[index]
+    return peak
 
 
 def _last_uses(instructions: list[Instruction]) -> dict[str, int]:

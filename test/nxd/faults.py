@@ -225,8 +225,8 @@ FAULTS: dict[str, dict[str, list[tuple[str, str, str, str]]]] = {
                 "tuple(range(first, first + self.group)) for first in firsts",
                 "tuple(range(first, self.ranks, self.group)) for first in range(self.group)"),
             *((f"{field} of the cores swapped", ARGUMENTS,
-                "else field] = held[f\"{name}.weight\"]",
-                f"else field] = (lambda w: w.flip(0) if field == '{field}' else w)(held[f\"{{name}}.weight\"])")
+                "weight = held[f\"{name}.weight\"]",
+                f"weight = (lambda w: w.flip(0) if field == '{field}' else w)(held[f\"{{name}}.weight\"])")
                 for field in ("q_b", "w_uk")),
             ("a slot too many (TP4 in pairs)", "decode_layers", "sum(dim=1)", "sum(dim=1).add(1)"),
         ],

@@ -89,7 +89,7 @@ def kernels(graph: Any) -> dict[str, int]:
 def counted(graph: Any) -> dict[str, Any]:
     """What a graph reads, computes and sends, and how much is alive at once."""
     counts = count(graph.hlo, graph.parameters)
-    return {**summary(counts), "counts": counts, "live": peak_live_bytes(graph.hlo).nbytes}
+    return {**summary(counts), "counts": counts, "live": peak_live_bytes(graph.hlo)}
 
 
 def planned(preset: str, graph: Any, layers: int = 2, member: str = MEMBER) -> dict[str, Any]:

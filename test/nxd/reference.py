@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from kimi_k2.parity.reference import load_transformers_model
 
 
-def of_blocks(scale: torch.Tensor, like: torch.Tensor, side: int = 128) -> torch.Tensor:
+def of_blocks(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A scale for each value of a weight, of one a block, whose last may be partly empty, or one a row."""
     if scale.shape == (len(like), 1):
         return scale.float()
-    return scale.float().repeat_interleave(side, 0)[: len(like)].repeat_interleave(side, 1)[:, : like.shape[1]]
+    return scale.float().repeat_interleave(128, 0)[: len(like)].repeat_interleave(128, 1)[:, : like.shape[1]]
 
 
 def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:

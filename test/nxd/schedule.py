@@ -195,13 +195,13 @@ def some_lines(at: list[int]) -> Script:
     return script
 
 
-def shared_prefixes(common: int = 16, seed: int = 3) -> Script:
-    """Four sequences of which the first `common` tokens are the same.
+def shared_prefixes(seed: int = 3) -> Script:
+    """Four sequences of which the first 16 tokens are the same.
 
     Sequence 0 is prefilled whole, 1 and 2 behind its blocks, 3 in a call of one token and again in two,
     of which the last is longer than a prefill graph takes; then steps of all, and of some.
     """
-    rows, script = drawn(4, 48, seed), Script([], [])
+    rows, script, common = drawn(4, 48, seed), Script([], []), 16
     rows = [rows[0][:common] + row[common:] for row in rows]
     at = [common + 5, common + 3, common + 9, common + 21]
     script.prefill(0, rows[0][: at[0]])

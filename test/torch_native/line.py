@@ -191,14 +191,18 @@ def launched(name: str, cores: int) -> Any:
     return getattr(importlib.import_module(f"kimi_k2.nki.kernels.{MODULES[name]}"), name)[cores]
 
 
+def numbers_of(numbers: list[float], others: str) -> dict[str, Any]:
+    """The arguments of `decode_layer` that are no tensors."""
+    whole = [int(number) if number == int(number) else number for number in numbers]
+    found: dict[str, Any] = dict(zip(others.split(","), whole, strict=True))
+    return found | {"groups": (tuple(range(found["ranks"])),)}
+
+
 @torch.library.custom_op("line::decode_layer", mutates_args=())
 def decode_layer(cores: int, tensors: list[Tensor], named: str, numbers: list[float], others: str) -> list[Tensor]:
     """The kernel on this rank, whose others run it too; names of tensors and of numbers by commas."""
-    arguments = dict(zip(named.split(","), map(to_kernel, tensors), strict=True))
-    whole = [int(number) if number == int(number) else number for number in numbers]
-    arguments |= dict(zip(others.split(","), whole, strict=True))
+    arguments = dict(zip(named.split(","), map(to_kernel, tensors), strict=True)) | numbers_of(numbers, others)
     tp = HERE.tp
-    arguments["groups"] = (tuple(range(tp.world_size)),)
 
     def gather(group: Sequence[int], mine: Any) -> list[Any]:
         assert list(group) == list(range(tp.world_size))

@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import line
 import numpy as np
@@ -66,10 +65,8 @@ def costs_of(graph: GraphModule) -> Iterator[CallCost]:
             cores, tensors, named, numbers, others = node.args
             like = [tensor.meta["example_value"] for tensor in tensors]
             arrays = [np.zeros(one.shape, NUMPY[str(one.dtype).split(".")[1].removesuffix("fn")]) for one in like]
-            whole = [int(number) if number == int(number) else number for number in numbers]
-            arguments: dict[str, Any] = dict(zip(others.split(","), whole, strict=True))
-            arguments["groups"] = (tuple(range(arguments["ranks"])),)
-            yield cost_of("decode_layer", cores, dict(zip(named.split(","), arrays, strict=True)), arguments)
+            held = dict(zip(named.split(","), arrays, strict=True))
+            yield cost_of("decode_layer", cores, held, line.numbers_of(numbers, others))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

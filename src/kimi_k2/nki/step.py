@@ -8,7 +8,7 @@ from typing import Any
 
 from nki_emulator.core import Instruction
 from nki_emulator.cost import Cost, counts_of
-from nki_emulator.launch import Kernel
+from nki_emulator.launch import Kernel, Launch
 from nki_emulator.rates import Rates
 from nki_emulator.schedule import critical_path, ends_of
 from nki_emulator.storage import Region
@@ -31,25 +31,26 @@ class Layers:
     collectives: tuple[str, ...]
     apart: bool = False
 
-    def _traces(self) -> list[list[Instruction]]:
-        launch = self.kernel.last
-        assert launch is not None
-        return launch.traces
+    @property
+    def launch(self) -> Launch:
+        """The kernel's latest."""
+        assert self.kernel.last is not None
+        return self.kernel.last
 
-    def _bounds(self, trace: list[Instruction]) -> list[int | None]:
-        """The collectives of the layer before the last, and the last one of the layer before it; None for the start."""
+    def _bounds(self, trace: list[Instruction]) -> list[int]:
+        """The collectives of the layer before the last, and the last one of the layer before it; -1 for the start."""
         positions = [number for number, one in enumerate(trace) if one.engine == "collective"]
         count = len(self.collectives)
         if self.apart:  # behind the last comes its result's way to HBM
-            return [None, *positions[: count - 1], len(trace) - 1]
-        return list(positions[-2 * count - 1 : -count])
+            return [-1, *positions[: count - 1], len(trace) - 1]
+        return positions[-2 * count - 1 : -count]
 
     def stages(self, rates: Rates) -> list[float]:
         """Seconds from one collective's end to the next one's, on the core that takes longer over the layer."""
         best: list[float] = []
-        for trace in self._traces():
+        for trace in self.launch.traces:
             ends = [*ends_of(trace, rates), 0.0]
-            marks = [ends[-1 if bound is None else bound] for bound in self._bounds(trace)]
+            marks = [ends[bound] for bound in self._bounds(trace)]
             best = max(best, [after - before for before, after in pairwise(marks)], key=sum)
         return best
 
@@ -62,25 +63,21 @@ class Layers:
 
         def of(trace: list[Instruction]) -> dict[str, float]:
             first, *_, last = self._bounds(trace)
-            assert last is not None
-            return critical_path(trace, rates, last, first)
+            return critical_path(trace, rates, last, None if first < 0 else first)
 
-        return max(map(of, self._traces()), key=lambda path: sum(path.values()))
+        return max(map(of, self.launch.traces), key=lambda path: sum(path.values()))
 
     def counts(self, rates: Rates) -> Cost:
         """Bytes, descriptors and engines of a layer, of the core that moves more."""
-        parts = []
-        for trace in self._traces():
+        costs = []
+        for trace in self.launch.traces:
             first, *_, last = self._bounds(trace)
-            assert last is not None
-            parts.append(counts_of(trace[0 if first is None else first + 1 : last + 1], rates))
-        return max(parts, key=lambda cost: cost.hbm_bytes)
+            costs.append(counts_of(trace[first + 1 : last + 1], rates))
+        return max(costs, key=lambda cost: cost.hbm_bytes)
 
     def sbuf_bytes(self) -> int:
         """Bytes a partition of SBUF that are alive at once, at most."""
-        launch = self.kernel.last
-        assert launch is not None
-        return launch.most[Region.sbuf]
+        return self.launch.most[Region.sbuf]
 
 
 def at(rates: Rates, efficiency: int, latency: int) -> Rates:

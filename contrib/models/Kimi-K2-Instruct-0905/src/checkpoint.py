@@ -140,20 +140,12 @@ class CheckpointMapping:
         self.stored = {n.removeprefix(prefix): n for n in reader.names() if not IGNORED.search(n.removeprefix(prefix))}
         self.unread = set(self.stored)
 
-    def parameters(self, wanted: Callable[[str], bool] = lambda module: True) -> Iterator[Parameter]:
-        """All parameters in the order of the layers; one module's tensors are in memory at a time.
-
-        Args:
-            wanted: whether a module of this name is to be read; what is not is passed over unread.
-        """
-        everything = True
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters in the order of the layers; one module's tensors are in memory at a time."""
         for module in self.modules():
-            if not wanted(module.name):
-                everything = False
-                continue
             for suffix, tensor in module.make([self.tensors_of(name) for name in module.sources]).items():
                 yield Parameter(f"{module.name}.{suffix}", tensor, module.expert)
-        if everything and self.unread:
+        if self.unread:
             raise self.error(f"no tensors of this model: {', '.join(sorted(self.unread)[:5])}")
 
     def state_dict(self) -> dict[str, Tensor]:
