@@ -34,6 +34,7 @@ import torch
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.sweep import capture
 from kimi_k2.bench.tools import OUTCOMES, Endpoint, read_outcomes, summarize, verify
+from kimi_k2.files import Json
 
 PLUGINS = {"stock": "kimi_k2_parsers", "ours": "kimi_k2"}
 NAME = "kimi"
@@ -44,7 +45,7 @@ SAMPLED = "requests.jsonl"
 Figures = dict[str, str]
 
 
-def tool(name: str, **parameters: Any) -> dict[str, Any]:
+def tool(name: str, **parameters: Any) -> Json:
     """All of its parameters are required."""
     schema = {"type": "object", "properties": parameters, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": name, "parameters": schema}}
@@ -108,9 +109,9 @@ class Server:
         with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
             return json.load(answer)
 
-    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+    def post(self, path: str, **fields: Any) -> Json:
         """A greedy answer's first choice."""
-        found: dict[str, Any] = self.ask(f"v1/{path}", temperature=0, **fields)["choices"][0]
+        found: Json = self.ask(f"v1/{path}", temperature=0, **fields)["choices"][0]
         return found
 
     def end(self) -> None:

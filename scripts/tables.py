@@ -161,7 +161,7 @@ def _prefill(model: str, preset: str, rows: str) -> dict[str, float]:
     """Of a preset whose experts take so many rows at once."""
     config = KimiK2Config.from_preset(model)
     target = replace(load_target(preset, config), prefill_rows_at_once=int(rows))
-    return {"ttft": roofline(prefill_counts(config, target, target.sharding(config)), target.machine).bound}
+    return {"ttft": roofline(prefill_counts(target), target.machine).bound}
 
 
 def _split(model: str, preset: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 from kimi_k2.errors import CheckpointError, CorruptHeaderError, KimiK2Error
 from kimi_k2.limits import JSON_BYTES, JSON_NESTING, YAML_BYTES
 
+Json = dict[str, Any]  # an object
 # An error that takes `file`.
 FileError = Callable[..., KimiK2Error]
 PARTIAL_SUFFIX = ".partial"

@@ -58,7 +58,7 @@ def new_console(*, table: bool = False, **options: Any) -> Console:
             for text, style, control in super().render(renderable, options):
                 yield Segment(text if control else printable(text), style, control)
 
-    console = Printable(**{"markup": False, "emoji": False, **options})
+    console = Printable(**{"markup": False, "emoji": False, "highlight": False, **options})
     if table and not console.is_terminal:
         console.width = WIDE
     return console

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.cli.commands import rehearse
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.deployment import Deployment, load_target, make_target
 from kimi_k2.plan.measured import REHEARSAL, checksum
 from kimi_k2.plan.memory import memory_plan
-from kimi_k2.sharding.plan import make_plan
 from kimi_k2.synthetic.config import tiny_config
 
 # One of each layout and format: other presets differ in lengths alone.
@@ -27,9 +25,9 @@ FAMILIES = ("h200-tp8", "h200-ep8", "trn2-tp64-ep1", "trn2-tp32-ep2", "trn2-tp64
 def test_every_preset_takes_the_small_model(name: str) -> None:
     preset = Deployment.load(name)
     config = rehearse.small_config(preset)
-    plan = make_plan(config, preset.layout(config))
-    plan.check()
-    assert memory_plan(config, make_target(preset, config), plan).fits
+    target = make_target(preset, config)
+    target.sharding.check()
+    assert memory_plan(target).fits
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def run(step: rehearse.Step, log: Path, outputs: dict[str, str]) -> str:
-        done = CliRunner().invoke(app, step.words)
+        done = kimi(*step.words, status=None)
         names.append(step.name)
         return "ok" if done.exit_code == 0 else f"failed with {done.exit_code}: {done.output}"
 
@@ -49,8 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_way_of_a_preset(tmp_path: Path, ran: list[str]) -> None:
     """What needs NxD or a device is skipped by name."""
-    done = CliRunner().invoke(app, ["rehearse", "--preset", "trn2-tp32-ep2", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    kimi("rehearse", "--preset", "trn2-tp32-ep2", "--out", tmp_path)
     assert ran[:5] == ["plan", "convert", "verify", "generate with the plain model", "parity capture"]
     assert len(list((tmp_path / "ranks" / "weights").iterdir())) == 64
     report = json.loads((tmp_path / "report.json").read_text())
@@ -63,16 +60,14 @@ def test_the_way_of_a_preset(tmp_path: Path, ran: list[str]) -> None:
 @pytest.mark.usefixtures("ran")
 def test_one_chip_without_a_chip(tmp_path: Path) -> None:
     """Both forms, four ranks each, small widths; the report is whole but for the device's fields."""
-    done = CliRunner().invoke(app, ["rehearse", "--on-device", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    kimi("rehearse", "--on-device", "--out", tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == {"schema", "model", "versions", "steps", "expected", "device", "logits", "real", "checksum"}
     assert report["device"] is None and set(report["expected"]) == {"xla", "layers"}
     assert report["expected"]["layers"]["tpot"]["expected"]["form"] == "whole layers"
     for form in ("xla", "layers"):
         assert len(list((tmp_path / f"ranks-{form}" / "weights").iterdir())) == 4
-    refused = CliRunner().invoke(app, ["rehearse", "--on-device", "--preset", "trn2-tp32-ep2"])
-    assert refused.exit_code == 2
+    kimi("rehearse", "--on-device", "--preset", "trn2-tp32-ep2", status=2)
 
 
 def test_a_plan_reads_a_report(tmp_path: Path) -> None:
@@ -84,13 +79,13 @@ def test_a_plan_reads_a_report(tmp_path: Path) -> None:
     report: dict[str, Any] = {"schema": REHEARSAL, "device": {"collectives": rows}}
     words = ["plan", "kimi-k2-instruct-0905", "--json", "--measured", str(file)]
     file.write_text(json.dumps({**report, "checksum": checksum(report)}))
-    found = json.loads(CliRunner().invoke(app, words).stdout)
+    found = json.loads(kimi(*words).stdout)
     assert dict(found["machine"]["collectives"]) == pytest.approx({1024: 40e-6, 65536: 60e-6})
     assert found["tpot"]["bound"] > 8e-3  # 186 collectives of 40 us and more
     for changed, says in (({**report, "device": None}, "nothing was measured"), (report, "was changed")):
         given = {**changed, "checksum": checksum(changed) if changed["device"] is None else "0"}
         file.write_text(json.dumps(given))
-        refused = CliRunner().invoke(app, words)
+        refused = kimi(*words, status=None)
         assert refused.exit_code != 0 and says in str(refused.exception)
 
 
@@ -102,10 +97,9 @@ def test_a_chip_holds_what_four_of_64_ranks_hold(sizes: dict[str, int], tmp_path
         file = tmp_path / "chip.yaml"
         file.write_text(f"like: {name}\ntp_degree: 4\nmoe_tp_degree: 4\n")
         chip, whole = load_target(str(file), config), load_target(name, real)
-        assert memory_plan(config, chip).fits
+        assert memory_plan(chip).fits
         shapes, wanted = (
-            {tensor.name: tensor.local_shape for tensor in target.sharding(of).layer(1)}
-            for target, of in ((chip, config), (whole, real))
+            {tensor.name: tensor.local_shape for tensor in target.sharding.layer(1)} for target in (chip, whole)
         )
         assert set(shapes) == set(wanted)
         if sizes is rehearse.SLICE:
@@ -116,7 +110,6 @@ def test_a_chip_holds_what_four_of_64_ranks_hold(sizes: dict[str, int], tmp_path
 
 def test_a_step_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "_run", lambda step, log, outputs: "failed with 1: error: no")
-    done = CliRunner().invoke(app, ["rehearse", "--preset", "h200-tp8", "--out", str(tmp_path)])
-    assert done.exit_code == 1
+    done = kimi("rehearse", "--preset", "h200-tp8", "--out", tmp_path, status=1)
     assert "[1/" in done.output
     assert "[2/" not in done.output

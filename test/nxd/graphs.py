@@ -19,7 +19,6 @@ from kimi_k2.neuron import contrib
 from kimi_k2.plan.cost import decode_counts, prefill_counts
 from kimi_k2.plan.deployment import STAGES, Deployment, make_target
 from kimi_k2.plan.memory import live_bytes
-from kimi_k2.sharding.plan import make_plan
 
 DECODE, PREFILL, DRAFTED = "token_generation_model", "context_encoding_model", "fused_speculation_model"
 MEMBER = "kimi-k2-instruct-0905"
@@ -97,9 +96,8 @@ def planned(preset: str, graph: Any, layers: int = 2, member: str = MEMBER) -> d
     config = KimiK2Config.from_preset(member, num_hidden_layers=layers)
     prompt = graph.bucket if graph.stage == PREFILL else None
     target = make_target(Deployment.load(preset), config).with_lengths(None, None, prompt)
-    sharding = make_plan(config, target.layout)
-    plan = prefill_counts(config, target, sharding) if prompt else decode_counts(config, target, sharding, graph.bucket)
-    live = dict(zip((*STAGES,), live_bytes(config, target), strict=True))[graph.stage]
+    plan = prefill_counts(target) if prompt else decode_counts(target, graph.bucket)
+    live = dict(zip((*STAGES,), live_bytes(target), strict=True))[graph.stage]
     return {**summary(plan), "live": live}
 
 

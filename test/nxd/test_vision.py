@@ -178,7 +178,7 @@ def test_graphs_at_real_shapes_cost_what_the_planner_says(ranks: int, patches: i
     assert {(kind, over) for kind, over, _ in sums} == {("all-reduce", ranks)}
     assert sum(times for *_, times in sums) == 27 * 2 + 1
     target = replace(load_target("trn2-tp64-ep1-images", config), tower_ranks=ranks, tower_buckets=((patches, frames),))
-    assert counts["live"] <= tower_live_bytes(config, target) <= 1.25 * counts["live"]
+    assert counts["live"] <= tower_live_bytes(target) <= 1.25 * counts["live"]
 
 
 @SLOW

@@ -28,7 +28,6 @@ from kimi_k2.plan.deployment import (
 from kimi_k2.plan.memory import advice, memory_plan
 from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
 from kimi_k2.plan.report import make_report, print_answer
-from kimi_k2.sharding.plan import make_plan
 
 # FP8 and INT4 with a tower; the others have one of their sizes and formats.
 MEMBERS = published() if os.environ.get("KIMI_K2_SLOW") else ["kimi-k2-instruct-0905", "kimi-k2.5"]
@@ -163,10 +162,6 @@ def test_what_the_line_without_nxdi_would_not_take_is_named(tmp_path: Path, old:
         Deployment.load("trn2-native-tp4-ep16").neuron_arguments()
 
 
-TENSORIZER = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor="
-BOTH = ["--auto-cast=none", "--enable-saturate-infinity", "--enable-mixed-precision-accumulation", "--lnc=2"]
-
-
 def test_environment_of_a_process() -> None:
     expected = {
         "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2", "NEURON_RT_EXEC_TIMEOUT": "1800",
@@ -211,14 +206,14 @@ def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     preset = Deployment.load("trn2-tp64-ep1-128k")
     whole = preset.model_copy(update={"neuron_config": NeuronOptions()})
-    split, full = (memory_plan(config, make_target(each, config)) for each in (preset, whole))
+    split, full = (memory_plan(make_target(each, config)) for each in (preset, whole))
     assert split.parts["KV cache"] == 61 * 576 * 2 * (131072 // 8 + 128)
     assert full.parts["KV cache"] == 61 * 576 * 2 * 131072
     assert split.fits
     assert not full.fits
-    assert any("over 4 ranks (flash decoding)" in line for line in advice(config, make_target(whole, config), full))
+    assert any("over 4 ranks (flash decoding)" in line for line in advice(full))
     target = make_target(preset, config)
-    decode = decode_counts(config, target, make_plan(config, target.layout))
+    decode = decode_counts(target)
     assert decode.read["cache"] == 61 * 576 * 2 * 131072 // 8
     groups = {
         (collective.kind, collective.nbytes): times
@@ -238,23 +233,21 @@ def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
 def test_continuous_batching_holds_128_slots_more_a_line(name: str, lines: int) -> None:
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
     preset = Deployment.load(name)
-    assert memory_plan(config, make_target(preset, config)).parts["KV cache"] == 61 * 576 * 2 * lines * (
-        preset.seq_len + 128
-    )
+    assert memory_plan(make_target(preset, config)).parts["KV cache"] == 61 * 576 * 2 * lines * (preset.seq_len + 128)
 
 
 def test_a_preset_with_images(tmp_path: Path) -> None:
     """Its plan has the tower's weights and arrays; what the tower cannot be cut into is named."""
     config, name = KimiK2Config.from_preset("kimi-k2.5"), "trn2-tp64-ep1-images"
     target = load_target(name, config)
-    memory, text = (memory_plan(config, each) for each in (target, replace(target, tower_ranks=None, tower_buckets=())))
+    memory, text = (memory_plan(each) for each in (target, replace(target, tower_ranks=None, tower_buckets=())))
     assert memory.scratch is not None and text.scratch is not None
     assert memory.parts == text.parts
     assert memory.scratch.tower > 0 == text.scratch.tower
     # Scores of 4,096 patches by one head: two arrays of them and two of the images' numbers, float32.
     assert memory.scratch.tower == int(1.1 * (4 * 4096**2 * 4 + 3 * 4096 * 1152 * 2))
     largest = replace(target, tower_buckets=((16384, 1),))
-    assert memory_plan(config, largest).needed > memory.needed
+    assert memory_plan(largest).needed > memory.needed
     preset = (CONFIGS / f"{name}.yaml").read_text()
     for found, instead, message in (
         ("tp_degree: 16", "tp_degree: 32", "32 ranks cannot share the tower"),
@@ -292,7 +285,7 @@ def test_adapters_take_decode_to_xla(tmp_path: Path) -> None:
     preset, config = read(json.dumps(raw), tmp_path), KimiK2Config.from_preset("kimi-k2-instruct-0905")
     assert (preset.experts, preset.neuron_config.decode, preset.layout(config).layers) == ("blockwise", "xla", False)
     assert preset.neuron_arguments()["lora_config"]["batch_size"] == 1
-    report = make_report(config, make_target(preset, config))
+    report = make_report(make_target(preset, config))
     held = 4 * (1536 + 12288 + 8192 + 7168) // 64 + (1536 + 12288 // 64) + (8192 // 64 + 7168)
     assert report["rank_memory"]["parts"]["LoRA adapters"] == 2 * 61 * 16 * held
     console = Console(record=True, width=400)

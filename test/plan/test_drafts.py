@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from command import kimi
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.errors import ConfigError
@@ -23,13 +22,11 @@ from kimi_k2.plan.measured import Measured, read_measured
 from kimi_k2.plan.memory import memory_plan
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
-PRESET = "trn2-tp32-ep2-nki-layers"
+MODEL, PRESET = "kimi-k2-instruct-0905", "trn2-tp32-ep2-nki-layers"
 
 
-def planned(*options: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--preset", PRESET, "--json", *options])
-    assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(result.output)
+def planned(*options: object) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(kimi("plan", MODEL, "--preset", PRESET, "--json", *options).stdout)
     return report
 
 
@@ -46,16 +43,15 @@ def test_a_heads_bytes_are_those_of_its_file(checkpoints: dict[str, Path], tmp_p
         stored = sum(file.get_tensor(name).nbytes for name in file.keys() if name != "t2d")  # noqa: SIM118
     target = replace(load_target("h200-tp1", config), head=head, positions=4, context=64)
     assert head.weights(target) == stored
-    without = memory_plan(config, replace(target, head=None))
+    without = memory_plan(replace(target, head=None))
     entry = config.cache_dim if form == "mla" else 2 * config.num_attention_heads * config.v_head_dim
-    assert memory_plan(config, target).resident - without.resident == stored + 2 * entry * 64
+    assert memory_plan(target).resident - without.resident == stored + 2 * entry * 64
 
 
 def test_a_step_of_four_positions_reads_four_tokens_experts(checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    config = KimiK2Config.from_preset(MODEL)
     target = load_target(PRESET, config)
-    plan = target.sharding(config)
-    single, four = (decode_counts(config, replace(target, positions=n), plan) for n in (1, 4))
+    single, four = (decode_counts(replace(target, positions=n)) for n in (1, 4))
     assert four.flops == pytest.approx(4 * single.flops, rel=1e-3)
     assert four.read["cache"] == single.read["cache"]
     experts = r"mlp\.experts.*weight"
@@ -73,7 +69,7 @@ def test_effective_tpot_adds_the_heads_runs(form: Form, plain: dict[str, Any]) -
     assert drafts["verification"] == report["kernels"]["contexts"]["4096"]["tpot"]
     assert drafts["tpot"] == pytest.approx((drafts["verification"] + drafts["drafting"]) / 2.8)
     # Three runs of all but fc in turn, fc twice: a fourth run fills the cache alone.
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    config = KimiK2Config.from_preset(MODEL)
     shapes = Head.of(DraftConfig.from_dict(draft_fields(config, form, draft_vocab_size=32000)), config).shapes
     sizes = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
     fc, embedding = sizes.pop("fc.weight"), sizes.pop("embed_tokens.weight")
@@ -103,8 +99,7 @@ PROFILE = {"summary": [{"hbm_read_bytes": 400, "hbm_write_bytes": 4 * 28.8, "dma
 def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[str, Any]) -> None:
     for name, content in (("nccom.json", NCCOM), ("profile.json", PROFILE)):
         (tmp_path / name).write_text(json.dumps(content))
-    options = ["--measured", str(tmp_path / "nccom.json"), "--measured", str(tmp_path / "profile.json")]
-    report = planned(*options)
+    report = planned("--measured", tmp_path / "nccom.json", "--measured", tmp_path / "profile.json")
     step, of_plain = (plan_of["kernels"]["contexts"]["4096"] for plan_of in (report, plain))
     # 515.2 GB/s are 70 % of twice 368; a layer's all-reduce has 60,416 bytes.
     assert report["kernels"]["rates"]["efficiency"] == pytest.approx(70)
@@ -124,9 +119,9 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
     machine = measured.on(TRN2_LNC2)
     sizes = (100, 1024, 30512, 60000, 2000000)
     assert [machine.seconds_of(size) * 1e6 for size in sizes] == pytest.approx([6, 6, 8, 10, 60])
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    config = KimiK2Config.from_preset(MODEL)
     target = load_target(PRESET, config)
-    counts = decode_counts(config, target, target.sharding(config))
+    counts = decode_counts(target)
     times = sum(n * machine.seconds_of(row.nbytes) for row, n in counts.collectives.items())
     assert roofline(counts, machine).communication == pytest.approx(times)
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.comparison import comparison, held_out
 from kimi_k2.plan.deployment import load_target
@@ -91,7 +90,7 @@ def test_a_plan_says_bound_expectation_nearest_run_and_width() -> None:
     assert tpot["bound"] < expected["if_scales_fuse"]["seconds"] < expected["seconds"]
     assert [run["run"][:9] for run in expected["nearest"]] == ["Kimi-K2.5", "Kimi-K2.6"]
     assert expected["wide"] == (expected["factor"] > WIDE)
-    shown = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905"]).output
+    shown = kimi("plan", "kimi-k2-instruct-0905").output
     assert f"expected {expected['seconds'] * 1e3:.0f} ms" in shown and "wider than 1.6" in shown
     assert "pull request 145" in expected["nearest"][0]["source"]
     # FP8 a channel has no block scales; whole layers are another form; a GPU has no published run here.
@@ -107,11 +106,11 @@ def test_an_expectation_of_a_published_graph_is_the_fits() -> None:
     run = next(run for run in runs() if run.name.startswith("Kimi-K2.5"))
     theirs = np.dot(fit("xla").terms, features(run))
     assert report["tpot"]["expected"]["seconds"] == pytest.approx(theirs, rel=0.35)
-    assert expect(config, load_target("h200-tp8", config), None) is None  # type: ignore[arg-type]
+    assert expect(load_target("h200-tp8", config), None) is None  # type: ignore[arg-type]
 
 
 def test_published_runs_print_as_json_and_as_tables() -> None:
-    done = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--json"])
+    done = kimi("plan", "kimi-k2-instruct-0905", "--json", status=None)
     found = json.loads(done.stdout)["published"]
     assert found == json.loads(json.dumps(comparison()))
     assert len(found["steps"]) == 59 and len(found["memory"]) == 4

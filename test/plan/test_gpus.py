@@ -6,10 +6,9 @@ import json
 from itertools import pairwise
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
 from kimi_k2.bench.kernels.profile import floor
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.plan.memory import WORKSPACE_BYTES
 from kimi_k2.plan.presets import ServedRow, served_rows
@@ -69,13 +68,11 @@ def test_what_fits_is_shown_up_to_the_most(rows: Rows) -> None:
 
 def test_the_command_prints_rows_and_records() -> None:
     words = ["plan", "kimi-k2-thinking", "--gpus", "--batch-size", "64", "--max-model-len", "8192"]
-    result = CliRunner().invoke(app, [*words, "--json"])
-    assert result.exit_code == 0, result.output
+    result = kimi(*words, "--json")
     printed = json.loads(result.output)
     assert {row["way"] for row in printed["modelled"]} >= {"TP8", "DP8+EP8", "TP8 x PP2", "DP16+EP16", "DP32+EP32"}
     assert {row["gpu"] for row in printed["modelled"]} == {"h100", "h200", "b200", "gb300"}
-    table = CliRunner().invoke(app, words, env={"COLUMNS": "170"})
-    assert table.exit_code == 0
+    table = kimi(*words, env={"COLUMNS": "170"})
     assert "DP32+EP32" in table.output
     assert "2,200 tokens/s a GPU (reported)" in table.output
     assert f"with caches and {WORKSPACE_BYTES / 2**30:.1f} GiB of an engine's" in " ".join(table.output.split())
@@ -97,15 +94,13 @@ def test_a_profiled_steps_floor_is_its_bytes(requests: int, milliseconds: float)
 
 def test_machines_to_plan_for_alone() -> None:
     """Trn3 fits more and reads faster than trn2; nothing compiles or runs for it, by name."""
-    run, model = CliRunner().invoke, "kimi-k2-instruct-0905"
-    three, two = (
-        json.loads(run(app, ["plan", model, "--preset", f"trn{n}-tp64-ep1", "--json"]).stdout) for n in (3, 2)
-    )
+    model = "kimi-k2-instruct-0905"
+    three, two = (json.loads(kimi("plan", model, "--preset", f"trn{n}-tp64-ep1", "--json").stdout) for n in (3, 2))
     assert three["rank_memory"]["certain"] and not two["rank_memory"]["certain"]
     assert three["decode"]["bytes_read"] == two["decode"]["bytes_read"]
     assert three["tpot"]["bound"] < two["tpot"]["bound"] and three["tpot"]["expected"] is None
     for words in (["compile", model, "--hlo-only"], ["rehearse"]):
-        refused = run(app, [*words, "--preset", "trn3-tp64-ep1"])
+        refused = kimi(*words, "--preset", "trn3-tp64-ep1", status=None)
         assert refused.exit_code != 0 and "plan only" in str(refused.exception), words
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import matplotlib.axes
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import DoesNotFitError
 from kimi_k2.neuron.compile import check_fit, plan_lines
@@ -26,7 +25,7 @@ MODEL = "kimi-k2-instruct-0905"
 
 
 def printed(*words: str) -> str:
-    return CliRunner().invoke(app, ["plan", MODEL, *words], env={"COLUMNS": "200"}).stdout
+    return kimi("plan", MODEL, *words, status=None, env={"COLUMNS": "200"}).stdout
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_plan_table_compile_and_chart_have_one_figure(
         return bar(axes, labels, heights, *args, **options)
 
     monkeypatch.setattr(matplotlib.axes.Axes, "bar", sums)
-    plot(config, load_target(name, config), tmp_path / "chart.png")
+    plot(load_target(name, config), tmp_path / "chart.png")
     asked = next(height for label, height in drawn.items() if "asked for" in label)
     assert asked == pytest.approx(memory["needed"] / GIB, rel=1e-9)
 
@@ -71,12 +70,12 @@ def test_gpus_are_planned_as_they_are_served(model: str) -> None:
     """Of eight H200s: `plan`, `plan --gpus` and `serve`, workspaces in all of them."""
     config = KimiK2Config.from_preset(model)
     lengths = ["--max-model-len", "4096", "--json", "--batch-size"]
-    table = json.loads(CliRunner().invoke(app, ["plan", model, "--gpus", *lengths, "1"]).stdout)["modelled"]
-    eight = ["plan", model, "--preset", "h200-tp8", *lengths, "8"]  # a request a GPU
-    planned = json.loads(CliRunner().invoke(app, eight).stdout)
+    table = json.loads(kimi("plan", model, "--gpus", *lengths, "1").stdout)["modelled"]
+    # A request a GPU.
+    planned = json.loads(kimi("plan", model, "--preset", "h200-tp8", *lengths, "8", status=None).stdout)
     row = next(row for row in table if (row["gpu"], row["way"]) == ("h200", "TP8"))
     assert row["needed"] == planned["rank_memory"]["needed"] and row["usable"] == planned["rank_memory"]["usable"]
-    memory = memory_plan(config, load_target("h200-tp8", config)).memory
+    memory = load_target("h200-tp8", config).memory
     ranks, tokens = gpu_lengths(config, 8, memory.total, None)
     assert ranks == 8
     most = planned["rank_memory"]["cache_tokens"]
@@ -87,6 +86,6 @@ def test_the_verdict_has_three_forms() -> None:
     config = KimiK2Config.from_preset(MODEL)
     target = load_target("trn2-tp32-ep2", config)
     for context, begins in ((512, "fits: "), (4096, "fits if scratch stays below 7.5 GiB"), (32768, "does not fit: ")):
-        plan = memory_plan(config, replace(target, context=context))
+        plan = memory_plan(replace(target, context=context))
         assert plan.verdict.startswith(begins)
         assert (plan.fits, plan.certain) == (context < 32768, context == 512)

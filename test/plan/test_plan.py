@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import kimi
 from safetensors import safe_open
-from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.cli import app
 from kimi_k2.cli.commands.plan import _index
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
@@ -41,10 +40,7 @@ from kimi_k2.plan.memory import (
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.torch_native import blocks_of
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.plan import make_plan
 from kimi_k2.sharding.presharder import Presharder
-
-runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +80,7 @@ def test_weights_are_the_bytes_that_the_presharder_writes(
     checkpoints: dict[str, Path], tmp_path: Path, name: str, layout: Layout
 ) -> None:
     Presharder(checkpoints[name], tmp_path, layout).run()
-    plan = memory_plan(
-        KimiK2Config.from_pretrained(checkpoints[name]),
-        target_of(KimiK2Config.from_pretrained(checkpoints[name]), layout),
-    )
+    plan = memory_plan(target_of(KimiK2Config.from_pretrained(checkpoints[name]), layout))
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == layout.ranks
     for path in files:
@@ -98,8 +91,7 @@ def test_weights_are_the_bytes_that_the_presharder_writes(
 def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) -> None:
     """FACTS: 42.2 GB for one token with FP8 experts and BF16 rest; the cache and one embedding row come on top."""
     target = replace(load_target("h200-tp1", config), layout=Layout(1, 1, "cuda", "bf16"), context=1)
-    plan = make_plan(config, target.layout)
-    counts = decode_counts(config, target, plan)
+    counts = decode_counts(target)
     experts = counts.bytes_read(r"\.mlp\.experts\.") / 2  # in FP8
     router = counts.bytes_read(r"\.mlp\.gate\.")
     # Active: 32.86 billion parameters, an embedding of 163840 x 7168 excluded from what is read.
@@ -121,11 +113,10 @@ def test_roofline_adds_communication_to_the_larger_of_memory_and_compute() -> No
 def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) -> None:
     generator = np.random.default_rng(0)
     target = load_target("h200-tp8", config)
-    plan = make_plan(config, target.layout)
-    held = decode_counts(config, target, plan).held
+    held = decode_counts(target).held
     for batch in (1, 16, 128):
         drawn = [len({e for _ in range(batch) for e in generator.choice(384, 8, replace=False)}) for _ in range(40)]
-        counts = decode_counts(config, replace(target, batch=batch), plan)
+        counts = decode_counts(replace(target, batch=batch))
         name = "model.layers.1.mlp.experts.gate_up_proj"
         assert counts.read[name] / held[name] == pytest.approx(np.mean(drawn) / 384, rel=0.02)
 
@@ -133,26 +124,23 @@ def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) ->
 def test_arrangement_of_the_published_port_costs_more(config: KimiK2Config) -> None:
     ours = load_target("trn2-tp32-ep2", config)
     theirs = replace(ours, arrangement=PUBLISHED_PORT)
-    plan = make_plan(config, ours.layout)
-    read_ours, read_theirs = (decode_counts(config, t, plan, 512).bytes_read() for t in (ours, theirs))
+    read_ours, read_theirs = (decode_counts(target, 512).bytes_read() for target in (ours, theirs))
     assert read_theirs > 10 * read_ours  # all 192 local experts instead of 8
-    extra = memory_plan(config, theirs).resident - memory_plan(config, ours).resident
+    extra = memory_plan(theirs).resident - memory_plan(ours).resident
     assert extra > 2 * 2**30
 
 
 def test_what_does_not_fit_gets_advice_that_does(config: KimiK2Config) -> None:
     bf16 = replace(load_target("trn2-tp64-ep1", config), layout=Layout(64, 1, experts="bf16"))
-    plan = memory_plan(config, bf16)
+    plan = memory_plan(bf16)
     assert not plan.fits
-    found = advice(config, bf16, plan)
+    found = advice(plan)
     assert any("per_channel" in line for line in found)
     assert any("blockwise" in line for line in found)
     four = load_target("h200-tp4", config)
-    assert any(line.startswith("8 ranks") for line in advice(config, four, memory_plan(config, four)))
+    assert any(line.startswith("8 ranks") for line in advice(memory_plan(four)))
     one_host = replace(four, layout=Layout(8, 1, "cuda", "bf16"))
-    assert any(
-        "stored" in line or "own format" in line for line in advice(config, one_host, memory_plan(config, one_host))
-    )
+    assert any("stored" in line or "own format" in line for line in advice(memory_plan(one_host)))
 
 
 def test_int4_experts_in_fp8_say_how_far_they_are() -> None:
@@ -166,32 +154,30 @@ def test_int4_experts_in_fp8_say_how_far_they_are() -> None:
 
 def test_longest_context_is_the_last_that_fits(config: KimiK2Config, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target("trn2-tp32-ep2", config)
-    beside = longest_context_with_scratch(config, target, memory_plan(config, target))
+    beside = longest_context_with_scratch(memory_plan(target))
     assert beside is not None
     for context, enough in ((beside, True), (beside + 1, False)):
-        planned = memory_plan(config, replace(target, context=context))
+        planned = memory_plan(replace(target, context=context))
         assert planned.scratch is not None
         assert (planned.scratch.reported.nbytes <= planned.room) is enough
-    length = longest_context(config, target, memory_plan(config, target))
-    assert memory_plan(config, replace(target, context=length)).fits
-    assert not memory_plan(config, replace(target, context=length + 1)).fits
+    length = longest_context(memory_plan(target))
+    assert memory_plan(replace(target, context=length)).fits
+    assert not memory_plan(replace(target, context=length + 1)).fits
     too_long = replace(target, context=length + 1)
-    assert any(f"{length:,}" in line for line in advice(config, too_long, memory_plan(config, too_long)))
+    assert any(f"{length:,}" in line for line in advice(memory_plan(too_long)))
     monkeypatch.setattr("kimi_k2.plan.memory.longest_context", lambda *_: 1)
-    assert any("at most 1 tokens" in line for line in advice(config, too_long, memory_plan(config, too_long)))
+    assert any("at most 1 tokens" in line for line in advice(memory_plan(too_long)))
 
 
 def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
     chart = tmp_path / "plan.png"
-    result = runner.invoke(app, ["plan", "kimi-k2.5", "--preset", "h200-tp8", "--json", "--chart", str(chart)])
-    assert result.exit_code == 0, result.output
+    result = kimi("plan", "kimi-k2.5", "--preset", "h200-tp8", "--json", "--chart", chart)
     report = json.loads(result.output)
     assert report["schema"] == "kimi-k2/plan/3"
     assert report["rank_memory"]["fits"]
     assert report["rank_memory"]["resident"] == sum(report["rank_memory"]["parts"].values())
     assert chart.read_bytes().startswith(b"\x89PNG")
-    tables = runner.invoke(app, ["plan", "kimi-k2-instruct-0905", "--verbose"], env={"COLUMNS": "160"})
-    assert tables.exit_code == 0
+    tables = kimi("plan", "kimi-k2-instruct-0905", "--verbose", env={"COLUMNS": "160"})
     for word in ("expert weights", "KV cache", "TPOT / TTFT, modelled", "17.55", "165.5", "6.99 ms a token"):
         assert word in tables.output
 
@@ -246,42 +232,41 @@ def test_wrong_requests_are_named(
     with pytest.raises(ConfigError, match=says):
         target = load_target(preset, config)
         target = target.with_lengths(lengths.get("context"), lengths.get("batch"), lengths.get("prompt"))
-        memory_plan(config, target)
+        memory_plan(target)
 
 
 def test_prefill_instructions_are_at_least_its_arithmetic(config: KimiK2Config) -> None:
     """An instruction multiplies 128 x 128 by at most 512 columns; where every tile is full it does no more."""
     for name in ("trn2-tp32-ep2", "trn2-tp64-ep1-32k", "trn2-tp64-ep1-nki-layers"):
         target = load_target(name, config)
-        plan = target.sharding(config)
-        counted = prefill_instructions(config, target, plan)
+        counted = prefill_instructions(target)
         assert counted is not None
-        assert counted["total"] > prefill_counts(config, target, plan).flops / (2 * 128 * 128 * 512)
+        assert counted["total"] > prefill_counts(target).flops / (2 * 128 * 128 * 512)
         # Blocks of 128 tokens, 2 x 64 and 2 x 32 columns: 56 instructions of gate and up, 56 of down.
-        blocks = expert_blocks(config, target, target.prompt)
+        blocks = expert_blocks(target, target.prompt)
         assert counted["matmuls"]["routed experts"] == 60 * 112 * blocks
         # Each choice's token, an int64, is read and written.
-        moved = prefill_counts(config, target, plan).moved
+        moved = prefill_counts(target).moved
         assert moved["scatter"] == 60 * target.prompt * 8 * 2 * 8, name
         assert counted["limit"] > counted["total"]
         # compile raises the limit where the matrix multiplies alone are more than the compiler's 5 million.
         told = Deployment.load(name).max_context_length > LONG_PROMPT
         assert told == (counted["total"] > 5e6) == (counted["limit"] > 5e6)
-    assert prefill_instructions(config, load_target("h200-tp8", config), plan) is None
+    assert prefill_instructions(load_target("h200-tp8", config)) is None
 
 
 def test_few_tokens_load_their_own_experts(config: KimiK2Config) -> None:
     """NxDI's rule: blocks from where the choices are as many as the experts, 48 x 8; before, experts as chosen."""
     target = load_target("trn2-tp64-ep1", config)
     assert target.block_size is not None and target.block_size <= 47 * 8
-    assert [expert_blocks(config, target, tokens) > 0 for tokens in (16, 47, 48, 64)] == [False, False, True, True]
+    assert [expert_blocks(target, tokens) > 0 for tokens in (16, 47, 48, 64)] == [False, False, True, True]
 
 
 def test_whole_layers_fold_the_next_projection_into_the_experts(config: KimiK2Config) -> None:
     """An expert's second matrix has the columns of the next layer's q_a and kv_a beside its own."""
     target = load_target("trn2-tp64-ep1-nki-layers", config)
-    fewer = config.model_copy(update={"num_hidden_layers": 60})
-    more = [_expert_flops(model, target, target.batch, decode=True) for model in (config, fewer)]
+    fewer = replace(target, config=config.model_copy(update={"num_hidden_layers": 60}))
+    more = [_expert_flops(model, target.batch, decode=True) for model in (target, fewer)]
     rows, width = target.batch * config.num_experts_per_tok, config.moe_intermediate_size // 64
     assert more[0] - more[1] == rows * 2 * width * (3 * 7168 + 1536 + 512 + 64)
 
@@ -299,4 +284,4 @@ def test_prefill_of_the_torch_native_line_holds_every_choice(config: KimiK2Confi
     """Before and after it is float32, whatever else is alive."""
     target = load_target("trn2-native-tp4-ep16", config)
     choices = target.prefill_sequences * target.prompt * config.num_experts_per_tok
-    assert _experts_prefill(config, target) >= choices * config.hidden_size * (2 + 4)
+    assert _experts_prefill(target) >= choices * config.hidden_size * (2 + 4)

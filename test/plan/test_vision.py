@@ -54,7 +54,7 @@ def test_published_sizes() -> None:
 def test_a_rank_holds_the_tower_beside_the_language_model() -> None:
     k25, text = (KimiK2Config.from_preset(name) for name in ("kimi-k2.5", "kimi-k2-thinking"))
     for preset, ranks in (("h200-tp8", 1), ("trn2-tp64-ep1-1k", 16)):
-        plan, without = (memory_plan(config, load_target(preset, config)) for config in (k25, text))
+        plan, without = (memory_plan(load_target(preset, config)) for config in (k25, text))
         assert TOWER not in without.parts
         held = plan.parts[TOWER]
         assert plan.resident - held == without.resident

@@ -79,7 +79,7 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
         line.put(monkeypatch, line.stand_ins(kernels=True))
     graph = captured(preset, *largest(preset, decode), kernels=whole)
     assert sum(len(written_by(node)) for node in graph.graph.nodes) == 2 * CONFIG.num_hidden_layers
-    planned = (decode_counts if decode else prefill_counts)(CONFIG, target, target.sharding(CONFIG))
+    planned = (decode_counts if decode else prefill_counts)(target)
     collectives = Counter(
         Collective(str(node.args[1]), target.layout.ranks, node.meta["example_value"].nbytes)
         for node in graph.graph.nodes
@@ -103,7 +103,7 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
     assert planned.collectives == collectives
     runner = line.on_meta(CONFIG, target)
     held = sum(parameter.nbytes for parameter in runner.model.parameters())
-    assert held == sum(map(local_bytes, target.sharding(CONFIG).tensors))
+    assert held == sum(map(local_bytes, target.sharding.tensors))
     slots = 256 * runner.block  # of each page of the runner
     pages = sum(half.nbytes for halves in runner.pages.values() for half in halves)
     assert planned.held["cache"] == pages // slots * target.batch * target.context

@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import SHAPE, percentile, rates, series
+from kimi_k2.files import Json
 
 HEADER = [
     "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
@@ -38,7 +38,7 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{middle} ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f})"
 
 
-def rows(results: dict[str, Any]) -> list[list[str]]:
+def rows(results: Json) -> list[list[str]]:
     """The table's cells as text, one row a cell of the sweep."""
     table = []
     for cell in results["cells"]:
@@ -64,7 +64,7 @@ def markdown_table(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: Json) -> str:
     """The whole report in Markdown: what ran where, and the table."""
     paragraphs = [f"{description(results)}\n", markdown_table(HEADER, rows(results))]
     paragraphs += [
@@ -75,7 +75,7 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(paragraphs)
 
 
-def description(results: dict[str, Any]) -> str:
+def description(results: Json) -> str:
     """One line on model, backend, device and runs."""
     settings, environment = results["settings"], results["environment"]
     device = environment.get("gpu") if settings["backend"] == "cuda" else environment.get("preset")
@@ -87,7 +87,7 @@ def description(results: dict[str, Any]) -> str:
     )
 
 
-def plots(results: dict[str, Any], directory: Path) -> list[Path]:
+def plots(results: Json, directory: Path) -> list[Path]:
     """Write tpot.png, ttft.png and throughput.png; none where no cell finished."""
     import matplotlib as mpl
 
@@ -126,7 +126,7 @@ def plots(results: dict[str, Any], directory: Path) -> list[Path]:
     return written
 
 
-def write_reports(results: dict[str, Any], directory: Path) -> list[Path]:
+def write_reports(results: Json, directory: Path) -> list[Path]:
     """Write sweep.md and the plots into `directory`; returns what was written."""
     images, text = plots(results, directory), directory / "sweep.md"
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in images)
@@ -172,7 +172,7 @@ class Ratio:
         return f"{'faster' if self.ratio < 1 else 'slower'} by {abs(1 - self.ratio) * 100:.1f} %"
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Ratio]:
+def compare(a: Json, b: Json) -> list[Ratio]:
     """Ratios of all cells that both sweeps finished.
 
     Raises:
@@ -201,7 +201,7 @@ def overall(ratios: list[Ratio]) -> dict[str, float]:
     }
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def differing(a: Json, b: Json) -> list[str]:
     """Fields of settings and environment that differ: what the ratio may be owed to."""
     lines = []
     for section in ("settings", "environment"):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.files import read_data
+from kimi_k2.files import Json, read_data
 
 SCHEMA = "kimi-k2/sweep/2"
 SHAPE = ("prompt_length", "batch_size", "output_length")  # of a cell
@@ -131,12 +131,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
-def tpot(run: dict[str, Any]) -> float:
+def tpot(run: Json) -> float:
     """Seconds a token after the first: the time from the first to the last over their number."""
     return math.fsum(run["itl"]) / len(run["itl"])
 
 
-def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+def series(runs: list[Json]) -> dict[str, list[float]]:
     """Seconds by name: ttft, tpot and e2e (from the call to the last token) of each run; itl, all gaps of all runs."""
     return {
         "ttft": [run["ttft"] for run in runs],
@@ -146,14 +146,14 @@ def series(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def rates(cell: dict[str, Any]) -> tuple[float, float]:
+def rates(cell: Json) -> tuple[float, float]:
     """Tokens a second by medians: of a sequence behind its first token, and of the whole batch from end to end."""
     times = series(cell["runs"])
     tokens = cell["batch_size"] * cell["output_length"]
     return 1 / percentile(times["tpot"], 50), tokens / percentile(times["e2e"], 50)
 
 
-def load_results(path: Path) -> dict[str, Any]:
+def load_results(path: Path) -> Json:
     """Read and check a result file.
 
     Raises:
@@ -170,7 +170,7 @@ def load_results(path: Path) -> dict[str, Any]:
         Sweep.model_validate(content)
     except ValidationError as error:
         raise _fault(error, path) from error
-    result: dict[str, Any] = content
+    result: Json = content
     return result
 
 

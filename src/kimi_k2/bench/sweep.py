@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from kimi_k2.bench.errors import RanksLostError, SweepError
 from kimi_k2.bench.results import SCHEMA, SHAPE, Settings, load_results, percentile, series
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import KimiK2Error
+from kimi_k2.files import Json
 from kimi_k2.neuron.sdk import version_of
 
 PACKAGES = (
@@ -33,7 +33,7 @@ PACKAGES = (
 FLAGS = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "KIMI_K2_KERNELS")
 
 
-def capture(details: dict[str, Any]) -> dict[str, Any]:
+def capture(details: Json) -> Json:
     """The environment of a sweep.
 
     Args:
@@ -90,7 +90,7 @@ Clock = Callable[[], float]
 Say = Callable[[str], None]
 
 
-def time_run(backend: Backend, prompts: Prompts, new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
+def time_run(backend: Backend, prompts: Prompts, new_tokens: int, clock: Clock = time.perf_counter) -> Json:
     """One run: `ttft` and `itl` (new_tokens - 1 gaps) in seconds.
 
     Raises:
@@ -112,7 +112,7 @@ def draw_prompts(vocab_size: int, batch: int, length: int) -> list[list[int]]:
 
 def run_sweep(
     settings: Settings, backend: Backend, path: Path, say: Say = lambda _: None, clock: Clock = time.perf_counter
-) -> dict[str, Any]:
+) -> Json:
     """Run what `path` does not hold yet; the file is whole after every cell.
 
     A cell that fails (out of memory, too long for the model) is recorded with its error and tried again next time.
@@ -138,8 +138,8 @@ def run_sweep(
     return results
 
 
-def _open(settings: Settings, environment: dict[str, Any], path: Path) -> dict[str, Any]:
-    fresh: dict[str, Any] = {
+def _open(settings: Settings, environment: Json, path: Path) -> Json:
+    fresh: Json = {
         "schema": SCHEMA,
         "settings": settings.model_dump(),
         "environment": environment,
@@ -160,11 +160,11 @@ def _open(settings: Settings, environment: dict[str, Any], path: Path) -> dict[s
     return stored
 
 
-def _shape(cell: dict[str, Any]) -> dict[str, int]:
+def _shape(cell: Json) -> dict[str, int]:
     return {name: cell[name] for name in SHAPE}
 
 
-def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: Clock) -> dict[str, Any]:
+def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: Clock) -> Json:
     prompts = draw_prompts(backend.vocab_size, cell["batch_size"], cell["prompt_length"])
     try:
         time_run(backend, prompts, cell["output_length"], clock)  # warm
@@ -186,6 +186,6 @@ def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: 
     }
 
 
-def _brief(cell: dict[str, Any]) -> str:
+def _brief(cell: Json) -> str:
     ttft, tpot = (percentile(series(cell["runs"])[name], 50) * 1e3 for name in ("ttft", "tpot"))
     return f"TTFT {ttft:.2f} ms, TPOT {tpot:.3f} ms"

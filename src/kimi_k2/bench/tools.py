@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.writer import write_json
-from kimi_k2.files import read_text, replace_file
+from kimi_k2.files import Json, read_text, replace_file
 from kimi_k2.limits import MEDIA_BYTES
 from kimi_k2.tokenization.tool_resolver import schema_problem
 
@@ -121,7 +121,7 @@ def judge(index: int, request: Mapping[str, Any], answer: Mapping[str, Any]) -> 
     return Outcome(index, choice["finish_reason"], tuple(text for text in problems if text))
 
 
-def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None = None) -> dict[str, Any]:
+def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None = None) -> Json:
     """The counts and ratios, by the Verifier's names; None where a ratio has nothing to count.
 
     Args:
@@ -129,7 +129,7 @@ def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None =
     """
     triggering = [outcome for outcome in outcomes if outcome.triggers]
     valid = [outcome for outcome in triggering if not outcome.problems]
-    summary: dict[str, Any] = {
+    summary: Json = {
         "requests": len(outcomes),
         "failures": sum(outcome.error is not None for outcome in outcomes),
         "count_finish_reason_tool_calls": len(triggering),
@@ -153,7 +153,7 @@ def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None =
 OUTCOMES, SUMMARY = "outcomes.jsonl", "summary.json"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Json]:
     """The objects of a JSONL file.
 
     Raises:
@@ -193,7 +193,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
     return outcomes
 
 
-def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any]) -> Outcome:
+def ask(endpoint: Endpoint, model: str, index: int, request: Json) -> Outcome:
     """One request, not streamed; what goes wrong is part of the outcome."""
     fields = {**request, "model": model, "stream": False}
     fields.pop("stream_options", None)
@@ -208,7 +208,7 @@ def ask(endpoint: Endpoint, model: str, index: int, request: dict[str, Any]) -> 
 
 def verify(
     endpoint: Endpoint, requests: Path, out: Path, *, reference: Path | None = None, concurrency: int = 8
-) -> dict[str, Any]:
+) -> Json:
     """Ask a server all requests of a JSONL file and write outcomes.jsonl and summary.json into `out`.
 
     Args:

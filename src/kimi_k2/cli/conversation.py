@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
-from kimi_k2.files import parse_json, replace_file
+from kimi_k2.files import Json, parse_json, replace_file
 
-Messages = list[dict[str, Any]]
+Messages = list[Json]
 MAX_BYTES = 100 * 2**20
 
 
@@ -45,9 +45,9 @@ def with_system(messages: Messages, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *rest]
 
 
-def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] = ()) -> dict[str, Any]:
+def user_message(text: str, images: Sequence[Path] = (), videos: Sequence[Path] = ()) -> Json:
     """A user's message; pictures and films stand before the text."""
-    media: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
+    media: list[Json] = [{"type": "image", "image": str(path)} for path in images]
     media += [{"type": "video", "video": str(path)} for path in videos]
     return {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
 

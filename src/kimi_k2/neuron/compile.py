@@ -90,13 +90,13 @@ def check_fit(
         check_vision(preset.vision, config)
     target = make_target(preset, config)
     if draft is not None:
-        target = with_drafts(target, config, DraftConfig.from_pretrained(draft), draft_tokens)
-    plan = memory_plan(config, target)
+        target = with_drafts(target, DraftConfig.from_pretrained(draft), draft_tokens)
+    plan = memory_plan(target)
     if not plan.fits:
         name, size = plan.largest
         raise DoesNotFitError(
             f"{preset.name} {plan.verdict} (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
-            f" {' or with '.join(advice(config, target, plan))}"
+            f" {' or with '.join(advice(plan))}"
         )
     return plan
 

@@ -166,10 +166,9 @@ def print_report(comparison: Comparison, console: Console) -> None:
     console.print(
         f"largest logit difference {comparison.logits.max_difference:.2e}; another token first at {len(steps)} steps"
         f" (difference {comparison.logits.divergence_difference:.1e}, tolerated {DIVERGENCE_TOLERANCE:g})",
-        highlight=False,
     )
     if comparison.first is not None:
-        console.print(f"first divergence: {describe(comparison.first)}", style="bold red", highlight=False)
+        console.print(f"first divergence: {describe(comparison.first)}", style="bold red")
     console.print("PASS" if comparison.passed else "FAIL", style="bold green" if comparison.passed else "bold red")
 
 

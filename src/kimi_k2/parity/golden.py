@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,7 @@ from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import open_regular, read_data
+from kimi_k2.files import Json, open_regular, read_data
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
 SCHEMA = "kimi-k2-golden/2"
@@ -43,7 +42,7 @@ class Golden:
     """
 
     trace: Trace
-    config: dict[str, Any]
+    config: Json
     backend: str
     dtype: str
     checkpoint: str

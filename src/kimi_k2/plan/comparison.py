@@ -6,12 +6,12 @@ The figures are reported, not reproduced.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.files import Json
 from kimi_k2.plan.deployment import PUBLISHED_PORT, load_target
 from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import MICROCODE_BYTES, memory_plan, reported_scratch
@@ -20,7 +20,7 @@ from kimi_k2.plan.published import Range, Run, data, features, fit, runs, source
 DENSE = "a dense model, of a form with enough runs of mixtures of experts"
 
 
-def published_memory() -> list[dict[str, Any]]:
+def published_memory() -> list[Json]:
     """All figures that there are beside plans in the arrangement of the published ports, in GiB.
 
     published.json says why they are not GB. `terms` of the plan by name, `planned` their sum, `difference` that over
@@ -28,9 +28,8 @@ def published_memory() -> list[dict[str, Any]]:
     """
     rows = []
     for row in data()["memory"]["rows"]:
-        config = KimiK2Config.from_preset(row["model"])
-        target = load_target(row["preset"], config)
-        plan = memory_plan(config, replace(target, context=row["context"], batch=1, arrangement=PUBLISHED_PORT))
+        target = load_target(row["preset"], KimiK2Config.from_preset(row["model"]))
+        plan = memory_plan(replace(target, context=row["context"], batch=1, arrangement=PUBLISHED_PORT))
         # A NEFF's tensors are without the runtime's micro-code and scratch.
         terms = {name: size / GIB for name, size in plan.parts.items() if name != "runtime micro-code"}
         if row["of"] == "bank":
@@ -52,7 +51,7 @@ def held_out(run: Run) -> Range:
     return Range.around(sum(a * b for a, b in zip(found.terms, features(run), strict=True)), found.factor)
 
 
-def comparison() -> dict[str, Any]:
+def comparison() -> Json:
     """For `--json`: every published run with bound and, unless it is set apart, what the others make of it."""
     apart, steps = data()["rules"]["set_apart"], []
     for run in runs():
@@ -69,7 +68,7 @@ def comparison() -> dict[str, Any]:
     return {"steps": steps, "rules": data()["rules"], "memory": published_memory(), "gpus": data()["gpus"]}
 
 
-def print_comparison(found: dict[str, Any], console: Console) -> None:
+def print_comparison(found: Json, console: Console) -> None:
     """The same as tables."""
     table = Table("published decode step", "form", "ms", "bound", "expected (held out)", "within", title="Trainium, ms")
     for row in found["steps"]:
@@ -82,7 +81,7 @@ def print_comparison(found: dict[str, Any], console: Console) -> None:
     console.print(table)
     for cause in dict.fromkeys(row["set_apart"] for row in found["steps"] if row["set_apart"]):
         count = sum(row["set_apart"] == cause for row in found["steps"])
-        console.print(f"  set apart, {count}: {cause}", style="dim", highlight=False)
+        console.print(f"  set apart, {count}: {cause}", style="dim")
     table = Table("published memory", "reported", "planned", "difference", title="published arrangement, GiB")
     for row in found["memory"]:
         table.add_row(
@@ -92,7 +91,7 @@ def print_comparison(found: dict[str, Any], console: Console) -> None:
             table.add_row(f"  {name}", "", f"{size:.3f}", "", style="dim")
     console.print(table)
     for line in gpu_lines():
-        console.print(f"  {line}", highlight=False)
+        console.print(f"  {line}")
 
 
 def gpu_lines() -> list[str]:

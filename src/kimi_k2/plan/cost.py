@@ -34,7 +34,7 @@ from kimi_k2.plan.torch_native import BLOCK
 from kimi_k2.sharding.attention_tiles import NAME, OF_GROUP, SOURCES, in_place_of_linears
 from kimi_k2.sharding.early_qkv_a import precedes_another
 from kimi_k2.sharding.experts import PARTITIONS
-from kimi_k2.sharding.layout import Layout, PlannedTensor, ShardingPlan
+from kimi_k2.sharding.layout import PlannedTensor, ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -138,54 +138,52 @@ _OF_LAYERS = (
 )  # fmt: skip
 
 
-def _in_one_kernel(config: KimiK2Config, layout: Layout, layer: int) -> bool:
+def _in_one_kernel(target: Target, layer: int) -> bool:
     """Whether a layer is one of those whose step is one kernel."""
-    return layout.layers and config.is_moe_layer(layer)
+    return target.layout.layers and target.config.is_moe_layer(layer)
 
 
-def reads_attention(config: KimiK2Config, layout: Layout, tensor: PlannedTensor, decode: bool) -> bool:
+def reads_attention(target: Target, tensor: PlannedTensor, decode: bool) -> bool:
     """Whether a stage reads a tensor, if it is a weight of attention that tiles stand for, or one of those tiles."""
-    kernel = decode and _in_one_kernel(config, layout, tensor.layer)
+    kernel, layout = decode and _in_one_kernel(target, tensor.layer), target.layout
     if f".{NAME}." not in tensor.name:
         return not kernel or not any(f".{name}." in tensor.name for name in SOURCES)
     of_group = any(f".{name}." in tensor.name for name in OF_GROUP)
     if not kernel:  # tiles of float values are all that there is
-        return in_place_of_linears(layout.attention_tiles(config)) and not of_group
+        return in_place_of_linears(layout.attention_tiles(target.config)) and not of_group
     return not layout.query_group or of_group or not any(name in tensor.name for name in _QUERIES)
 
 
-def times_read(config: KimiK2Config, target: Target, tensor: PlannedTensor) -> int:
+def times_read(target: Target, tensor: PlannedTensor) -> int:
     """How often a step reads a tensor: 2 where both cores of a kernel do."""
-    name, layout = tensor.name, target.layout
-    if not _in_one_kernel(config, layout, tensor.layer):
+    name = tensor.name
+    if not _in_one_kernel(target, tensor.layer):
         return 1
     both = name.endswith((*_NORMS, *_OF_LAYERS)) or any(query in name for query in (*_QUERIES, f".{NAME}.w_uv."))
     # Where a group of ranks shares a cache each core has a half of o_proj.
-    both |= f".{NAME}.o." in name and not layout.query_group
+    both |= f".{NAME}.o." in name and not target.layout.query_group
     return CORES if both else 1
 
 
 SAMPLED_BYTES = (4, 8)  # on-device sampling gathers one float32 logit and one int64 index a rank
 
 
-def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, context: int | None = None) -> GraphCounts:
+def decode_counts(target: Target, context: int | None = None) -> GraphCounts:
     """One token for each sequence, or several to be verified.
 
     Args:
-        config: of the model.
-        target: batch, cache and dtypes.
-        plan: which slices of which tensors a rank holds.
+        target: model, batch, cache and dtypes.
         context: cache slots that the graph reads; the target's whole cache if None. (On Neuron, the bucket.)
     """
     slots = target.context if context is None else context
-    tokens = target.rows
-    share = expert_share(config, target, tokens)
+    config, tokens = target.config, target.rows
+    share = expert_share(target, tokens)
     of_all = tokens * config.num_experts_per_tok / config.n_routed_experts
     on_kernel = target.layout.layers and of_all < 1
     if on_kernel:
         share = of_all  # on average: the kernel skips the experts of other ranks
-    plan = of_stage(plan, target, decode=True)
-    counts = _weights(config, target, plan, tokens, share)
+    plan = of_stage(target, decode=True)
+    counts = _weights(target, plan, tokens, share)
     if on_kernel:
         for tensor in plan.tensors:  # the kernel reads a scale once for each partition that it multiplies
             if tensor.name.endswith(".shared_experts.gate_up_proj.scale"):
@@ -193,62 +191,62 @@ def decode_counts(config: KimiK2Config, target: Target, plan: ShardingPlan, cont
             elif tensor.name.endswith(".shared_experts.down_proj.scale"):
                 counts.read[tensor.name] *= PARTITIONS
     for tensor in plan.tensors:
-        counts.read[tensor.name] *= times_read(config, target, tensor)
-    if target.is_neuron and held_as(config, target).block:
+        counts.read[tensor.name] *= times_read(target, tensor)
+    if target.is_neuron and held_as(target).block:
         counts.block_scaled = counts.bytes_read(r"\.mlp\.experts\.")
-    counts.read["cache"] = cache_bytes_read(config, target, slots)
-    counts.held["cache"] = cache_bytes(config, target)
+    counts.read["cache"] = cache_bytes_read(target, slots)
+    counts.held["cache"] = cache_bytes(target)
     if target.torch_native:
         if not target.layout.layers:  # pages laid one after another, and read again
             counts.moved["gather"] = 2 * BF16 // target.cache_itemsize * counts.read["cache"]
-        counts.moved["cache write"] = _cache_write(config, target, tokens)
-    counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(config, target, tokens, decode=True)
+        counts.moved["cache write"] = _cache_write(target, tokens)
+    counts.flops = _linear_flops(plan, tokens, logits=tokens) + _expert_flops(target, tokens, decode=True)
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
-    counts.flops += _attention_flops(config, target, tokens * cores, slots // cores + target.positions)
-    counts.collectives = _collectives(config, target, tokens, tokens, decode=True)
-    counts.collectives |= _flash_decoding(config, target, tokens)
+    counts.flops += _attention_flops(target, tokens * cores, slots // cores + target.positions)
+    counts.collectives = _collectives(target, tokens, tokens, decode=True)
+    counts.collectives |= _flash_decoding(target, tokens)
     return counts
 
 
-def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> GraphCounts:
+def prefill_counts(target: Target) -> GraphCounts:
     """One prompt of `target.prompt` tokens for each sequence."""
-    sequences = target.prefill_sequences
+    config, sequences = target.config, target.prefill_sequences
     tokens = sequences * target.prompt
-    blocks = expert_blocks(config, target, tokens)
-    share = blocks / local_experts(config, target) if blocks else expert_share(config, target, tokens)
-    plan = of_stage(plan, target, decode=False)
-    counts = _weights(config, target, plan, tokens, share)
-    counts.held["cache"] = cache_bytes(config, target)
+    blocks = expert_blocks(target, tokens)
+    share = blocks / local_experts(target) if blocks else expert_share(target, tokens)
+    plan = of_stage(target, decode=False)
+    counts = _weights(target, plan, tokens, share)
+    counts.held["cache"] = cache_bytes(target)
     keys = target.prompt
     if target.torch_native:
         # A segment's graph reads every page that a sequence may have; a whole prompt none.
         keys = target.context if target.torch_native.kv_segment_size_buckets else keys
-        counts.read["cache"] = cache_bytes(config, replace(target, batch=1)) if keys > target.prompt else 0
-        counts.moved["cache write"] = _cache_write(config, target, tokens)
+        counts.read["cache"] = cache_bytes(replace(target, batch=1)) if keys > target.prompt else 0
+        counts.moved["cache write"] = _cache_write(target, tokens)
     else:
         # NxDI's prefill graph takes the old cache in and rewrites it whole, unless the prompt fills it; with continuous
         # batching it writes the prompt's rows in place.
         filled = target.prompt == target.context and not target.reserved_slots
         rewritten = target.is_neuron and not (target.continuous or filled)
-        counts.read["cache"] = cache_bytes(config, target) if rewritten else 0
+        counts.read["cache"] = cache_bytes(target) if rewritten else 0
         if target.continuous:
-            written = cache_bytes_read(config, replace(target, batch=sequences), target.prompt)
+            written = cache_bytes_read(replace(target, batch=sequences), target.prompt)
             counts.moved["scatter"] = 2 * written  # updates read and written
     if target.tower_buckets:  # a row for every token, an image's or none
         counts.read["rows of images"] = tokens * config.hidden_size * BF16
     counts.flops = _linear_flops(plan, tokens, logits=sequences)
-    counts.flops += _expert_flops(config, target, tokens, decode=False)
+    counts.flops += _expert_flops(target, tokens, decode=False)
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
-    counts.flops += _attention_flops(config, target, tokens, keys, expanded=target.is_neuron)
-    counts.collectives = _collectives(config, target, tokens, sequences, decode=False)
+    counts.flops += _attention_flops(target, tokens, keys, expanded=target.is_neuron)
+    counts.collectives = _collectives(target, tokens, sequences, decode=False)
     if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
         rows = blocks * BLOCK + tokens * config.num_experts_per_tok
         counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
     elif blocks:
         slots = blocks * (target.block_size or 0)
         # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
-        groups = -(-blocks // blocks_at_once(config, target))
+        groups = -(-blocks // blocks_at_once(target))
         rows = slots + groups * tokens * config.num_experts_per_tok
         counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
         # Each choice's token is scattered into a table.
@@ -257,28 +255,26 @@ def prefill_counts(config: KimiK2Config, target: Target, plan: ShardingPlan) -> 
     return counts
 
 
-def _cache_write(config: KimiK2Config, target: Target, tokens: int) -> int:
+def _cache_write(target: Target, tokens: int) -> int:
     """Bytes of new rows, read and written by a kernel a layer: the scatters of PyTorch's form pass the whole pool."""
-    return 2 * config.num_hidden_layers * tokens * config.cache_dim * target.cache_itemsize
+    return 2 * target.config.num_hidden_layers * tokens * target.config.cache_dim * target.cache_itemsize
 
 
-def of_stage(plan: ShardingPlan, target: Target, *, decode: bool) -> ShardingPlan:
-    """A plan without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
-    layout = plan.layout
+def of_stage(target: Target, *, decode: bool) -> ShardingPlan:
+    """The plan without what the stage does not read: folded weights at prefill, and at decode what they stand for."""
     unused: tuple[str, ...] = (".early_router.", ".early_qkv_a.")
     if decode:
         unused = ("router.linear_router.",) if target.layout.layers else ()
 
     def read(tensor: PlannedTensor) -> bool:
         if decode and target.layout.layers and tensor.name.endswith((".input_layernorm.weight", ".qkv_a_proj.weight")):
-            return not precedes_another(plan.config, tensor.layer - 1)
-        kept = reads_attention(plan.config, layout, tensor, decode)
-        return kept and not any(name in tensor.name for name in unused)
+            return not precedes_another(target.config, tensor.layer - 1)
+        return reads_attention(target, tensor, decode) and not any(name in tensor.name for name in unused)
 
-    return replace(plan, tensors=tuple(filter(read, plan.tensors)))
+    return replace(target.sharding, tensors=tuple(filter(read, target.sharding.tensors)))
 
 
-def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: int, expert_share: float) -> GraphCounts:
+def _weights(target: Target, plan: ShardingPlan, tokens: int, expert_share: float) -> GraphCounts:
     counts = GraphCounts()
     for tensor in plan.tensors:
         size, share = local_bytes(tensor), 1.0
@@ -288,7 +284,7 @@ def _weights(config: KimiK2Config, target: Target, plan: ShardingPlan, tokens: i
             share = min(tokens / tensor.local_shape[0], 1.0)
         counts.held[tensor.name] = size
         counts.read[tensor.name] = round(size * share)
-    for name, size in arrangement_terms(config, target, weight_parts(plan)).items():
+    for name, size in arrangement_terms(target, weight_parts(plan)).items():
         counts.held[name] = counts.read[name] = size
     return counts
 
@@ -313,13 +309,14 @@ def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
     return total
 
 
-def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: bool) -> int:
-    pairs, local = tokens * config.num_experts_per_tok, local_experts(config, target)
+def _expert_flops(target: Target, tokens: int, *, decode: bool) -> int:
+    config = target.config
+    pairs, local = tokens * config.num_experts_per_tok, local_experts(target)
     if not target.is_neuron:
         rows = pairs // target.layout.moe_ep
-    elif expert_share(config, target, tokens) < 1:
+    elif expert_share(target, tokens) < 1:
         rows = pairs  # one slot each, whether the expert is on this rank or not
-    elif not decode and (blocks := expert_blocks(config, target, tokens)):
+    elif not decode and (blocks := expert_blocks(target, tokens)):
         rows = blocks * (target.block_size or 0)
     else:
         rows = tokens * local
@@ -331,8 +328,9 @@ def _expert_flops(config: KimiK2Config, target: Target, tokens: int, *, decode: 
     return flops
 
 
-def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: int, *, expanded: bool = False) -> int:
+def _attention_flops(target: Target, tokens: int, keys: int, *, expanded: bool = False) -> int:
     """Scores over cache_dim values and sums over kv_lora_rank, absorbed; or expanded, earlier ones made too."""
+    config = target.config
     heads = config.num_attention_heads // target.layout.ranks
     each = 2 * (config.cache_dim + config.kv_lora_rank)
     if not expanded:
@@ -342,15 +340,13 @@ def _attention_flops(config: KimiK2Config, target: Target, tokens: int, keys: in
     return config.num_hidden_layers * heads * 2 * (used + max(keys - tokens, 0) * config.kv_lora_rank * values)
 
 
-def _collectives(
-    config: KimiK2Config, target: Target, tokens: int, sampled: int, *, decode: bool
-) -> dict[Collective, int]:
+def _collectives(target: Target, tokens: int, sampled: int, *, decode: bool) -> dict[Collective, int]:
     """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
 
     In the kernel of whole layers the all-reduce after attention carries the router's logits too, and that after the
     experts the next layer's down projections; each core brings a summand of its own, in blocks of 128 float32 values.
     """
-    ranks, layers = target.layout.ranks, config.num_hidden_layers
+    config, ranks, layers = target.config, target.layout.ranks, target.config.num_hidden_layers
     if ranks == 1:
         return {}
     hidden, line = tokens * config.hidden_size * BF16, target.torch_native
@@ -387,12 +383,12 @@ def _summed(config: KimiK2Config, tokens: int, columns: int) -> int:
     return CORES * tokens * (config.hidden_size + columns) * FLOAT32
 
 
-def _flash_decoding(config: KimiK2Config, target: Target, tokens: int) -> dict[Collective, int]:
+def _flash_decoding(target: Target, tokens: int) -> dict[Collective, int]:
     """A layer's gathers of queries and of log-sum-exps over a group, and the scatter of the heads' sums.
 
     In the kernel of whole layers one all-to-all of both cores' parts.
     """
-    cores, layers = target.cache_ranks, config.num_hidden_layers
+    config, cores, layers = target.config, target.cache_ranks, target.config.num_hidden_layers
     if cores == 1:
         return {}
     heads = tokens * config.num_attention_heads // target.layout.ranks
@@ -423,13 +419,13 @@ RAISED = f"--internal-max-instruction-limit={RAISED_LIMIT}"
 LONG_PROMPT = 2048  # prefill of more tokens is compiled with RAISED
 
 
-def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
+def prefill_instructions(target: Target) -> dict[str, Any] | None:
     """By part, in all, the limit, and what follows; None on a GPU."""
     if not target.is_neuron:
         return None
-    tokens = target.prefill_sequences * target.prompt
+    config, tokens = target.config, target.prefill_sequences * target.prompt
     matmuls = {"linears": 0, "routed experts": 0, "attention": 0}
-    for tensor in of_stage(plan, target, decode=False).tensors:
+    for tensor in of_stage(target, decode=False).tensors:
         name, shape = tensor.name, tensor.local_shape
         if len(shape) < 2 or "scale" in name or "embed_tokens" in name or category(name) == "expert weights":
             continue
@@ -437,7 +433,7 @@ def prefill_instructions(config: KimiK2Config, target: Target, plan: ShardingPla
         inner, outer = shape if len(shape) == 2 else (prod(shape) // STATIONARY, STATIONARY)  # tiles
         matmuls["linears"] += _matmuls(inner, outer, rows)
     hidden, width = config.hidden_size, config.moe_intermediate_size // target.layout.moe_tp
-    blocks, rows = expert_blocks(config, target, tokens), target.block_size or 1
+    blocks, rows = expert_blocks(target, tokens), target.block_size or 1
     if not blocks:
         blocks, rows = config.n_routed_experts // target.layout.moe_ep, tokens
     of_block = _matmuls(hidden, 2 * width, rows) + _matmuls(width, hidden, rows)

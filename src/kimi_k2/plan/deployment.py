@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from kimi_k2.config import KimiK2Config, changed
 from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import parse_yaml, read_data
+from kimi_k2.files import Json, parse_yaml, read_data
 from kimi_k2.limits import YAML_BYTES
 from kimi_k2.plan.machines import INSTANCES, Instance, Machine, Memory
 from kimi_k2.plan.torch_native import BLOCK, TorchNativeOptions, blocks_at_once
@@ -59,19 +60,20 @@ class LoraServing(_Fields):
     target_modules: tuple[Literal["q_b_proj", "o_proj"], ...] = Field(min_length=1)
     lora_ckpt_paths: dict[str, str] = {}
 
-    def rank_bytes(self, config: KimiK2Config, ranks: int, batch: int, itemsize: int) -> int:
+    def rank_bytes(self, target: Target) -> int:
         """Bytes on a rank: all adapters, cut over the ranks, and each sequence's own, of which one side is whole.
 
         As NxDI's modules hold them (`modules/lora_serving/lora_layer.py`, `weight` and `weight_active`).
         """
+        config, ranks = target.config, target.layout.ranks
         sizes = {  # columns of A, rows of B, and the side that a sequence's own has whole
             "q_b_proj": (config.q_lora_rank, config.num_attention_heads * config.qk_head_dim, 0),
             "o_proj": (config.num_attention_heads * config.v_head_dim, config.hidden_size, 1),
         }
         values = 0
         for *sides, whole in (sizes[name] for name in self.target_modules):
-            values += self.max_loras * sum(sides) // ranks + batch * (sides[whole] + sides[1 - whole] // ranks)
-        return values * self.max_lora_rank * config.num_hidden_layers * itemsize
+            values += self.max_loras * sum(sides) // ranks + target.batch * (sides[whole] + sides[1 - whole] // ranks)
+        return values * self.max_lora_rank * config.num_hidden_layers * target.layout.dtype.itemsize
 
 
 def in_xla_form(raw: Any) -> Any:
@@ -316,7 +318,7 @@ class Deployment(_Fields):
             raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
         return layout
 
-    def neuron_arguments(self) -> dict[str, Any]:
+    def neuron_arguments(self) -> Json:
         """Arguments of MoENeuronConfig, as JSON types; without those that the experts' format adds.
 
         Raises:
@@ -343,7 +345,7 @@ def _file_of(name_or_path: str | Path) -> Path:
     return found
 
 
-def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
+def _fields_of(path: Path, *above: Path) -> Json:
     """The fields of a file; one with `like` says what differs from another, which the files `above` differ from."""
     raw = read_data(path, ConfigError, YAML_BYTES, parse_yaml)
     if not isinstance(raw, dict):
@@ -353,7 +355,7 @@ def _fields_of(path: Path, *above: Path) -> dict[str, Any]:
     like, others = raw.pop("like"), [name for name in preset_names() if CONFIGS / f"{name}.yaml" not in (*above, path)]
     if like not in others:
         raise ConfigError(f"expected one of {', '.join(others)}, got {like!r:.100}", field="like", file=path)
-    fields: dict[str, Any] = changed(_fields_of(_file_of(like), *above, path), raw)
+    fields: Json = changed(_fields_of(_file_of(like), *above, path), raw)
     return fields
 
 
@@ -407,6 +409,7 @@ class Target:
 
     Attributes:
         name: preset.
+        config: of the model.
         layout: ranks and formats of the weights.
         machine, memory: of one rank.
         batch: sequences.
@@ -428,6 +431,7 @@ class Target:
     """
 
     name: str
+    config: KimiK2Config
     layout: Layout
     machine: Machine
     memory: Memory
@@ -453,14 +457,14 @@ class Target:
         """Tokens of a decode step."""
         return self.batch * self.positions
 
-    def sharding(self, config: KimiK2Config) -> ShardingPlan:
-        """What the ranks hold.
+    @property
+    def sharding(self) -> ShardingPlan:
+        """What the ranks hold; made once for all targets that differ in lengths alone.
 
         Raises:
             ConfigError: see `make_plan`.
         """
-        plan = make_plan(config, self.layout)
-        return plan if self.torch_native is None else without_nxdis(plan)
+        return _sharding(self.config, self.layout, self.torch_native is None)
 
     @property
     def cache_itemsize(self) -> int:
@@ -492,6 +496,12 @@ class Target:
         return replace(self, context=slots, batch=batch or self.batch, prompt=min(prompt or self.prompt, slots))
 
 
+@lru_cache(16)
+def _sharding(config: KimiK2Config, layout: Layout, nxdi: bool) -> ShardingPlan:
+    plan = make_plan(config, layout)
+    return plan if nxdi else without_nxdis(plan)
+
+
 def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     """What the planner computes from, of a deployment; of a model without a tower, its text alone.
 
@@ -509,6 +519,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     reserved = options.flash_decoding_enabled or options.is_continuous_batching
     return Target(
         name=deployment.name,
+        config=config,
         layout=deployment.layout(config),
         machine=deployment.hardware.machine,
         memory=deployment.hardware.memory,

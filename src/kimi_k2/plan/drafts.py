@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from rich.console import Console
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, LAYER, DraftConfig, head_shapes
+from kimi_k2.files import Json
 from kimi_k2.plan.cost import SAMPLED_BYTES, Collective, GraphCounts, roofline
 from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.kernels import Rates
@@ -112,9 +112,9 @@ class Head:
         return counts
 
 
-def with_drafts(target: Target, config: KimiK2Config, head: DraftConfig, tokens: int) -> Target:
+def with_drafts(target: Target, head: DraftConfig, tokens: int) -> Target:
     """A target whose steps verify so many tokens that a head drafted; ConfigError if it was made for another model."""
-    return replace(target, positions=tokens + 1, head=Head.of(head, config))
+    return replace(target, positions=tokens + 1, head=Head.of(head, target.config))
 
 
 def _is_read(name: str, reads_target: bool, cache_alone: bool) -> bool:
@@ -143,7 +143,7 @@ def drafting(head: Head, target: Target) -> GraphCounts:
     return whole
 
 
-def drafts_report(target: Target, verification: float, plain: float, rates: Rates | None) -> dict[str, Any]:
+def drafts_report(target: Target, verification: float, plain: float, rates: Rates | None) -> Json:
     """A step with drafts beside a plain one, seconds modelled.
 
     Args:
@@ -174,18 +174,16 @@ def drafts_report(target: Target, verification: float, plain: float, rates: Rate
     }
 
 
-def print_drafts(drafts: dict[str, Any], console: Console) -> None:
+def print_drafts(drafts: Json, console: Console) -> None:
     """In two lines."""
     console.print(
         f"drafts, modelled: {drafts['positions']} positions a step, {drafts['form'] or 'no'} head, run"
         f" {drafts['runs']} times:"
         f" {drafts['bytes_read'] / 1e6:.0f} MB a rank, {drafts['collectives']} collectives,"
         f" {drafts['drafting'] * 1e3:.2f} ms beside a step of {drafts['verification'] * 1e3:.2f}",
-        highlight=False,
     )
     console.print(
         f"  effective TPOT {drafts['tpot'] * 1e3:.2f} ms where {drafts['accepted']} tokens a step are accepted"
         f" (reported for published heads), {drafts['plain'] * 1e3:.2f} without drafts: they pay from"
         f" {drafts['pays_from']:.2f} tokens a step",
-        highlight=False,
     )

@@ -6,12 +6,12 @@ The counts come from the emulator (`python -m kimi_k2.nki.step_counts`); a test 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.files import Json
 from kimi_k2.nki.step_counts import EFFICIENCIES, LATENCIES, stored
 from kimi_k2.nki.step_sizes import HIDDEN
 from kimi_k2.plan.cost import GraphCounts, roofline
@@ -19,7 +19,6 @@ from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.machines import TRN2_LNC2, Machine
 from kimi_k2.plan.memory import FLOAT32, local_bytes
 from kimi_k2.plan.published import data, source_words
-from kimi_k2.sharding.layout import ShardingPlan
 from nki_emulator.rates import TRAINIUM2
 
 ASSUMED_EFFICIENCY, ASSUMED_LATENCY = 80.0, 15.0  # percent of the DMA engines' peak; microseconds of a collective
@@ -93,12 +92,12 @@ def _between(points: Sequence[float], values: Sequence[float], at: float) -> flo
     return values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
 
 
-def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dict[str, Any] | None:
+def kernel_step(target: Target) -> Json | None:
     """Times of one token, by context, and which is nearest; None for a deployment whose kernels were not counted.
 
     Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `range` at latencies that were published.
     """
-    layout = target.layout
+    config, layout = target.config, target.layout
     name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
     counted = stored()["presets"].get(name or "")
     same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1
@@ -110,7 +109,7 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
         form += f"_{target.positions}"
     if form not in counted:
         return None
-    other_bytes = sum(local_bytes(tensor) for tensor in plan.tensors if _other(tensor.name))
+    other_bytes = sum(local_bytes(tensor) for tensor in target.sharding.tensors if _other(tensor.name))
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
     contexts = {slots: _context(layer, layers, other_bytes, rates) for slots, layer in counted[form].items()}
@@ -128,11 +127,9 @@ def kernel_step(config: KimiK2Config, target: Target, plan: ShardingPlan) -> dic
     }
 
 
-def step_bound(
-    config: KimiK2Config, target: Target, plan: ShardingPlan, decode: GraphCounts
-) -> tuple[float, str, dict[str, Any] | None]:
+def step_bound(target: Target, decode: GraphCounts) -> tuple[float, str, Json | None]:
     """Seconds of a step in the deployed form, what they are of, and where these are kernels `kernel_step`."""
-    kernels = kernel_step(config, target, plan) if target.layout.layers else None
+    kernels = kernel_step(target) if target.layout.layers else None
     if kernels is None:
         return (
             roofline(decode, target.machine).bound,
@@ -148,7 +145,7 @@ def _other(name: str) -> bool:
     return name.startswith(("lm_head.", "layers.0.mlp."))
 
 
-def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates) -> dict[str, Any]:
+def _context(layer: Json, layers: int, other_bytes: int, rates: Rates) -> Json:
     others = _OTHER_COLLECTIVES
 
     def step(rates: Rates) -> float:
@@ -157,7 +154,7 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
     collectives = layers * layer["collectives"]
     alone = step(rates._replace(latency=0.0))  # weights load while nothing is exchanged
     reported = data()["collective"]
-    latencies: list[dict[str, Any]] = [
+    latencies: list[Json] = [
         {"seconds": ASSUMED_LATENCY * 1e-6, "what": "assumed"}, reported, reported["slowest"],
     ]  # fmt: skip
     return {
@@ -178,14 +175,13 @@ def _context(layer: dict[str, Any], layers: int, other_bytes: int, rates: Rates)
     }
 
 
-def print_kernel_step(step: dict[str, Any], console: Console) -> None:
+def print_kernel_step(step: Json, console: Console) -> None:
     """At the counted context that is nearest: what a layer's time goes to, the step, and its sensitivity."""
     found = step["contexts"][step["nearest"]]
     _print_path(int(step["nearest"]), found, console)
     console.print(
         f"  a step, modelled, {_FORMS[step['form']].partition(':')[0]}: {found['hbm_bytes'] / 1e9:.2f} GB a rank,"
         f" {found['collectives']} collectives; TPOT {found['tpot'] * 1e3:.2f} ms",
-        highlight=False,
     )
     table = Table("a collective", "TPOT, ms", "weights wait for it", "by", title="TPOT by collectives; modelled")
     for row in found["range"]:
@@ -193,10 +189,10 @@ def print_kernel_step(step: dict[str, Any], console: Console) -> None:
         table.add_row(f"{row['latency'] * 1e6:.0f} us", *times, row["source"])
     console.print(table)
     for line in step["assumptions"]:
-        console.print(f"  {line}", style="dim", highlight=False)
+        console.print(f"  {line}", style="dim")
 
 
-def _print_path(slots: int, found: dict[str, Any], console: Console) -> None:
+def _print_path(slots: int, found: Json, console: Console) -> None:
     """Where the time of a whole-layer kernel goes: engines on the critical path beside how long each is busy."""
     layer = found["layer"]
     title = f"one NKI kernel a layer, {slots:,} slots: us a layer; modelled, per core, at 15 us a collective, DMA 80 %"
@@ -208,9 +204,8 @@ def _print_path(slots: int, found: dict[str, Any], console: Console) -> None:
     console.print(table)
     stages = zip(layer["collectives_in_order"], layer["stages_us"], strict=True)
     for name, time in stages:
-        console.print(f"  {time:.1f} us to the end of the {name}", highlight=False)
+        console.print(f"  {time:.1f} us to the end of the {name}")
     console.print(
         f"  SBUF: {layer['sbuf_bytes'] / 1024:.0f} of 224 KiB a partition; head, dense MLP and the other collectives:"
         f" {found['rest'] * 1e3:.2f} ms a step",
-        highlight=False,
     )

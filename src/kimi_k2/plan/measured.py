@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import read_data
+from kimi_k2.files import Json, read_data
 from kimi_k2.plan.machines import Machine
 
 REHEARSAL = "kimi-k2/rehearsal/1"
@@ -87,13 +87,13 @@ def read_measured(paths: Iterable[Path]) -> Measured:
     return Measured(collectives, rate)
 
 
-def checksum(report: dict[str, Any]) -> str:
+def checksum(report: Json) -> str:
     """Of a rehearsal's report without its own: whether anything in it was changed."""
     fields = {name: value for name, value in report.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _rehearsed(report: dict[str, Any], path: Path) -> Any:
+def _rehearsed(report: Json, path: Path) -> Any:
     """The rows of nccom-test in a rehearsal's report."""
     if checksum(report) != report.get("checksum"):
         raise ConfigError("the report was changed", field="checksum", file=path)
@@ -126,7 +126,7 @@ def _rate(raw: Any, path: Path) -> float:
     return sum(_number(raw, name, path) for name in _BYTES) / _number(raw, _ACTIVE, path)
 
 
-def _number(row: dict[str, Any], field: str, path: Path) -> float:
+def _number(row: Json, field: str, path: Path) -> float:
     value = row.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"expected a number above 0, got {value!r:.100}", field=field, file=path)

@@ -11,15 +11,15 @@ reported for that port is shown beside it but not taken over: its decode graph i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import prod
 from typing import NamedTuple
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.deployment import ADAPTERS, RESERVED_SLOTS, Target
-from kimi_k2.plan.machines import GIB, INSTANCES, Memory
+from kimi_k2.plan.machines import GIB, INSTANCES
 from kimi_k2.plan.published import data
 from kimi_k2.plan.torch_native import BLOCK, KEYS, blocks_of
 from kimi_k2.plan.vision import tower_rank_bytes
@@ -33,18 +33,18 @@ def moe_layers(config: KimiK2Config) -> int:
     return sum(config.is_moe_layer(layer) for layer in range(config.num_hidden_layers))
 
 
-def local_experts(config: KimiK2Config, target: Target) -> int:
+def local_experts(target: Target) -> int:
     """Routed experts of one expert-parallel group, of which each rank holds a part."""
-    return config.n_routed_experts // target.layout.moe_ep
+    return target.config.n_routed_experts // target.layout.moe_ep
 
 
-def expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
+def expert_share(target: Target, tokens: int) -> float:
     """Share of a rank's experts that are read.
 
     On Neuron one static slot for every choice, until that is more than all; on a GPU the experts that somebody chose,
     on average if every expert is as likely as another.
     """
-    local = local_experts(config, target)
+    config, local = target.config, local_experts(target)
     if not target.is_neuron:
         return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
     if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
@@ -52,28 +52,28 @@ def expert_share(config: KimiK2Config, target: Target, tokens: int) -> float:
     return min(tokens * config.num_experts_per_tok / local, 1.0)
 
 
-def expert_blocks(config: KimiK2Config, target: Target, tokens: int) -> int:
+def expert_blocks(target: Target, tokens: int) -> int:
     """Blocks of a blockwise prefill: full ones, and one that may be part empty for every local expert.
 
     0 where another path computes the experts: on a GPU, and for prompts too short to fill a block.
     """
-    pairs = tokens * config.num_experts_per_tok
+    pairs = tokens * target.config.num_experts_per_tok
     if target.torch_native:
-        return blocks_of(pairs, tokens, local_experts(config, target))
+        return blocks_of(pairs, tokens, local_experts(target))
     if not target.is_neuron or not target.block_size or pairs < target.block_size:
         return 0
-    if expert_share(config, target, tokens) < 1:
+    if expert_share(target, tokens) < 1:
         return 0
-    spare = local_experts(config, target) - 1
+    spare = local_experts(target) - 1
     return min(max(-(-(pairs - spare) // target.block_size), 0) + spare, pairs)
 
 
-def blocks_at_once(config: KimiK2Config, target: Target) -> int:
+def blocks_at_once(target: Target) -> int:
     """Blocks of a group of the PyTorch prefill, groups of one size; 0 where prefill has no blocks."""
     if not target.block_size:
         return 0
     most = max(target.prefill_rows_at_once // target.block_size, 1)
-    blocks = expert_blocks(config, target, target.prefill_sequences * target.prompt)
+    blocks = expert_blocks(target, target.prefill_sequences * target.prompt)
     return -(-blocks // -(-blocks // most)) if blocks and not target.torch_native else most
 
 
@@ -118,17 +118,15 @@ class Scratch:
         return self.fixed + max(self.prefill, self.decode, self.tower)
 
 
-def make_scratch(config: KimiK2Config, target: Target) -> Scratch:
+def make_scratch(target: Target) -> Scratch:
     """The scratch of a Trainium target."""
     fixed = int(_points()[0][1] * GIB)
-    return Scratch(
-        fixed, *live_bytes(config, target), tower_live_bytes(config, target), reported_scratch(target.context)
-    )
+    return Scratch(fixed, *live_bytes(target), tower_live_bytes(target), reported_scratch(target.context))
 
 
-def tower_live_bytes(config: KimiK2Config, target: Target) -> int:
+def tower_live_bytes(target: Target) -> int:
     """The same for the largest graph of the vision tower, 0 without one: in attention, feed-forward or projector."""
-    vision, ranks = config.vision, target.tower_ranks
+    config, vision, ranks = target.config, target.config.vision, target.tower_ranks
     if vision is None or ranks is None:
         return 0
     width, fed = vision.hidden_size, vision.intermediate_size // ranks
@@ -144,27 +142,27 @@ def tower_live_bytes(config: KimiK2Config, target: Target) -> int:
     return int(SMALL_ARRAYS * most)
 
 
-def live_bytes(config: KimiK2Config, target: Target) -> tuple[int, int]:
+def live_bytes(target: Target) -> tuple[int, int]:
     """Bytes of the intermediate arrays that are alive at once in the prefill and in the decode graph, at most.
 
     Nothing is taken to be fused. Which arrays these are was read from lowered graphs (test/helpers/hlo.py).
     """
-    prefill = max(_attention_prefill(config, target), _experts_prefill(config, target))
-    decode = max(_head(config, target), _attention_decode(config, target), _experts_decode(config, target))
+    prefill = max(_attention_prefill(target), _experts_prefill(target))
+    decode = max(_head(target), _attention_decode(target), _experts_decode(target))
     return int(SMALL_ARRAYS * prefill), int(SMALL_ARRAYS * decode)
 
 
-def _heads(config: KimiK2Config, target: Target) -> int:
-    return config.num_attention_heads // target.layout.ranks
+def _heads(target: Target) -> int:
+    return target.config.num_attention_heads // target.layout.ranks
 
 
-def _stream(config: KimiK2Config, tokens: int) -> int:
-    return tokens * config.hidden_size * BF16
+def _stream(target: Target, tokens: int) -> int:
+    return tokens * target.config.hidden_size * BF16
 
 
-def _gate_up(config: KimiK2Config, target: Target, experts: int) -> int:
+def _gate_up(target: Target, experts: int) -> int:
     """Elements of `experts` gate and up matrices on one rank."""
-    return experts * config.hidden_size * 2 * config.moe_intermediate_size // target.layout.moe_tp
+    return experts * target.config.hidden_size * 2 * target.config.moe_intermediate_size // target.layout.moe_tp
 
 
 class HeldAs(NamedTuple):
@@ -184,8 +182,9 @@ class HeldAs(NamedTuple):
     block: int
 
 
-def held_as(config: KimiK2Config, target: Target) -> HeldAs:
+def held_as(target: Target) -> HeldAs:
     """How the expert format of `target` holds a rank's expert weights."""
+    config = target.config
     rows, columns = config.moe_intermediate_size, config.hidden_size
     experts = target.layout.expert_format(config)
     specs = experts.specs(rows, columns, target.layout.dtype)
@@ -195,25 +194,25 @@ def held_as(config: KimiK2Config, target: Target) -> HeldAs:
     return HeldAs(specs["weight"][0].itemsize, finer, experts.tiles or not finer, block)
 
 
-def _attention_prefill(config: KimiK2Config, target: Target) -> int:
+def _attention_prefill(target: Target) -> int:
     """Residual and normed hidden states, scores in float32 before and after masking, the mask."""
     tokens, line = target.prefill_sequences * target.prompt, target.torch_native
     keys = target.prompt
     if line:
         keys = line.kv_segment_size_buckets[0] if line.kv_segment_size_buckets else min(keys, KEYS)
-    scores = tokens * _heads(config, target) * keys
-    return 2 * _stream(config, tokens) + scores * (2 * FLOAT32 + 1)
+    scores = tokens * _heads(target) * keys
+    return 2 * _stream(target, tokens) + scores * (2 * FLOAT32 + 1)
 
 
-def _experts_prefill(config: KimiK2Config, target: Target) -> int:
+def _experts_prefill(target: Target) -> int:
     """The PyTorch form, a group of blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
-    tokens = target.prefill_sequences * target.prompt
-    blocks = blocks_at_once(config, target)
+    config, tokens = target.config, target.prefill_sequences * target.prompt
+    blocks = blocks_at_once(target)
     rows = blocks * (target.block_size or 0) * config.hidden_size
     total = tokens * config.hidden_size * FLOAT32
-    if blocks and blocks == expert_blocks(config, target, tokens):  # one group: summed when its blocks are done
+    if blocks and blocks == expert_blocks(target, tokens):  # one group: summed when its blocks are done
         total = 0
-    stored, step = held_as(config, target), 0
+    stored, step = held_as(target), 0
     if target.torch_native:
         # All blocks' rows and a group's products before and after their scales; then their outputs, and every choice's
         # before and after it is float32.
@@ -225,31 +224,31 @@ def _experts_prefill(config: KimiK2Config, target: Target) -> int:
         step = every * config.hidden_size + 2 * products * FLOAT32
         step = max(step, (every + choices * (BF16 + FLOAT32)) * config.hidden_size)
     elif stored.dequantized:
-        step = 2 * _gate_up(config, target, blocks) * FLOAT32 + rows * BF16
+        step = 2 * _gate_up(target, blocks) * FLOAT32 + rows * BF16
     if stored.scales_outputs and not target.torch_native:
         step = max(step, 2 * rows * FLOAT32)  # the blocks' outputs in float32, before and after their scales
-    return 3 * _stream(config, tokens) + total + step
+    return 3 * _stream(target, tokens) + total + step
 
 
-def _head(config: KimiK2Config, target: Target) -> int:
+def _head(target: Target) -> int:
     """lm_head, transposed."""
-    return config.vocab_size // target.layout.ranks * config.hidden_size * BF16
+    return target.config.vocab_size // target.layout.ranks * target.config.hidden_size * BF16
 
 
-def _attention_decode(config: KimiK2Config, target: Target) -> int:
+def _attention_decode(target: Target) -> int:
     """The cache of one layer, cut into its two parts, and the scores; flash decoding has the heads of its group."""
     slots = target.batch * target.context // target.cache_ranks
-    heads = _heads(config, target) * target.cache_ranks * target.positions
-    return slots * (config.cache_dim * BF16 + heads * 2 * FLOAT32)
+    heads = _heads(target) * target.cache_ranks * target.positions
+    return slots * (target.config.cache_dim * BF16 + heads * 2 * FLOAT32)
 
 
-def _experts_decode(config: KimiK2Config, target: Target) -> int:
+def _experts_decode(target: Target) -> int:
     """Gate and up of the experts that the step reads: gathered, and as they are multiplied. A kernel does neither."""
-    local = config.n_routed_experts // target.layout.moe_ep
+    config, local = target.config, local_experts(target)
     slots = target.rows * config.num_experts_per_tok
     if target.layout.layers and slots < config.n_routed_experts:
         return 0
-    elements, stored = _gate_up(config, target, min(slots, local)), held_as(config, target)
+    elements, stored = _gate_up(target, min(slots, local)), held_as(target)
     tokens = 1 if slots < local else target.rows
     if tokens < stored.block:  # operands, and a block's products before and after their scales
         products = elements // stored.block * tokens
@@ -299,13 +298,13 @@ class MemoryPlan:
     """One rank's memory.
 
     Attributes:
+        target: what is planned.
         parts: bytes by category, weights and cache and what the runtime takes for certain.
-        memory: what there is.
         scratch: what the graphs need beside (Trainium), or None; not part of `resident`.
     """
 
+    target: Target
     parts: dict[str, int]
-    memory: Memory
     scratch: Scratch | None = None
 
     @property
@@ -321,7 +320,7 @@ class MemoryPlan:
     @property
     def room(self) -> int:
         """Bytes left for scratch and activations; negative if what is resident does not fit."""
-        return self.memory.usable - self.resident
+        return self.target.memory.usable - self.resident
 
     @property
     def needed(self) -> int:
@@ -331,16 +330,16 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether what is needed fits."""
-        return self.needed <= self.memory.usable
+        return self.needed <= self.target.memory.usable
 
     @property
     def verdict(self) -> str:
         """One line: fits, fits if scratch stays below what is left, or does not fit."""
-        usable = self.memory.usable / GIB
+        usable = self.target.memory.usable / GIB
         if not self.fits:
             return (
                 f"does not fit: needs {self.needed / GIB:.1f} of {usable:.1f} GiB a rank,"
-                f" {(self.needed - self.memory.usable) / GIB:.1f} too much"
+                f" {(self.needed - self.target.memory.usable) / GIB:.1f} too much"
             )
         if self.scratch is None:
             return f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank"
@@ -391,56 +390,49 @@ def local_bytes(tensor: PlannedTensor) -> int:
     return prod(tensor.local_shape) * tensor.dtype.itemsize
 
 
-def cache_bytes(config: KimiK2Config, target: Target, context: int | None = None) -> int:
+def cache_bytes(target: Target, context: int | None = None) -> int:
     """The compressed cache as a rank holds it, with NxDI's reserved slots: cache_dim values a slot a layer.
 
     With flash decoding a rank holds its part of the positions, without it all; so of a draft head's cache.
     """
     slots = -(-(target.context if context is None else context) // target.cache_ranks) + target.reserved_slots
     drafts = target.head.slot_bytes(target) if target.head else 0
-    return (_slot_bytes(config, target) + drafts) * target.batch * slots
+    return (_slot_bytes(target) + drafts) * target.batch * slots
 
 
-def cache_bytes_read(config: KimiK2Config, target: Target, context: int) -> int:
+def cache_bytes_read(target: Target, context: int) -> int:
     """What of it a decode step of a bucket of `context` positions reads."""
-    return _slot_bytes(config, target) * target.batch * -(-context // target.cache_ranks)
+    return _slot_bytes(target) * target.batch * -(-context // target.cache_ranks)
 
 
-def cache_tokens(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
+def cache_tokens(plan: MemoryPlan) -> int:
     """Of cache, over all sequences, that a rank has room for beside the rest of its plan; below 0: for none."""
-    return (plan.memory.usable - plan.needed + plan.parts["KV cache"]) // _slot_bytes(config, target)
+    return (plan.target.memory.usable - plan.needed + plan.parts["KV cache"]) // _slot_bytes(plan.target)
 
 
-def _slot_bytes(config: KimiK2Config, target: Target) -> int:
-    return config.num_hidden_layers * config.cache_dim * target.cache_itemsize * target.arrangement.cache_copies
+def _slot_bytes(target: Target) -> int:
+    slot = target.config.num_hidden_layers * target.config.cache_dim
+    return slot * target.cache_itemsize * target.arrangement.cache_copies
 
 
-def memory_plan(config: KimiK2Config, target: Target, plan: ShardingPlan | None = None) -> MemoryPlan:
+def memory_plan(target: Target) -> MemoryPlan:
     """One rank's memory; tensors are counted exactly, Trainium's scratch is modelled, GPUs' workspaces a constant.
-
-    Args:
-        config: of the model.
-        target: layout, batch, cache and dtypes.
-        plan: of `target.sharding(config)`, if it is at hand.
 
     Raises:
         ConfigError: a size does not divide among the ranks.
     """
-    plan = plan or target.sharding(config)
-    parts = weight_parts(plan)
-    parts |= arrangement_terms(config, target, parts)
+    config, parts = target.config, weight_parts(target.sharding)
+    parts |= arrangement_terms(target, parts)
     if config.vision is not None:
         parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
     if target.head is not None:
         parts["draft head"] = target.head.weights(target)
     if target.lora is not None:
-        parts[ADAPTERS] = target.lora.rank_bytes(
-            config, target.layout.ranks, target.batch, target.layout.dtype.itemsize
-        )
-    parts["KV cache"] = cache_bytes(config, target)
+        parts[ADAPTERS] = target.lora.rank_bytes(target)
+    parts["KV cache"] = cache_bytes(target)
     parts.update({"runtime micro-code": MICROCODE_BYTES} if target.is_neuron else {WORKSPACE: WORKSPACE_BYTES})
     used = {name: size for name, size in parts.items() if size}
-    return MemoryPlan(used, target.memory, make_scratch(config, target) if target.is_neuron else None)
+    return MemoryPlan(target, used, make_scratch(target) if target.is_neuron else None)
 
 
 def weight_parts(plan: ShardingPlan) -> dict[str, int]:
@@ -451,9 +443,9 @@ def weight_parts(plan: ShardingPlan) -> dict[str, int]:
     return parts
 
 
-def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int]) -> dict[str, int]:
+def arrangement_terms(target: Target, parts: dict[str, int]) -> dict[str, int]:
     """What an arrangement holds beyond the sharding plan's `parts`, each a named term."""
-    terms = {}
+    terms, config = {}, target.config
     arrangement, ranks = target.arrangement, target.layout.ranks
     down = config.num_hidden_layers * config.qkv_a_dim * config.hidden_size * BF16
     if not arrangement.down_projections_split and target.is_neuron:
@@ -468,7 +460,7 @@ def arrangement_terms(config: KimiK2Config, target: Target, parts: dict[str, int
     return terms
 
 
-def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
+def host_plan(target: Target) -> dict[str, int]:
     """Bytes read, written and held by conversion and load.
 
     `load_peak_memory_bound` is what all ranks' tensors take: NxDI keeps them until they are on the devices
@@ -477,7 +469,7 @@ def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
     Raises:
         ConfigError: a size does not divide among the ranks.
     """
-    sizes = dry_run(config, target.layout)
+    sizes = dry_run(target.config, target.layout)
     return {
         "convert_reads": sizes.input_bytes,
         "convert_writes": sizes.output_bytes,
@@ -491,32 +483,32 @@ def host_plan(config: KimiK2Config, target: Target) -> dict[str, int]:
 MAX_RANKS = {instance.target: instance.ranks for instance in INSTANCES.values()}
 
 
-def longest_context(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
+def longest_context(plan: MemoryPlan) -> int:
     """Cache slots a sequence with which the plan fits, scratch included; at most max_position_embeddings."""
 
     def fits(context: int) -> bool:
-        other = replace(target, context=context, prompt=min(target.prompt, context))
-        return _with_cache(config, other, plan) <= plan.memory.usable
+        prompt = min(plan.target.prompt, context)
+        return _fits_as(plan, replace(plan.target, context=context, prompt=prompt))
 
-    return _last(fits, config.max_position_embeddings)
+    return _last(fits, plan.target.config.max_position_embeddings)
 
 
-def longest_context_with_scratch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int | None:
+def longest_context_with_scratch(plan: MemoryPlan) -> int | None:
     """The same with scratch as it was reported for the published port; None where nothing was reported."""
     if plan.scratch is None:
         return None
-    fixed = plan.resident - plan.parts["KV cache"]
+    room = plan.room + plan.parts["KV cache"]
 
     def fits(context: int) -> bool:
-        return fixed + cache_bytes(config, target, context) + reported_scratch(context).nbytes <= plan.memory.usable
+        return cache_bytes(plan.target, context) + reported_scratch(context).nbytes <= room
 
-    return _last(fits, longest_context(config, target, plan))
+    return _last(fits, longest_context(plan))
 
 
-def _with_cache(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
-    """Bytes needed by `plan` with the cache and scratch of another batch or context."""
-    scratch = make_scratch(config, target).nbytes if target.is_neuron else 0
-    return plan.resident - plan.parts["KV cache"] + cache_bytes(config, target) + scratch
+def _fits_as(plan: MemoryPlan, target: Target) -> bool:
+    """Whether `plan` does with the cache and scratch of another batch or context."""
+    scratch = make_scratch(target).nbytes if target.is_neuron else 0
+    return cache_bytes(target) + scratch <= plan.room + plan.parts["KV cache"]
 
 
 def _last(fits: Callable[[int], bool], most: int) -> int:
@@ -528,50 +520,38 @@ def _last(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def advice(config: KimiK2Config, target: Target, plan: MemoryPlan) -> list[str]:
+def advice(plan: MemoryPlan) -> list[str]:
     """Changes, one at a time, with which the plan fits; empty if it fits already.
 
     When no single change is enough, that is said with what the machine can hold at most.
     """
     if plan.fits:
         return []
-    changes = []
-    if (length := longest_context(config, target, plan)) >= 1:
+    changes, target = [], plan.target
+    if (length := longest_context(plan)) >= 1:
         changes.append(f"a context of at most {length:,} tokens instead of {target.context:,}")
-        if (batch := plan_batch(config, target, plan)) >= 1:
+        if (batch := _last(lambda batch: _fits_as(plan, replace(target, batch=batch)), 4096)) >= 1:
             changes.append(f"a batch of at most {batch} instead of {target.batch}")
-    changes += _first(config, _flash_decoding(target), 1)
-    changes += _first(config, _alternatives(target), None)
+    changes += _first(_flash_decoding(target), 1)
+    changes += _first(_alternatives(target), None)
     if not changes:
-        whole = plan.memory.usable * MAX_RANKS[target.layout.target]
+        ranks = MAX_RANKS[target.layout.target]
+        whole = target.memory.usable * ranks
         changes.append(
-            f"nothing that is known here: all {MAX_RANKS[target.layout.target]} ranks of one host have"
+            f"nothing that is known here: all {ranks} ranks of one host have"
             f" {whole / GIB:,.0f} GiB together; use a smaller format or several hosts"
         )
     return changes
 
 
-def plan_batch(config: KimiK2Config, target: Target, plan: MemoryPlan) -> int:
-    """Sequences of the target's context with which the plan fits."""
-    return _last(lambda batch: _with_cache(config, replace(target, batch=batch), plan) <= plan.memory.usable, 4096)
-
-
-def _first(config: KimiK2Config, changes: Iterator[tuple[str, Target]], most: int | None) -> list[str]:
+def _first(changes: Iterator[tuple[str, Target]], most: int | None) -> list[str]:
     """The first `most` changes (all if None) with which a plan fits, and what it then needs."""
-    plans = ((words, _plan_or_none(config, other)) for words, other in changes)
-    words_of = (
-        f"{words} ({plan.needed / GIB:.1f} of {plan.memory.usable / GIB:.1f} GiB)"
-        for words, plan in plans
-        if plan is not None and plan.fits
-    )
-    return list(islice(words_of, most))
-
-
-def _plan_or_none(config: KimiK2Config, target: Target) -> MemoryPlan | None:
-    try:
-        return memory_plan(config, target)
-    except ConfigError:
-        return None
+    found = list[str]()
+    for words, target in changes:
+        with suppress(ConfigError):
+            if len(found) != most and (plan := memory_plan(target)).fits:
+                found.append(f"{words} ({plan.needed / GIB:.1f} of {target.memory.usable / GIB:.1f} GiB)")
+    return found
 
 
 def _flash_decoding(target: Target) -> Iterator[tuple[str, Target]]:

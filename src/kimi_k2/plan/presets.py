@@ -24,7 +24,7 @@ from kimi_k2.plan.kernels import step_bound
 from kimi_k2.plan.machines import GIB, INSTANCES, UTILIZATION, Instance
 from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan, moe_layers
 from kimi_k2.plan.published import expect
-from kimi_k2.sharding.layout import Layout, ShardingPlan
+from kimi_k2.sharding.layout import Layout
 
 LEADING = "trn2-tp32-ep2"
 WIDTH = 165  # columns of the table
@@ -68,31 +68,27 @@ def preset_rows(config: KimiK2Config) -> list[PresetRow]:
         family = preset.hardware.target != "neuron", not preset.name.startswith(LEADING), preset.tp_degree
         return (*family, preset.name != LEADING, preset.batch_size, preset.seq_len, preset.name)
 
-    plans: dict[object, ShardingPlan] = {}  # many share a layout
-    return [preset_row(config, preset, plans) for preset in sorted(map(Deployment.load, preset_names()), key=order)]
+    return [preset_row(config, preset) for preset in sorted(map(Deployment.load, preset_names()), key=order)]
 
 
-def preset_row(config: KimiK2Config, preset: Deployment, plans: dict[object, ShardingPlan] | None = None) -> PresetRow:
-    """One of them; sharding plans by layout are taken from `plans`, and put there."""
-    plans = {} if plans is None else plans
+def preset_row(config: KimiK2Config, preset: Deployment) -> PresetRow:
+    """One of them."""
     layout = f"TP{preset.moe_tp_degree} EP{preset.moe_ep_degree}"
     lengths = (preset.batch_size, preset.seq_len, preset.max_context_length)
     try:
         target = make_target(preset, config)
-        key = target.layout, target.torch_native is None
-        sharding = plans[key] = plans.get(key) or target.sharding(config)
-        memory = memory_plan(config, target, sharding)
+        memory = memory_plan(target)
     except ConfigError as error:
         return PresetRow(preset.name, layout, preset.experts, *lengths, fits=False, why_not=str(error))
-    decode = decode_counts(config, target, sharding)
-    why = "" if memory.fits else f"{memory.verdict}; it would fit with {advice(config, target, memory)[0]}"
-    expected = expect(config, target, decode) or {}
+    decode = decode_counts(target)
+    why = "" if memory.fits else f"{memory.verdict}; it would fit with {advice(memory)[0]}"
+    expected = expect(target, decode) or {}
     time = (expected[name] for name in ("seconds", "low", "high") if expected)
     return PresetRow(
         preset.name, layout, preset.experts, *lengths, memory.fits, why, memory.resident,
-        memory.scratch.nbytes if memory.scratch else None, memory.memory.usable, decode.memory_bytes,
-        step_bound(config, target, sharding, decode)[0],
-        roofline(prefill_counts(config, target, sharding), target.machine).bound, memory.needed, memory.certain, *time,
+        memory.scratch.nbytes if memory.scratch else None, target.memory.usable, decode.memory_bytes,
+        step_bound(target, decode)[0],
+        roofline(prefill_counts(target), target.machine).bound, memory.needed, memory.certain, *time,
     )  # fmt: skip
 
 
@@ -119,12 +115,12 @@ def print_presets(rows: list[PresetRow], console: Console) -> None:
     console.print(table)
     for row in rows:
         if row.why_not:
-            console.print(f"{row.name}: {row.why_not}", highlight=False, soft_wrap=True)
+            console.print(f"{row.name}: {row.why_not}", soft_wrap=True)
     console.print(
         "held: weights, cache, and micro-code or an engine's workspaces. scratch: modelled, its fixed part reported for"
         " the published K2.5 port; 'if': only with less scratch than that port took. Bounds: peak rates, at the whole"
         " context; prefill in its PyTorch form. Expected: by published runs, `plan` names them.",
-        style="dim", highlight=False,
+        style="dim",
     )  # fmt: skip
 
 
@@ -219,11 +215,9 @@ def _served_row(
     # Of a stage: all sequences over the stages are at work at a time.
     batch = max(sequences // way.stages if way.tensor > 1 else requests, 1)
     experts = "bf16" if config.quantization is None else "stored"
-    target = Target(
-        way.name, Layout(way.tensor, 1, "cuda", experts), instance.machine, instance.memory, batch, context, context
-    )
-    plan = target.sharding(config)
-    counts, parts = decode_counts(config, target, plan), memory_plan(config, target, plan).parts
+    layout = Layout(way.tensor, 1, "cuda", experts)
+    target = Target(way.name, config, layout, instance.machine, instance.memory, batch, context, context)
+    counts, parts = decode_counts(target), memory_plan(target).parts
     weights = {name: size for name, size in parts.items() if name not in ("KV cache", WORKSPACE)}
     cache = parts["KV cache"] * (sequences / batch if way.tensor > 1 else 1) / way.stages
     exchanges, exchanged = sum(counts.collectives.values()), 0.0
@@ -278,7 +272,7 @@ def print_served(rows: list[ServedRow], context: int, console: Console) -> None:
         f" workspaces, of {UTILIZATION:.0%} of the card; exchanges 2.5 us each beside their"
         f" bytes (sums of four H200s, measured),"
         f" {NETWORK_BYTES_A_SECOND / 1e9:.0f} GB/s a GPU between hosts. Published by others:",
-        style="dim", highlight=False,
+        style="dim",
     )  # fmt: skip
     for line in gpu_lines():
-        console.print(f"  {line}", highlight=False)
+        console.print(f"  {line}")

@@ -14,11 +14,11 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.files import Json
 from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.machines import TRN2_LNC2
 
@@ -136,10 +136,10 @@ def source_words(name: str) -> str:
 
 
 @cache
-def data() -> dict[str, Any]:
+def data() -> Json:
     """The file."""
     text = (files("kimi_k2.plan") / "published.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
+    found: Json = json.loads(text)
     return found
 
 
@@ -256,7 +256,7 @@ class Range:
         return cls(seconds, seconds / factor, seconds * factor)
 
 
-def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> dict[str, Any] | None:
+def expect(target: Target, counts: GraphCounts) -> Json | None:
     """Of a step on trn2, for a report; None on other machines, of which the published runs say nothing.
 
     Collectives beyond two a layer and one are added at what DeepSeek-V3's README profiled. `seconds`, `low` and `high`
@@ -265,7 +265,7 @@ def expect(config: KimiK2Config, target: Target, counts: GraphCounts) -> dict[st
     """
     if target.machine.name != TRN2_LNC2.name:
         return None
-    layers, scaled = config.num_hidden_layers, counts.block_scaled
+    layers, scaled = target.config.num_hidden_layers, counts.block_scaled
     form = "whole layers" if target.layout.layers else "xla"
     found = fit(form)
     x = (counts.memory_bytes - scaled) / TRN2_LNC2.bytes_per_second, scaled / TRN2_LNC2.bytes_per_second, layers

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.files import Json
 from kimi_k2.plan.cost import GraphCounts, decode_counts, prefill_counts, prefill_instructions, roofline
 from kimi_k2.plan.deployment import LINE, Target, check_context, load_target
 from kimi_k2.plan.drafts import drafts_report, print_drafts
@@ -33,13 +33,14 @@ from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.experts import PARTITIONS, ConversionError, Matrix, expert_formats
 
 
-def stored_form(config: KimiK2Config, target: Target) -> dict[str, Any] | None:
+def stored_form(target: Target) -> Json | None:
     """Of INT4 experts on Neuron in a quantized format; None for others, which keep the checkpoint's values.
 
     Returns:
         Name of the format; `relative_l2` of its weights to the checkpoint's, computed on one random matrix.
     """
-    source, layout = config.format_of_experts(), target.layout
+    config, layout = target.config, target.layout
+    source = config.format_of_experts()
     expert_format = expert_formats().get(layout.experts) if target.is_neuron else None
     if not isinstance(source, Int4GroupFormat) or expert_format is None or expert_format.quantization_type is None:
         return None
@@ -51,12 +52,11 @@ def stored_form(config: KimiK2Config, target: Target) -> dict[str, Any] | None:
     return {"format": layout.experts, "relative_l2": error.relative_l2}
 
 
-def print_stored_form(form: dict[str, Any], console: Console) -> None:
+def print_stored_form(form: Json, console: Console) -> None:
     """In a line."""
     console.print(
         f"INT4 experts as {form['format']}: {100 * form['relative_l2']:.1f} % of the weights' norm off the checkpoint"
         " (computed on a random matrix); shared expert and attention as the checkpoint has them",
-        highlight=False,
     )
 
 
@@ -66,16 +66,15 @@ _OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
 _OF_MEMORY = ("parts", "resident", "fits", "certain", "room", "needed", "verdict")
 
 
-def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
+def make_answer(target: Target) -> Json:
     """Of `make_report` what answers whether a deployment fits and how long a token takes.
 
     Raises:
         ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
     """
-    sharding = target.sharding(config)
-    memory, decode = memory_plan(config, target, sharding), decode_counts(config, target, sharding)
-    bound, bound_of, kernels = step_bound(config, target, sharding, decode)
-    report: dict[str, Any] = {
+    memory, decode = memory_plan(target), decode_counts(target)
+    bound, bound_of, kernels = step_bound(target, decode)
+    report: Json = {
         "schema": SCHEMA,
         "target": {
             **{name: getattr(target, name) for name in _OF_TARGET},
@@ -85,11 +84,11 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
         },
         "rank_memory": {
             **{name: getattr(memory, name) for name in _OF_MEMORY},
-            **asdict(memory.memory),
+            **asdict(target.memory),
             "scratch": {**asdict(memory.scratch), "nbytes": memory.scratch.nbytes} if memory.scratch else None,
-            "longest_context": longest_context(config, target, memory),
-            "longest_context_with_reported_scratch": longest_context_with_scratch(config, target, memory),
-            "cache_tokens": cache_tokens(config, target, memory),
+            "longest_context": longest_context(memory),
+            "longest_context_with_reported_scratch": longest_context_with_scratch(memory),
+            "cache_tokens": cache_tokens(memory),
         },
         "decode": step(decode, target),
         "kernels": kernels,
@@ -97,34 +96,34 @@ def make_answer(config: KimiK2Config, target: Target) -> dict[str, Any]:
             "bound": bound,
             "bound_of": bound_of,
             "collectives": kernels["contexts"][kernels["nearest"]]["range"] if kernels else [],
-            "expected": expect(config, target, decode),
+            "expected": expect(target, decode),
         },
         "machine": asdict(target.machine),
-        "advice": advice(config, target, memory),
+        "advice": advice(memory),
         "drafts": None,
         "lora": LINE if target.lora is not None else None,
     }
     if target.positions > 1:
-        plain = make_answer(config, replace(target, positions=1, head=None))
+        plain = make_answer(replace(target, positions=1, head=None))
         rates = Rates(**kernels["rates"]) if target.layout.layers and kernels else None
         report["drafts"] = drafts_report(target, bound, plain["tpot"]["bound"], rates)
     return report
 
 
-def make_report(config: KimiK2Config, target: Target) -> dict[str, Any]:
+def make_report(target: Target) -> Json:
     """Everything about one deployment; sizes in bytes, times in seconds.
 
     Raises:
         ConfigError: as `make_answer`.
     """
-    report, sharding = make_answer(config, target), target.sharding(config)
-    prefill, parts = prefill_counts(config, target, sharding), report["rank_memory"]["parts"]
+    report = make_answer(target)
+    prefill, parts = prefill_counts(target), report["rank_memory"]["parts"]
     return {
         **report,
-        "vision": vision_report(config, report["rank_memory"]["room"] + parts.get(TOWER, 0)),
-        "stored_form": stored_form(config, target),
-        "host": host_plan(config, target),
-        "prefill": step(prefill, target) | {"instructions": prefill_instructions(config, target, sharding)},
+        "vision": vision_report(target.config, report["rank_memory"]["room"] + parts.get(TOWER, 0)),
+        "stored_form": stored_form(target),
+        "host": host_plan(target),
+        "prefill": step(prefill, target) | {"instructions": prefill_instructions(target)},
         "ttft": {"bound": roofline(prefill, target.machine).bound},
     }
 
@@ -136,7 +135,7 @@ def plan(
     max_model_len: int | None = None,
     batch_size: int | None = None,
     prompt_length: int | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """The report of `make_report` by names, as `kimi-k2 plan --json` prints it.
 
     Args:
@@ -152,10 +151,10 @@ def plan(
     config = KimiK2Config.load(model)
     target = load_target(preset, config).with_lengths(max_model_len, batch_size, prompt_length)
     check_context(config, max_model_len)
-    return make_report(config, target)
+    return make_report(target)
 
 
-def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
+def step(counts: GraphCounts, target: Target) -> Json:
     """One graph's counts on one rank and their modelled time, part by part."""
     reads: dict[str, int] = {}
     for name, size in counts.read.items():
@@ -179,27 +178,25 @@ def step(counts: GraphCounts, target: Target) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_answer(report: dict[str, Any], console: Console) -> None:
+def print_answer(report: Json, console: Console) -> None:
     """Whether it fits, one TPOT with its kind, the three largest items, and what would make it fit."""
     _print_verdict(report, console)
     memory = report["rank_memory"]
     scratch = memory["needed"] - memory["resident"]
     items = {**memory["parts"], **({"scratch (modelled)": scratch} if scratch else {})}
     largest = sorted(items.items(), key=lambda item: -item[1])[:3]
-    console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest), highlight=False)
-    console.print("--verbose has the rest", highlight=False)
+    console.print("largest: " + ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in largest))
+    console.print("--verbose has the rest")
 
 
-def _print_verdict(report: dict[str, Any], console: Console) -> None:
+def _print_verdict(report: Json, console: Console) -> None:
     target, memory = report["target"], report["rank_memory"]
     lengths = f"batch {target['batch']}, {target['context']:,} tokens"
     style = "green" if memory["certain"] else "yellow" if memory["fits"] else "bold red"
-    console.print(
-        f"{target['name']}, {target['ranks']} ranks, {lengths}: {memory['verdict']}", style=style, highlight=False
-    )
+    console.print(f"{target['name']}, {target['ranks']} ranks, {lengths}: {memory['verdict']}", style=style)
     for line in (*(f"  it would fit with {line}" for line in report["advice"]), report["lora"], _longest(memory)):
         if line:
-            console.print(line, highlight=False)
+            console.print(line)
     _print_time(report, console)
     if report["drafts"]:
         print_drafts(report["drafts"], console)
@@ -209,7 +206,7 @@ def _range(time: dict[str, float]) -> str:
     return f"{time['seconds'] * 1e3:.0f} ms ({time['low'] * 1e3:.0f} to {time['high'] * 1e3:.0f})"
 
 
-def _print_time(report: dict[str, Any], console: Console) -> None:
+def _print_time(report: Json, console: Console) -> None:
     """Expectation and bound, and what the expectation is from."""
     tpot, name = report["tpot"], "a step" if report["drafts"] else "TPOT"
     expected, bound = tpot["expected"], f"bound {tpot['bound'] * 1e3:.2f} ms (modelled: {tpot['bound_of']})"
@@ -220,28 +217,28 @@ def _print_time(report: dict[str, Any], console: Console) -> None:
             f" {low['latency'] * 1e6:.0f}; {low['charged'] * 1e3:.1f} to {high['charged'] * 1e3:.1f} if weights wait"
         )
     if expected is None:
-        console.print(f"{name}: {bound}", highlight=False)
+        console.print(f"{name}: {bound}")
         return
     fused = expected["if_scales_fuse"]
     words = f"expected {_range(expected)}" + (f", {_range(fused)} if the compiler fuses block scales" if fused else "")
-    console.print(f"{name}: {words}; {bound}", highlight=False)
+    console.print(f"{name}: {words}; {bound}")
     wide = f" (wider than {WIDE})" if expected["wide"] else ""
     near = "; ".join(f"{run['run']}, {run['tpot'] * 1e3:.1f} ms" for run in expected["nearest"])
     console.print(
         f"  expected by {expected['fitted']['runs']} published runs of {expected['fitted']['models']} models in this"
         f" form ({expected['form']}): nine of ten left out lie within a factor {expected['factor']:.2f} each way{wide}."
         f" Nearest: {near}",
-        style="dim", highlight=False,
+        style="dim",
     )  # fmt: skip
 
 
-def _longest(memory: dict[str, Any]) -> str:
+def _longest(memory: Json) -> str:
     beside = memory["longest_context_with_reported_scratch"]
     ending = "" if beside is None else f", {beside:,} with scratch at the published port's pace"
     return f"longest context that fits: {memory['longest_context']:,} tokens{ending}"
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
+def print_report(report: Json, console: Console) -> None:
     """The same, and the report as tables."""
     _print_verdict(report, console)
     memory, cache_ranks = report["rank_memory"], report["target"]["cache_ranks"]
@@ -262,7 +259,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         row(name, size)
     row("usable", memory["usable"])
     console.print(table)
-    console.print(f"memory: {memory['source']}", style="dim", highlight=False)
+    console.print(f"memory: {memory['source']}", style="dim")
     if report["stored_form"] is not None:
         print_stored_form(report["stored_form"], console)
     if report["vision"] is not None:
@@ -271,7 +268,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     _print_host(report, console)
 
 
-def _scratch_rows(scratch: dict[str, Any] | None) -> list[tuple[str, int]]:
+def _scratch_rows(scratch: Json | None) -> list[tuple[str, int]]:
     """Scratch by source; the graphs share what they need."""
     if scratch is None:
         return []
@@ -283,7 +280,7 @@ def _scratch_rows(scratch: dict[str, Any] | None) -> list[tuple[str, int]]:
     ]
 
 
-def _print_steps(report: dict[str, Any], console: Console) -> None:
+def _print_steps(report: Json, console: Console) -> None:
     prompt, batch = report["target"]["prompt"], report["target"]["prefill_sequences"]
     labels = ("a decode step", f"prefill of {batch} x {prompt:,} tokens")
     table = Table("one rank, modelled", *labels, title="bytes, operations and time")
@@ -310,15 +307,14 @@ def _print_steps(report: dict[str, Any], console: Console) -> None:
         console.print(
             f"prefill's matrix multiplies: {counted['total'] / 1e6:.2f} million instructions at least, of"
             f" {counted['limit'] / 1e6:.0f} that neuronx-cc takes: {counted['follows']}",
-            highlight=False,
         )
     source = report["machine"]["source"]
-    console.print(f"bounds are modelled from peak rates, not measured: {source}", style="dim", highlight=False)
+    console.print(f"bounds are modelled from peak rates, not measured: {source}", style="dim")
     if report["kernels"] is not None:
         print_kernel_step(report["kernels"], console)
 
 
-def _print_host(report: dict[str, Any], console: Console) -> None:
+def _print_host(report: Json, console: Console) -> None:
     host, index = report["host"], report.get("index")
     table = Table("host", "", title="conversion and load", show_header=False)
     for label, text in (
@@ -349,16 +345,15 @@ def contexts(target: Target, limit: int) -> list[int]:
     return sorted({target.context, *(512 * 4**i for i in range(10) if 512 * 4**i <= top)})
 
 
-def plot(config: KimiK2Config, target: Target, path: Path) -> None:
+def plot(target: Target, path: Path) -> None:
     """Write a stacked bar chart (PNG): one rank's memory by category against context length."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lengths = contexts(target, config.max_position_embeddings)
-    sharding = target.sharding(config)
-    plans: list[MemoryPlan] = [memory_plan(config, replace(target, context=n), sharding) for n in lengths]
+    lengths = contexts(target, target.config.max_position_embeddings)
+    plans: list[MemoryPlan] = [memory_plan(replace(target, context=n)) for n in lengths]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     base = [0.0] * len(plans)
     colours = plt.get_cmap("tab20").colors
@@ -373,7 +368,7 @@ def plot(config: KimiK2Config, target: Target, path: Path) -> None:
             labels[position], scratch.nbytes / GIB, 0.6, bottom=base[position], fill=False, hatch="//",
             label="scratch, modelled" if position == inside[0][0] else None,
         )  # fmt: skip
-    axes.axhline(plans[0].memory.usable / GIB, color="black", linestyle="--", label="usable")
+    axes.axhline(target.memory.usable / GIB, color="black", linestyle="--", label="usable")
     axes.set(xlabel="context (tokens a sequence)", ylabel="GiB a rank")
     axes.set_title(f"{target.name}, batch {target.batch}: memory of one rank (computed)")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

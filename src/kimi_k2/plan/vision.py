@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import gcd
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.config import KimiK2Config
+from kimi_k2.files import Json
 from kimi_k2.vision_config import Grid, VisionConfig
 
 _BF16 = 2
@@ -101,7 +101,7 @@ def layer_flops(vision: VisionConfig, patches: int) -> int:
     return 2 * patches * weights + 4 * patches**2 * width
 
 
-def vision_report(config: KimiK2Config, room: int) -> dict[str, Any] | None:
+def vision_report(config: KimiK2Config, room: int) -> Json | None:
     """What a plan says of images; None for a member without a tower.
 
     Args:
@@ -126,7 +126,7 @@ def vision_report(config: KimiK2Config, room: int) -> dict[str, Any] | None:
     }
 
 
-def print_vision(report: dict[str, Any], console: Console) -> None:
+def print_vision(report: Json, console: Console) -> None:
     """The report as a table."""
     title = f"images: the tower's weights take {report['weights'] / 1e9:.3f} GB of each rank that encodes them"
     table = Table("frames, pixels", "tokens", "TFLOP", "activations, GB", title=title)

@@ -88,8 +88,8 @@ def _tokens(config: KimiK2Config, ranks: int, memory: int, experts: str) -> int 
     """
     there = gpu_memory(memory, "as the device reports it")
     try:
-        target = Target("", Layout(ranks, 1, "cuda", experts), H200, there, batch=1, context=STEP, prompt=STEP)
-        return cache_tokens(config, target, memory_plan(config, target))
+        target = Target("", config, Layout(ranks, 1, "cuda", experts), H200, there, batch=1, context=STEP, prompt=STEP)
+        return cache_tokens(memory_plan(target))
     except ConfigError:
         return None
 

@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, layer_specs, st
 from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
-from kimi_k2.files import LOCK, DirectoryLock, read_data, replace_file
+from kimi_k2.files import LOCK, DirectoryLock, Json, read_data, replace_file
 from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.quantization.draw import filled
 from kimi_k2.quantization.stored import TensorSpec, format_of
@@ -227,7 +226,7 @@ def _write(directory: Path, config: KimiK2Config, seed: int, on_tensor: Callable
     return total
 
 
-def _claim(directory: Path, recipe: dict[str, Any]) -> None:
+def _claim(directory: Path, recipe: Json) -> None:
     """Refuse to mix two checkpoints in one directory; allow resuming the same one."""
     path = directory / RECIPE_NAME
     if path.exists():

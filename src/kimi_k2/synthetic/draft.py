@@ -13,13 +13,14 @@ from torch import Tensor
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, T2D, DraftConfig, Form, head_shapes
+from kimi_k2.files import Json
 
 PUBLISHED_VOCABULARY = 32000
 _ARCHITECTURES: dict[Form, str] = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def draft_fields(target: KimiK2Config, form: Form, **changes: Any) -> dict[str, Any]:
+def draft_fields(target: KimiK2Config, form: Form, **changes: Any) -> Json:
     """The config.json of a head for a target, as published heads have it.
 
     Args:
@@ -28,7 +29,7 @@ def draft_fields(target: KimiK2Config, form: Form, **changes: Any) -> dict[str, 
         changes: fields that differ.
     """
     heads, layers = target.num_attention_heads, target.num_hidden_layers
-    fields: dict[str, Any] = {
+    fields: Json = {
         "architectures": [_ARCHITECTURES[form]],
         "model_type": "llama" if form == "llama" else "kimi_k2",
         "hidden_size": target.hidden_size,

@@ -80,8 +80,8 @@ def floor(
     """
     known = next((instance for name, instance in INSTANCES.items() if name in card.lower()), INSTANCES["h200"])
     context = max(sum(contexts) // len(contexts), 1)
-    target = Target("floor", layout, known.machine, known.memory, len(contexts), context, context)
-    counts = decode_counts(config, target, target.sharding(config))
+    target = Target("floor", config, layout, known.machine, known.memory, len(contexts), context, context)
+    counts = decode_counts(target)
     counts.read["cache"] = counts.read["cache"] * cache_bytes // 2
     if distinct is not None:
         for name in counts.read:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import ChatSampling, Checkpoint, ModelOptions, PreserveThinking, Style, Thinking, with_groups
+from kimi_k2.files import Json
 from kimi_k2.terminal import new_console, printable
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def chat(
             f"{checkpoint.name}, {computed} on {where}, chat style {tokenizer.chat_style.value}"
             f" ({tokenizer.style_reason}); /help shows what can be typed",
             style="bold",
-            highlight=False,
         )
         talk.run()
 
@@ -90,8 +90,8 @@ class Chat:
         self.session, self.console = session, console
         self.thinking = {"thinking": thinking, "preserve_thinking": preserve_thinking}
         self.system: str | None = None
-        self.messages: list[dict[str, Any]] = []
-        self.tools: list[dict[str, Any]] = []
+        self.messages: list[Json] = []
+        self.tools: list[Json] = []
         self.running = True
         self._images: list[Path] = []
         self._videos: list[Path] = []
@@ -172,7 +172,7 @@ class Chat:
         else:
             command(argument.strip())
 
-    def _answer(self, *messages: dict[str, Any]) -> None:
+    def _answer(self, *messages: Json) -> None:
         """Add messages and the model's replies to them, tool calls included; all or nothing."""
         before = len(self.messages)
         self.messages += messages
@@ -203,7 +203,7 @@ class Chat:
         self._note(f"{len(prompt.ids)} + {reply.tokens} tokens, {timing}{drafts}{ending}")
         return message.tool_calls
 
-    def _conversation(self) -> list[dict[str, Any]]:
+    def _conversation(self) -> list[Json]:
         from kimi_k2.cli.conversation import with_system
 
         return with_system(self.messages, self.system)
@@ -247,7 +247,7 @@ class Chat:
 
     def _help(self, argument: str) -> None:
         del argument
-        self.console.print(HELP, highlight=False)
+        self.console.print(HELP)
 
     def _quit(self, argument: str) -> None:
         del argument
@@ -262,10 +262,10 @@ class Chat:
         return "\n".join(lines)
 
     def _note(self, text: str) -> None:
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim")
 
     def _complain(self, text: str) -> None:
-        self.console.print(text, style="red", highlight=False)
+        self.console.print(text, style="red")
 
 
 def _line_editing() -> None:

@@ -54,7 +54,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         return
     from rich.text import Text
 
-    console = new_console(soft_wrap=True, highlight=False)
+    console = new_console(soft_wrap=True)
     width = max(len(name) for name in (*(row.name for row in findings), *(row.name for row in parts))) + 2
     for finding in findings:
         expected = f" ({finding.expected})" if finding.expected else ""

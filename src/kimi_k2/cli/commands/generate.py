@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,7 @@ from kimi_k2.cli.options import (
     refuse,
     with_groups,
 )
+from kimi_k2.files import Json
 from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Asked:
         """Of users, by sequence; without any, `chats` has what --messages names."""
         return [] if self.messages and not self.prompt else self.prompt or [sys.stdin.read()]
 
-    def chats(self, texts: list[str]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    def chats(self, texts: list[str]) -> list[tuple[list[Json], list[Json]]]:
         """Messages and tools of each sequence."""
         from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
 

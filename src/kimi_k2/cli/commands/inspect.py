@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import Checkpoint, Download, refuse
+from kimi_k2.files import Json
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _sizes(reader: CheckpointReader) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _listed(reader: CheckpointReader) -> Iterator[dict[str, Any]]:
+def _listed(reader: CheckpointReader) -> Iterator[Json]:
     for name in reader.names():
         stored = reader.tensors[name]
         dtype = str(stored.dtype).removeprefix("torch.")
@@ -125,7 +126,7 @@ def _quantization(config: KimiK2Config) -> str:
     return "none" if quantization is None else f"{quantization.name} ({quantization.method})"
 
 
-def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> dict[str, Any]:
+def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> Json:
     parts = {name: {"tensors": count, "bytes": size} for name, (count, size) in _sizes(reader).items()}
     fields = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings")
     return {

@@ -155,7 +155,7 @@ def compare_command(
     checkpoint = resolve_checkpoint(checkpoint)
     config = KimiK2Config.from_pretrained(checkpoint)
     for difference in check_model(expected, config):
-        console.print(f"configurations differ: {difference}", style="yellow", highlight=False)
+        console.print(f"configurations differ: {difference}", style="yellow")
     if checkpoint_identity(checkpoint) != expected.checkpoint:
         console.print("other weights than in the golden run, or other files of the same ones", style="yellow")
     names, dtype = list(TOLERANCES), running.dtype
@@ -173,7 +173,7 @@ def compare_command(
             plot(result, out / "parity.png")
         except ModuleNotFoundError as error:
             # A Trainium host may have no matplotlib; a failed plot must not read as a divergence.
-            console.print(f"no plot: {error}", style="yellow", highlight=False)
+            console.print(f"no plot: {error}", style="yellow")
     if not result.passed:
         raise typer.Exit(1)
 

@@ -6,13 +6,14 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, DraftTokens, Preset, number, picture, refuse, with_groups
+from kimi_k2.files import Json
 from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Beside:
         typer.Option(help="JSON of nccom-test, neuron-profile or rehearse, for what is assumed; repeatable."),
     ] = None
 
-    def applied(self, target: Target, config: KimiK2Config, download: bool) -> Target:
+    def applied(self, target: Target, download: bool) -> Target:
         """The target with both."""
         if self.draft is not None:
             from kimi_k2.checkpoint.hub import resolve_checkpoint
@@ -52,11 +53,12 @@ class Beside:
             from kimi_k2.synthetic.draft import PUBLISHED_VOCABULARY, draft_fields
 
             if form := next((form for form in FORMS.values() if form == self.draft), None):
+                config = target.config
                 fields = draft_fields(config, form, draft_vocab_size=min(PUBLISHED_VOCABULARY, config.vocab_size))
                 head = DraftConfig.from_dict(fields)
             else:
                 head = DraftConfig.from_pretrained(resolve_checkpoint(self.draft, download=download, weights=False))
-            target = with_drafts(target, config, head, self.draft_tokens)
+            target = with_drafts(target, head, self.draft_tokens)
         if self.measured:
             from kimi_k2.plan.measured import read_measured
 
@@ -119,26 +121,26 @@ def plan(
         _tables(config, lengths, printed)
         return
     target = load_target(preset, config).with_lengths(lengths.max_model_len, lengths.batch_size, lengths.prompt_length)
-    target = beside.applied(target, config, download)
-    report: dict[str, Any] = {"model": Path(model).name, "index": _index(directory)}
+    target = beside.applied(target, download)
+    report: Json = {"model": Path(model).name, "index": _index(directory)}
     if printed.as_json:
-        report |= {**make_report(config, target), "published": comparison()}
+        report |= {**make_report(target), "published": comparison()}
         say(json.dumps(report, indent=1))
     elif printed.verbose:
-        report |= make_report(config, target)
+        report |= make_report(target)
         console = new_console(table=True)
         print_report(report, console)
         print_comparison(comparison(), console)
     else:
-        report |= make_answer(config, target)
+        report |= make_answer(target)
         print_answer(report, new_console(table=True))
     if printed.chart is not None:
-        plot(config, target, printed.chart)
+        plot(target, printed.chart)
     if not report["rank_memory"]["fits"]:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _index(directory: Path) -> dict[str, Any] | None:
+def _index(directory: Path) -> Json | None:
     """Size and number of shards as the index states them; the shards need not be there. None without an index."""
     from kimi_k2.checkpoint.index import INDEX_NAME, CheckpointIndex
 

@@ -21,6 +21,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset, refuse
+from kimi_k2.files import Json
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -263,14 +264,14 @@ def _of_one_chip(like: str) -> str:
 
 def _report(
     config: KimiK2Config, files: dict[str, Path], results: list[tuple[str, str, float]], measured: Path | None
-) -> dict[str, Any]:
+) -> Json:
     """Sizes, versions, steps, what is expected of each preset, and what the device took; None without one."""
     from kimi_k2.neuron import requirements
     from kimi_k2.plan.deployment import load_target
     from kimi_k2.plan.measured import REHEARSAL
     from kimi_k2.plan.report import make_answer
 
-    plans = {name: make_answer(config, load_target(str(file), config)) for name, file in files.items()}
+    plans = {name: make_answer(load_target(str(file), config)) for name, file in files.items()}
     device, found = None, requirements.states()
     if measured is not None:
         sweeps = {name: measured / f"sweep-{name}" / "sweep.json" for name in files}
@@ -291,7 +292,7 @@ def _report(
     }
 
 
-def _collectives(file: Path) -> list[dict[str, Any]] | None:
+def _collectives(file: Path) -> list[Json] | None:
     """Rows of nccom-test over the chip's cores; None where it is not installed or fails."""
     if (program := shutil.which("nccom-test")) is None:
         return None
@@ -299,7 +300,7 @@ def _collectives(file: Path) -> list[dict[str, Any]] | None:
     done = subprocess.run([program, *sizes, "--report-to-json-file", str(file), "allr"], check=False)
     if done.returncode or not file.is_file():
         return None
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+    rows: list[Json] = json.loads(file.read_text())["results"]
     return rows
 
 

@@ -112,6 +112,6 @@ def _print_comparison(first: Path, second: Path) -> None:
     console = new_console(table=True)
     console.print(table)
     means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())
-    console.print(f"geometric means of B / A: {means}", highlight=False)
+    console.print(f"geometric means of B / A: {means}")
     for line in differing(a, b):
-        console.print(f"differs: {line}", highlight=False, soft_wrap=True)
+        console.print(f"differs: {line}", soft_wrap=True)
