@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from command import kimi
 from forked import python
 from packaging.requirements import Requirement
 from PIL import Image
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from kimi_k2.cli import app
 
@@ -276,7 +276,7 @@ def test_blocks_in_their_dry_form(tiny: Path, shell_commands: ShellCommands) -> 
             for words in shell_commands(f"```sh\n{block}```"):
                 if words[0] != "kimi-k2" or words[1] not in TRIED:
                     continue
-                done = CliRunner().invoke(app, dry_form(words, tiny / "tiny"))
+                done = kimi(*dry_form(words, tiny / "tiny"), status=None)
                 assert done.exit_code == 0 or words[1] == "doctor", (words, done.output, done.exception)
                 ran += 1
     assert ran > 8
@@ -296,8 +296,7 @@ def test_the_first_commands_run(tmp_path: Path, shell_commands: ShellCommands) -
         if words[1] == "rehearse":  # test/cli/test_rehearse.py
             continue
         arguments = [word.replace("/tmp/", f"{tmp_path}/") for word in words[1:]]
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, (words, done.output, done.exception)
+        kimi(*arguments)
     assert [words[1] for words in commands][-4:] == ["plan", "rehearse", "parity", "parity"]
 
 
@@ -332,8 +331,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the checkpoints and files that the documents speak of."""
     directory = tmp_path_factory.mktemp("documents")
     for name, model in (("tiny", "kimi-k2-instruct-0905"), ("k25", "kimi-k2.5")):
-        done = CliRunner().invoke(app, ["make-checkpoint", str(directory / name), "--model", model])
-        assert done.exit_code == 0, done.output
+        kimi("make-checkpoint", directory / name, "--model", model)
     Image.new("RGB", (60, 40), "red").save(directory / "a.png")
     frames = [Image.new("RGB", (32, 32), (level, 0, 0)) for level in (0, 80, 160, 240)]
     frames[0].save(directory / "b.gif", save_all=True, append_images=frames[1:], duration=250)
@@ -375,5 +373,4 @@ def test_the_first_commands_with_images_run(
     for words in commands[:-1]:
         named = {"/tmp/k25": str(tiny / "again"), "b.mp4": "b.gif"}
         arguments = [named.get(word, word) for word in words[1:]]
-        done = CliRunner().invoke(app, arguments, input="/image a.png\nWhat is this?\n")
-        assert done.exit_code == 0, (words, done.output, done.exception)
+        kimi(*arguments, input="/image a.png\nWhat is this?\n")

@@ -11,11 +11,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from command import kimi
 from PIL import Image
-from typer.testing import CliRunner
 
 import kimi_k2
-from kimi_k2.cli import app
 from kimi_k2.errors import GenerationError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -90,10 +89,10 @@ def test_the_tool_loop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_python_and_the_command_line_say_the_same(checkpoints: dict[str, Path]) -> None:
     model = kimi_k2.KimiK2.from_pretrained(str(checkpoints["thinking"]))
     asked = ["generate", str(checkpoints["thinking"]), "-p", "Hello", "--max-new-tokens", "6"]
-    assert CliRunner().invoke(app, asked).stdout.strip() == model.chat("Hello", max_new_tokens=6).text.strip()
+    assert kimi(*asked).stdout.strip() == model.chat("Hello", max_new_tokens=6).text.strip()
     replies = model.generate(["abc", "Hello there"], max_new_tokens=4)
     assert [reply.tokens for reply in replies] == [4, 4]
-    raw = CliRunner().invoke(app, [*asked[:2], "--raw", "-p", "abc", "--max-new-tokens", "4"])
+    raw = kimi(*asked[:2], "--raw", "-p", "abc", "--max-new-tokens", "4", status=None)
     assert raw.stdout.strip() == replies[0].text.strip()
     with pytest.raises(GenerationError, match="no such field: max_length"):
         model.generate("abc", max_length=4)
@@ -101,7 +100,7 @@ def test_python_and_the_command_line_say_the_same(checkpoints: dict[str, Path]) 
 
 def test_plan_is_a_function_whatever_was_imported_before() -> None:
     report = kimi_k2.plan("kimi-k2-instruct-0905", "h200-tp8")
-    printed = CliRunner().invoke(app, ["plan", "kimi-k2-instruct-0905", "--preset", "h200-tp8", "--json"])
+    printed = kimi("plan", "kimi-k2-instruct-0905", "--preset", "h200-tp8", "--json", status=None)
     assert json.loads(printed.stdout)["tpot"]["bound"] == report["tpot"]["bound"]
     code = "import sys, kimi_k2; from kimi_k2 import plan; assert callable(plan); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

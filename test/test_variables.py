@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.engine.device import check_device
 from kimi_k2.errors import ConfigError, KernelError
 from kimi_k2.variables import FORMS, OF_TESTS, PREFIX, switch, whole
@@ -31,12 +30,12 @@ def test_unknown_names_are_refused_in_every_command(monkeypatch: pytest.MonkeyPa
     assert others - MADE_UP - {"KIMI_K2_MLA", PREFIX} <= {PREFIX + name for name in (*OF_TESTS, *FORMS)}
     for name in OF_TESTS:
         monkeypatch.setenv(PREFIX + name, "")
-    assert CliRunner().invoke(app, ["inspect", "/dev/null"]).exit_code == 1  # past the check
+    kimi("inspect", "/dev/null", status=1)  # past the check
     for name in MADE_UP:
         with monkeypatch.context() as patch:
             patch.setenv(name, "plain")
             for command in ("doctor", "generate", "plan", "inspect", "convert"):
-                refused = CliRunner().invoke(app, [command, "x", "y"]).exception
+                refused = kimi(command, "x", "y", status=None).exception
                 assert isinstance(refused, ConfigError) and refused.field == name
 
 
@@ -49,7 +48,7 @@ def test_no_command_runs_beside_a_wrong_value(monkeypatch: pytest.MonkeyPatch, n
     assert WRONG.keys() | {"CACHE"} == FORMS.keys()
     monkeypatch.setenv(PREFIX + name, WRONG[name])
     for command in ("doctor", "generate", "plan"):
-        refused = CliRunner().invoke(app, [command, "x"]).exception
+        refused = kimi(command, "x", status=None).exception
         assert isinstance(refused, ConfigError) and refused.field == PREFIX + name
         assert repr(WRONG[name]) in str(refused)
 

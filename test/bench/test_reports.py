@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.render import HEADER, Ratio, compare, differing, overall, write_reports
 from kimi_k2.bench.results import Settings, load_results
 from kimi_k2.bench.sweep import run_sweep
-from kimi_k2.cli import app
 
-runner = CliRunner()
 SETTINGS = Settings(model="tiny", backend="cpu", output_lengths=[3, 5], prompt_lengths=[4], batch_sizes=[1], runs=4)
 
 
@@ -73,7 +71,7 @@ def test_garbage_is_a_clear_error(tmp_path: Path, content: str) -> None:
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(SweepError, match=r"garbage\.json"):
         load_results(path)
-    result = runner.invoke(app, ["bench", "--compare", str(path), str(path)])
+    result = kimi("bench", "--compare", path, path, status=None)
     assert isinstance(result.exception, SweepError)
     with pytest.raises(SweepError, match="no such file"):
         load_results(tmp_path / "absent.json")
@@ -124,8 +122,7 @@ def test_comparison_names_what_differs_and_needs_common_cells(results: dict[str,
     assert [line for line in differing(results, other) if "torch_threads" in line]
     path = tmp_path / "other.json"
     path.write_text(json.dumps(other))
-    shown = runner.invoke(app, ["bench", "--compare", str(tmp_path / "sweep.json"), str(path)], env={"COLUMNS": "160"})
-    assert shown.exit_code == 0, shown.output
+    shown = kimi("bench", "--compare", tmp_path / "sweep.json", path, env={"COLUMNS": "160"})
     assert "inside the noise" in shown.output and "77" in shown.output
     for cell in other["cells"]:
         cell["prompt_length"] += 1

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.tools import OUTCOMES, Endpoint, Outcome, judge, problem, read_outcomes, summarize, verify
-from kimi_k2.cli import app
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
           "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -112,5 +111,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:
     asked = requests_file(tmp_path / "asked.jsonl", "hello")
-    done = CliRunner().invoke(app, ["bench", "tools", "http://127.0.0.1:9", str(asked), "--out", str(tmp_path / "o")])
+    done = kimi("bench", "tools", "http://127.0.0.1:9", asked, "--out", tmp_path / "o", status=None)
     assert done.exit_code != 0

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import kimi
 from rewritten import rewritten
 from torch import Tensor
-from typer.testing import CliRunner
 
-from kimi_k2.cli.app import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -47,9 +46,7 @@ def test_fp8_with_modules_that_are_not_converted(checkpoints: dict[str, Path], t
     config = KimiK2Config.from_pretrained(directory)
     assert KimiK2Config.from_dict(config.to_hf_dict()).quantization == config.quantization
     for target in ("cuda", "neuron"):
-        command = ["convert", str(directory), str(tmp_path / target), "--tp", "1", "--target", target]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        kimi("convert", directory, tmp_path / target, "--tp", "1", "--target", target)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from command import kimi
 from rewritten import FILES, rewritten, tensors_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
-from kimi_k2.cli.app import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
@@ -53,8 +52,7 @@ def same_logits(source: Path, other: Path) -> bool:
 
 
 def inspected(directory: Path) -> str:
-    done = CliRunner().invoke(app, ["inspect", str(directory), "--json"])
-    assert done.exit_code == 0, done.output
+    done = kimi("inspect", directory, "--json")
     return str(json.loads(done.stdout)["names"])
 
 
@@ -82,9 +80,7 @@ def test_names_of_other_writers(k25: Path, tmp_path: Path, spelling: Callable[[s
     towers = [VisionModel.from_pretrained(one, dtype=torch.float32).state_dict() for one in (k25, directory)]
     assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
     for target in ("cuda", "neuron"):
-        command = ["convert", str(directory), str(tmp_path / target), "--tp", "1", "--target", target]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        kimi("convert", directory, tmp_path / target, "--tp", "1", "--target", target)
 
 
 def test_lists_and_tensors_share_the_table(k25: Path) -> None:
@@ -124,8 +120,7 @@ def test_the_round_trip_of_transformers(k25: Path, tmp_path: Path) -> None:
     assert inspected(saved).startswith("transformers'")
     towers = [VisionModel.from_pretrained(one, dtype=torch.float32).state_dict() for one in (k25, saved)]
     assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
-    done = CliRunner().invoke(app, ["generate", str(saved), "-p", "Hello", "--max-new-tokens", "3"])
-    assert done.exit_code == 0, done.output
+    kimi("generate", saved, "-p", "Hello", "--max-new-tokens", "3")
 
 
 def test_transformers_form_in_memory_is_refused_by_its_name(k25: Path, tmp_path: Path) -> None:
@@ -154,7 +149,7 @@ def test_an_adapter_beside_the_weights_is_refused(k25: Path, tmp_path: Path) -> 
     directory = renamed(k25, tmp_path / "adapted", str)
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
     for command in (["inspect"], ["generate", "-p", "x"], ["convert", str(tmp_path / "out"), "--tp", "1"]):
-        refused = CliRunner().invoke(app, [command[0], str(directory), *command[1:]]).exception
+        refused = kimi(command[0], directory, *command[1:], status=None).exception
         assert isinstance(refused, ConfigError) and refused.file == str(directory / "adapter_config.json")
 
 

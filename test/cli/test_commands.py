@@ -10,27 +10,19 @@ from typing import Any
 
 import pytest
 import typer
+from command import kimi
 from typer.main import get_command
-from typer.testing import CliRunner, Result
 
 from kimi_k2.cli import app
 from kimi_k2.cli.app import find_commands
 from kimi_k2.cli.command import Command
 from kimi_k2.config import KimiK2Config
 
-runner = CliRunner()
-
-
-def kimi(*arguments: str, stdin: str | None = None) -> Result:
-    """The command, in this process, its output in a pipe."""
-    return runner.invoke(app, list(arguments), input=stdin)
-
 
 @pytest.mark.parametrize("command", find_commands(), ids=lambda command: command.name)
 def test_every_command_has_help_with_examples_that_it_takes(command: Command) -> None:
-    result = runner.invoke(app, [command.name, "-h"], env={"COLUMNS": "300"})
-    assert result.exit_code == 0
-    assert command.name in runner.invoke(app, ["--help"]).output
+    result = kimi(command.name, "-h", env={"COLUMNS": "300"})
+    assert command.name in kimi("--help").output
     assert command.examples
     for example in command.examples:
         assert example in result.output
@@ -48,13 +40,11 @@ def test_every_command_has_help_with_examples_that_it_takes(command: Command) ->
 
 
 def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    ranks = str(tmp_path / "ranks")
-    assert kimi("convert", str(checkpoints["fp8"]), ranks, "--tp", "2").exit_code == 0
-    shown = kimi("inspect", ranks)
-    assert shown.exit_code == 0
-    assert "output of `convert`, 2 files" in shown.stdout
+    ranks = tmp_path / "ranks"
+    kimi("convert", checkpoints["fp8"], ranks, "--tp", "2")
+    assert "output of `convert`, 2 files" in kimi("inspect", ranks).stdout
     assert json.loads(kimi("inspect", ranks, "--json").stdout)["made_from"]["options"]["moe_tp"] == 2
-    assert kimi("inspect", ranks, "--tensors").exit_code == 2
+    kimi("inspect", ranks, "--tensors", status=2)
 
 
 @pytest.mark.parametrize(
@@ -68,25 +58,12 @@ def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_p
 )
 def test_inspect_names_what_is_another_model(tmp_path: Path, file: str, content: bytes, says: str) -> None:
     (tmp_path / file).write_bytes(content)
-    shown = kimi("inspect", str(tmp_path))
-    assert shown.exit_code == 1
-    assert says in str(shown.exception)
+    assert says in str(kimi("inspect", tmp_path, status=1).exception)
 
 
 def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
     """`--n` draws each reply by the next seed; log-probabilities are OpenAI's shape, of the tokens that were chosen."""
-    line = (
-        "generate",
-        str(checkpoints["fp8"]),
-        "--raw",
-        "-p",
-        "abc",
-        "--max-tokens",
-        "3",
-        "--json",
-        "--temperature",
-        "1",
-    )
+    line = "generate", checkpoints["fp8"], *["--raw", "-p", "abc", "--max-tokens", "3", "--json", "--temperature", "1"]
     both = [
         json.loads(shown) for shown in kimi(*line, "--n", "2", "--logprobs", "2", "--seed", "5").stdout.splitlines()
     ]
@@ -98,47 +75,41 @@ def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
     for token in content:
         first, other = token["top_logprobs"]
         assert 0 > first["logprob"] >= max(other["logprob"], token["logprob"])
-    assert kimi("generate", str(checkpoints["fp8"]), "-p", "x", "--n", "2").exit_code == 2
+    kimi("generate", checkpoints["fp8"], "-p", "x", "--n", "2", status=2)
 
 
 def test_plan_says_what_does_not_fit_by_its_status() -> None:
-    assert kimi("plan", "kimi-k2-thinking", "--preset", "h200-tp8").exit_code == 0
-    refused = kimi("plan", "kimi-k2-instruct-0905", "--preset", "h200-tp1")
-    assert refused.exit_code == 3
+    kimi("plan", "kimi-k2-thinking", "--preset", "h200-tp8")
+    refused = kimi("plan", "kimi-k2-instruct-0905", "--preset", "h200-tp1", status=3)
     assert "does not fit" in refused.stdout
     assert "it would fit with" in refused.stdout
     assert refused.stdout.count("TPOT") == 1
 
 
 def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path]) -> None:
-    directory = str(checkpoints["fp8"])
-    piped = kimi("generate", directory, "--raw", "--max-new-tokens", "3", stdin="abc")
-    prompted = kimi("generate", directory, "--raw", "--max-new-tokens", "3", "-p", "abc")
-    assert piped.exit_code == prompted.exit_code == 0
-    assert piped.stdout == prompted.stdout
-    both = kimi("generate", directory, "--raw", "--max-new-tokens", "3", "-p", "abc", "-p", "longer one")
-    assert both.stdout.startswith(f"--- 0\n{prompted.stdout.rstrip()}")
-    assert "--- 1\n" in both.stdout
+    given = "generate", checkpoints["fp8"], "--raw", "--max-new-tokens", "3"
+    prompted = kimi(*given, "-p", "abc").stdout
+    assert kimi(*given, input="abc").stdout == prompted
+    both = kimi(*given, "-p", "abc", "-p", "longer one").stdout
+    assert both.startswith(f"--- 0\n{prompted.rstrip()}")
+    assert "--- 1\n" in both
 
 
 def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     out = tmp_path / "c"
-    written = runner.invoke(app, ["make-checkpoint", str(out), "--model", "kimi-k2.5", "--set", "num_hidden_layers=2"])
-    assert written.exit_code == 0, written.output
+    kimi("make-checkpoint", out, "--model", "kimi-k2.5", "--set", "num_hidden_layers=2")
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     towers = ("vision_tower.", "mm_projector.")
     assert all(name.startswith(("language_model.", *towers)) for name in names)
     assert any(name.startswith(towers[0]) for name in names)
     assert any(name.startswith(towers[1]) for name in names)
-    shown = kimi("inspect", str(out), "--tensors")
-    assert shown.exit_code == 0
-    assert f"{len(names):,}" in shown.stdout
-    assert "model.layers.1.mlp.experts.3.up_proj.weight_packed" in shown.stdout
-    assert "compressed-tensors" in shown.stdout
+    shown = kimi("inspect", out, "--tensors").stdout
+    for text in (f"{len(names):,}", "model.layers.1.mlp.experts.3.up_proj.weight_packed", "compressed-tensors"):
+        assert text in shown
 
 
 def test_make_checkpoint_in_another_format(tmp_path: Path) -> None:
-    assert runner.invoke(app, ["make-checkpoint", str(tmp_path / "b"), "--format", "bf16"]).exit_code == 0
+    kimi("make-checkpoint", tmp_path / "b", "--format", "bf16")
     assert KimiK2Config.from_pretrained(tmp_path / "b").quantization is None
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command import kimi
 
 from kimi_k2.api import KimiK2, Neuron, compute_defaults
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import kv_cache_dtype
@@ -86,11 +85,9 @@ def test_another_scheme_is_named(checkpoints: dict[str, Path], change: dict[str,
 
 def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None:
     given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--max-new-tokens", "3", "--verbose"]
-    plain = CliRunner().invoke(app, given)
-    assert plain.exit_code == 0, plain.output
+    plain = kimi(*given)
     assert "float32 on cpu, weights dequantized, KV cache float32" in plain.output
-    fp8 = CliRunner().invoke(app, [*given, "--kv-cache-dtype", "fp8_e4m3", "--keep-quantized"])
-    assert fp8.exit_code == 0, fp8.output
+    fp8 = kimi(*given, "--kv-cache-dtype", "fp8_e4m3", "--keep-quantized")
     assert "float32 on cpu, weights as stored, KV cache float8_e4m3fn" in fp8.output
     assert "mla_absorbed_attention: plain" in fp8.output
 
@@ -98,12 +95,11 @@ def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None
 def test_generate_in_batch_invariant_mode(checkpoints: dict[str, Path]) -> None:
     """The replies of the same prompts, alone and in any chunks; the mode ends with the command that asked for it."""
     given = ["generate", str(checkpoints["fp8"]), "--max-new-tokens", "3", "--verbose", "-p", "Hello"]
-    normal, alone = (CliRunner().invoke(app, [*given, *more]) for more in ([], ["--batch-invariant"]))
+    normal, alone = (kimi(*given, *more) for more in ([], ["--batch-invariant"]))
     assert normal.exit_code == alone.exit_code == 0, alone.output
     with KimiK2.open(checkpoints["fp8"], batch_invariant=True, chunk_size=2) as chunked:
         reply = chunked.chat([{"role": "user", "content": "Hello"}], max_new_tokens=3)
     assert reply.text.strip() == alone.stdout.strip()
     assert "batch-invariant mode" in alone.output
     assert "batch-invariant mode" not in normal.output
-    refused = CliRunner().invoke(app, [*given, "--batch-invariant", "--backend", "neuron", "--on-cpu"])
-    assert refused.exit_code == 2
+    kimi(*given, "--batch-invariant", "--backend", "neuron", "--on-cpu", status=2)

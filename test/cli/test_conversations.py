@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.sampler import Step
 from kimi_k2.errors import GenerationError, KimiK2Error, TokenizerError
 from kimi_k2.tokenization.template import ChatTemplate
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
-runner = CliRunner()
 CALL = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
     '{"city":"Bern"}<|tool_call_end|><|tool_calls_section_end|>'
@@ -65,8 +63,7 @@ def test_json_has_reasoning_and_tool_calls_apart(
 ) -> None:
     prompts = script("Look it up.</think>One moment." + CALL)
     options = ["--messages", files["messages"], "--tools", files["tools"], "--system", "NEW", "--json"]
-    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), *options])
-    assert result.exit_code == 0, result.output
+    result = kimi("generate", checkpoints["k2.5"], *options)
     line = json.loads(result.stdout)
     assert line["message"] == {
         "role": "assistant",
@@ -90,7 +87,7 @@ def test_json_has_reasoning_and_tool_calls_apart(
 
 def test_a_line_of_json_when_a_reply_ends(checkpoints: dict[str, Path], script: Script) -> None:
     script("a</think>first one", "b</think>second")
-    shown = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "-p", "x", "-p", "y", "--json"])
+    shown = kimi("generate", checkpoints["k2.5"], "-p", "x", "-p", "y", "--json", status=None)
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["index"] for line in lines] == [1, 0], "the second ends first"
     assert [line["message"]["content"] for line in lines] == ["second", "first one"]
@@ -100,13 +97,13 @@ def test_a_line_of_json_when_a_reply_ends(checkpoints: dict[str, Path], script: 
 def test_stop_strings_end_each_reply(checkpoints: dict[str, Path], script: Script) -> None:
     script("one END two", "ENDless", ends=False)
     options = ["--raw", "-p", "x", "-p", "y", "--stop", "END"]
-    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), *options])
+    result = kimi("generate", checkpoints["k2.5"], *options, status=None)
     assert result.stdout == "--- 0\none \n--- 1\n\n"
 
 
 def test_no_thinking_closes_it_in_the_prompt(checkpoints: dict[str, Path], script: Script) -> None:
     prompts = script("Hello")
-    runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "-p", "x", "--no-thinking"])
+    kimi("generate", checkpoints["k2.5"], "-p", "x", "--no-thinking")
     assert prompts[0].endswith("<think></think>")
 
 
@@ -139,7 +136,7 @@ def test_what_a_template_does_not_heed_is_refused(checkpoints: dict[str, Path]) 
 )
 def test_bad_conversations_are_named(checkpoints: dict[str, Path], tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "m.json").write_text(content)
-    result = runner.invoke(app, ["generate", str(checkpoints["k2.5"]), "--messages", str(tmp_path / "m.json")])
+    result = kimi("generate", checkpoints["k2.5"], "--messages", tmp_path / "m.json", status=None)
     assert isinstance(result.exception, KimiK2Error)
     assert says in str(result.exception)
 
@@ -151,8 +148,7 @@ def test_chat_asks_for_tool_results_and_saves(
     saved = tmp_path / "saved.json"
     lines = ["/system Be kind.", "Hi", f"/tools {files['tools']}", "Weather\\", "please?", '{"sky": "rain"}']
     lines += [f"/save {saved}", "/nonsense", "/load /nowhere", "/quit"]
-    result = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input="\n".join(lines) + "\n")
-    assert result.exit_code == 0, result.output
+    result = kimi("chat", checkpoints["k2.5"], input="\n".join(lines) + "\n")
     for text in ("Hello.", "→ weather", "It rains.", "no command /nonsense", "/nowhere: cannot be read"):
         assert text in result.output
     content = json.loads(saved.read_text())
@@ -166,16 +162,14 @@ def test_chat_asks_for_tool_results_and_saves(
     assert "Be kind." in prompts[0]
     assert "rain" in prompts[2]
     script("Yes.</think>Yes.")
-    again = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input=f"/load {saved}\nSure?\n")
-    assert again.exit_code == 0, again.output
+    kimi("chat", checkpoints["k2.5"], input=f"/load {saved}\nSure?\n")
     assert "It rains." in prompts[3]
 
 
 def test_chat_goes_on_after_an_error(checkpoints: dict[str, Path], script: Script) -> None:
     script("A.</think>A.", "B.</think>B.")
     lines = ["Hi", "/retry", "/reset", "/retry", "more", "/system", "/help"]
-    result = runner.invoke(app, ["chat", str(checkpoints["k2.5"])], input="\n".join(lines) + "\n")
-    assert result.exit_code == 0, result.output
+    result = kimi("chat", checkpoints["k2.5"], input="\n".join(lines) + "\n")
     assert "the script has ended" in result.output
     assert "there is no message to answer" in result.output
     assert "/save FILE" in result.output

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.kernels.common.build import find_nvcc
 
 
@@ -25,8 +24,7 @@ def _nvcc_is_looked_for_anew() -> Iterator[None]:
 def test_json_names_versions_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    result = CliRunner().invoke(app, ["doctor", "--json"])
-    assert result.exit_code == 0, result.output
+    result = kimi("doctor", "--json")
     report = json.loads(result.stdout)
     found = {row["name"]: row for row in report["findings"]}
     assert found["torch"]["found"] == importlib.metadata.version("torch")
@@ -59,7 +57,7 @@ def test_versions_that_an_extra_or_a_library_does_not_fit(
         return str(version) if name == package else real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    report = json.loads(kimi("doctor", "--json").stdout)
     finding = next(finding for finding in report["findings"] if finding["name"] == package)
     assert finding["status"] == status and finding["expected"].startswith(says)
     assert {row["name"] for row in report["parts"] if package in row["missing"]} >= ({kept} if kept else set())
@@ -67,6 +65,5 @@ def test_versions_that_an_extra_or_a_library_does_not_fit(
 
 
 def test_findings_are_printed() -> None:
-    printed = CliRunner().invoke(app, ["doctor"])
-    assert printed.exit_code == 0
+    printed = kimi("doctor")
     assert any(line.startswith("torch ") for line in printed.stdout.splitlines())

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import kimi
 from pictures import drawn, write_video
 from PIL import Image
 from plain_tokens import answers
-from typer.testing import CliRunner
 
 from kimi_k2.api import KimiK2
-from kimi_k2.cli import app
-
-runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +43,7 @@ def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path:
         ["--messages", str(conversation)],
         ["--messages", str(conversation), "--draft", "ngram"],
     ):
-        done = runner.invoke(app, ["generate", str(directory), *given, "--max-new-tokens", "8"])
-        assert done.exit_code == 0, done.output
+        done = kimi("generate", directory, *given, "--max-new-tokens", "8")
         assert wanted.strip() in done.stdout
     assert wanted != expected(directory, "What?")
 
@@ -65,15 +61,13 @@ def test_errors(
     checkpoints: dict[str, Path], media: dict[str, str], name: str, arguments: list[str], says: str
 ) -> None:
     words = [word.format(**media) for word in arguments]
-    done = runner.invoke(app, ["generate", str(checkpoints[name]), *words])
+    done = kimi("generate", checkpoints[name], *words, status=None)
     assert done.exit_code != 0
     assert says in done.output + str(done.exception)
 
 
 def test_chat(checkpoints: dict[str, Path], media: dict[str, str]) -> None:
     typed = "/image nowhere.png\n/image {image}\n/video {video}\nWhat?\n/quit\n".format(**media)
-    arguments = ["chat", str(checkpoints["k2.5"]), "--max-new-tokens", "4", "--temperature", "0"]
-    done = runner.invoke(app, arguments, input=typed)
-    assert done.exit_code == 0, done.output
+    done = kimi("chat", checkpoints["k2.5"], "--max-new-tokens", "4", "--temperature", "0", input=typed)
     assert "no such file: nowhere.png" in done.output
     assert "with the next message: a.png, b.mp4" in done.output

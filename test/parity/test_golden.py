@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command import kimi
 
 from kimi_k2 import __version__
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -216,26 +215,19 @@ def test_logits_rule_is_nxdis() -> None:
 
 
 def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    source, run_command = str(checkpoints["k2.5"]), CliRunner().invoke
+    source = checkpoints["k2.5"]
     options = ["--prompt-length", "8", "--steps", "2", "--layers", "0,2"]
-    done = run_command(app, ["parity", "capture", source, str(tmp_path / "g"), *options, "--greedy"])
-    assert done.exit_code == 0, done.output
-    done = run_command(
-        app, ["parity", "compare", str(tmp_path / "g"), source, "--backend", "cpu", "--out", str(tmp_path / "o")]
-    )
-    assert done.exit_code == 0, done.output
+    done = kimi("parity", "capture", source, tmp_path / "g", *options, "--greedy")
+    done = kimi("parity", "compare", tmp_path / "g", source, "--backend", "cpu", "--out", tmp_path / "o")
     assert "PASS" in done.output
     report = json.loads((tmp_path / "o" / "parity.json").read_text())
     assert report["passed"]
     assert (tmp_path / "o" / "parity.png").stat().st_size > 1000
-    other = run_command(app, ["parity", "compare", str(tmp_path / "g"), str(checkpoints["bf16"]), "--backend", "cpu"])
-    assert other.exit_code == 1
+    other = kimi("parity", "compare", tmp_path / "g", checkpoints["bf16"], "--backend", "cpu", status=1)
     assert "first divergence" in other.output
     assert "other weights" in other.output
     assert "other weights" not in done.output
-    assert isinstance(
-        run_command(app, ["parity", "capture", source, "x", "--backend", "neuron"]).exception, KimiK2Error
-    )
+    assert isinstance(kimi("parity", "capture", source, "x", "--backend", "neuron", status=None).exception, KimiK2Error)
 
 
 def test_without_matplotlib_a_pass_stays_a_pass(
@@ -243,8 +235,6 @@ def test_without_matplotlib_a_pass_stays_a_pass(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     source, out = str(checkpoints["fp8"]), tmp_path / "out"
-    command = ["parity", "compare", str(golden), source, "--backend", "cpu", "--out", str(out)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done = kimi("parity", "compare", golden, source, "--backend", "cpu", "--out", out)
     assert "no plot" in done.output
     assert [path.name for path in out.iterdir()] == ["parity.json"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command import kimi
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from kimi_k2.cli.app import app
 from kimi_k2.errors import CheckpointError
 from kimi_k2.parity.kernels import CASES, TENSORS, compare_kernels
 from nki_emulator import install
@@ -16,8 +15,7 @@ from nki_emulator import install
 
 def test_kernels_are_recorded_compared_and_a_wrong_result_is_named(tmp_path: Path) -> None:
     assert install(), "this test compares the emulator with itself"
-    done = CliRunner().invoke(app, ["parity", "kernels", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    done = kimi("parity", "kernels", tmp_path)
     assert done.output.count(" ok\n") == 2
     # By hand: the new latents.
     held = load_file(tmp_path / TENSORS)
@@ -29,8 +27,7 @@ def test_kernels_are_recorded_compared_and_a_wrong_result_is_named(tmp_path: Pat
 
     held["1.result.0"] *= 1.02
     save_file(held, tmp_path / TENSORS)
-    done = CliRunner().invoke(app, ["parity", "kernels", str(tmp_path)])
-    assert done.exit_code == 1
+    done = kimi("parity", "kernels", tmp_path, status=1)
     (wrong,) = [line for line in done.output.splitlines() if line.endswith("DIFFERS")]
     assert wrong.split()[1] == "TP32"
 

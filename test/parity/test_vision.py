@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.parity.reference import MissingLibraryError, transformers_kimi_k25
@@ -71,15 +70,15 @@ def test_a_fault_is_named(checkpoint: Path, wanted: dict[str, torch.Tensor], par
 
 
 def test_the_command(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> None:
-    runner, words = CliRunner(), ["parity", "tower", str(checkpoint)]
-    agrees = runner.invoke(app, [*words, "--grid", "4x6", "--grid", "2x2x4"])
-    assert agrees.exit_code == 0 and "14 points" in agrees.output
+    words = "parity", "tower", checkpoint
+    agrees = kimi(*words, "--grid", "4x6", "--grid", "2x2x4")
+    assert "14 points" in agrees.output
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kimi_k2.cli.commands.parity._TOWER", 1e-12)
-        differs = runner.invoke(app, [*words, "--grid", "2x2"])
+        differs = kimi(*words, "--grid", "2x2", status=None)
     assert differs.exit_code == 1 and "patch_embed" in differs.output
     for bad, message in (("4", "HEIGHTxWIDTH"), ("4x-6", "HEIGHTxWIDTH"), ("3x4", "multiples"), ("9x4x4", "frames")):
-        refused = runner.invoke(app, [*words, "--grid", bad])
+        refused = kimi(*words, "--grid", bad, status=None)
         assert isinstance(refused.exception, KimiK2Error) and message in str(refused.exception)
 
 
@@ -87,8 +86,8 @@ def test_the_command_reads_the_tower_of_a_quantized_checkpoint(tmp_path: Path) -
     """As published: INT4 experts, which transformers' class does not take."""
     pytest.importorskip("transformers.models.kimi_k25")
     write_synthetic_checkpoint(tmp_path, tiny_config("kimi-k2.5"), seed=7)
-    agrees = CliRunner().invoke(app, ["parity", "tower", str(tmp_path), "--grid", "4x6"])
-    assert agrees.exit_code == 0 and "14 points" in agrees.output
+    agrees = kimi("parity", "tower", tmp_path, "--grid", "4x6")
+    assert "14 points" in agrees.output
 
 
 def test_traces_that_cannot_be_compared() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from command import kimi
 from rewritten import tensors_of
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
 from kimi_k2 import config as config_module
 from kimi_k2.checkpoint.reader import CheckpointReader
@@ -77,18 +77,15 @@ class HalvedExperts(ExpertFormat):
 
 
 def test_a_neuron_expert_format_is_one_class(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    from kimi_k2.cli.app import app
 
     for experts in ("toy-halved", "bf16"):
-        command = ["convert", str(checkpoints["fp8"]), str(tmp_path / experts), "--tp", "2", "--experts", experts]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        kimi("convert", checkpoints["fp8"], tmp_path / experts, "--tp", "2", "--experts", experts)
     halved, plain = (load_file(tmp_path / name / "weights" / rank_file_name(1)) for name in ("toy-halved", "bf16"))
     root = "layers.2.mlp.experts"
     for name in (f"{root}.gate_up_proj", f"{root}.down_proj"):
         product = halved[f"{name}.weight"] * halved[f"{name}.scale"].to(torch.bfloat16)
         assert torch.equal(product, plain[f"{name}.weight"])
-    assert CliRunner().invoke(app, ["verify", str(tmp_path / "toy-halved")]).exit_code == 0
+    kimi("verify", tmp_path / "toy-halved")
 
 
 def test_a_gpu_expert_format_is_its_format_and_its_kernel(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +113,6 @@ def test_a_gpu_expert_format_is_its_format_and_its_kernel(toy: Path, monkeypatch
 
 
 def test_a_member_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kimi_k2.cli.app import app
 
     for preset in config_module.PRESET_DIR.glob("*.json"):
         (tmp_path / preset.name).write_text(preset.read_text())
@@ -130,6 +126,5 @@ def test_a_member_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert toy.rope_scaling is not None
     assert other.rope_scaling == toy.rope_scaling.model_copy(update={"factor": 8.0})
     for command in (["plan", "kimi-k2-toy"], ["make-checkpoint", str(tmp_path / "made"), "--model", "kimi-k2-toy"]):
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        kimi(*command)
     assert KimiK2Config.from_pretrained(tmp_path / "made").routed_scaling_factor == member["routed_scaling_factor"]

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from command import kimi
 from rewritten import rewritten, tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.names import expected_tensors
 from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.cli.app import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, UnexpectedTensorError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -257,8 +256,7 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
     assert 0 < manifest["errors"]["total"]["relative_l2"] < 0.05
     generate = ["generate", str(source), "--raw", "-p", "hello", "--max-tokens", "4", "--dtype", "float32"]
     for command in (["inspect", str(source)], ["verify", str(tmp_path / "neuron")], generate):
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        done = kimi(*command)
     assert done.stdout.strip() == continued(reference, KimiTokenizer.from_pretrained(source), "hello", 4).strip()
 
 
@@ -324,9 +322,7 @@ def test_groups_in_several_formats(tmp_path: Path) -> None:
         model = KimiK2ForCausalLM.from_pretrained(tmp_path / "mixed", keep_quantized=keep)
         assert float((model(IDS) - expected).abs().max()) <= 1e-5
     for target in ("cuda", "neuron"):
-        command = ["convert", str(tmp_path / "mixed"), str(tmp_path / target), "--tp", "2", "--target", target]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        kimi("convert", tmp_path / "mixed", tmp_path / target, "--tp", "2", "--target", target)
 
 
 def test_experts_of_one_layer_in_several_formats_are_not_stacked(tmp_path: Path) -> None:

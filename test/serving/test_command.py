@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import kimi
 
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
 from kimi_k2.serving import command
@@ -94,15 +93,14 @@ def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: P
     """At the presets' 64 ranks a tiny model does not divide; its own preset has two."""
     preset = tmp_path / "mine.yaml"
     preset.write_text("like: trn2-native-tp32-ep2\ntp_degree: 2\nmoe_tp_degree: 1\n")
-    line = ["compile", str(checkpoints["fp8"]), "--preset", str(preset), "--out", str(tmp_path), "--dry-run"]
-    done = CliRunner().invoke(app, line)
-    assert done.exit_code == 0, done.output
+    line = "compile", checkpoints["fp8"], "--preset", preset, "--out", tmp_path, "--dry-run"
+    done = kimi(*line)
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:3] == [
         f"NEURON_LIBTORCH_REMOTE_CACHE={tmp_path}", "VLLM_NEURON_CPU_COMPILE=1", "NEURON_PLATFORM_TARGET_OVERRIDE=trn2",
     ]  # fmt: skip
-    refused = CliRunner().invoke(app, [*line, "--hlo-only"])
-    assert refused.exit_code == 2 and "--hlo-only" in refused.output
+    refused = kimi(*line, "--hlo-only", status=2)
+    assert "--hlo-only" in refused.output
 
 
 @pytest.mark.parametrize("model", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
@@ -126,7 +124,6 @@ def test_lengths_leave_room_for_the_weights(model: str, checkpoints: dict[str, P
 
 
 def test_it_prints_what_it_runs(checkpoints: dict[str, Path]) -> None:
-    line = ["serve", str(checkpoints["thinking"]), "--backend", "cpu", "--max-model-len", "512", "--dry-run"]
-    done = CliRunner().invoke(app, [*line, "--", "--port", "9000"])
-    assert done.exit_code == 0, done.output
+    options = ["--backend", "cpu", "--max-model-len", "512", "--dry-run", "--", "--port", "9000"]
+    done = kimi("serve", checkpoints["thinking"], *options)
     assert done.stdout.endswith("--max-model-len 512 --port 9000\n")

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from command import kimi
 from rewritten import tensors_of
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from kimi_k2.checkpoint.index import header_bytes
-from kimi_k2.cli import app
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
 from kimi_k2.sharding import presharder
@@ -76,7 +75,7 @@ def test_files_for_another_model_or_layout_are_refused_without_the_checkpoint(
 def test_cuts_of_a_preset_are_shown(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     preset = tmp_path / "four.yaml"
     preset.write_text("like: trn2-tp32-ep2\ntp_degree: 4\nmoe_tp_degree: 2\n")
-    shown = CliRunner().invoke(app, ["inspect", str(checkpoints["fp8"]), "--preset", str(preset), "--json"])
+    shown = kimi("inspect", checkpoints["fp8"], "--preset", preset, "--json", status=None)
     assert any(row["cut"] == "dim 2 / 2, stride 2, experts / 2" for row in json.loads(shown.output))
 
 
@@ -85,14 +84,12 @@ def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> N
         "instance: trn2.48xlarge\nexperts: blockwise\ntp_degree: 2\nmoe_tp_degree: 1\nmoe_ep_degree: 2\n"
         "batch_size: 1\nseq_len: 64\nmax_context_length: 64\n"
     )
-    named = ["convert", str(checkpoints["fp8"]), str(tmp_path / "named"), "--preset", str(tmp_path / "two.yaml")]
-    assert CliRunner().invoke(app, named).exit_code == 0
-    spelled = ["convert", str(checkpoints["fp8"]), str(tmp_path / "spelled"), "--tp", "1", "--ep", "2"]
-    assert CliRunner().invoke(app, spelled).exit_code == 0
+    named = "convert", checkpoints["fp8"], tmp_path / "named", "--preset", tmp_path / "two.yaml"
+    kimi(*named)
+    kimi("convert", checkpoints["fp8"], tmp_path / "spelled", "--tp", "1", "--ep", "2")
     for path in (tmp_path / "named" / "weights").iterdir():
         assert path.read_bytes() == (tmp_path / "spelled" / "weights" / path.name).read_bytes()
-    both = CliRunner().invoke(app, [*named, "--tp", "4"])
-    assert both.exit_code == 2
+    both = kimi(*named, "--tp", "4", status=2)
     assert "--tp" in both.output
 
 
