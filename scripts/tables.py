@@ -36,7 +36,7 @@ from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import prefill_counts, roofline
 from kimi_k2.plan.deployment import Deployment, load_target
 from kimi_k2.plan.machines import INSTANCES, TRN2_LNC2
-from kimi_k2.plan.presets import PresetRow, ServedRow, preset_row, served_rows
+from kimi_k2.plan.presets import ServedRow, cells, preset_row, served_rows
 from kimi_k2.plan.published import KIMI_HEADER, fit, kimi_rows, runs
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.vision import image_cost, tower_bytes
@@ -50,11 +50,6 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"<!-- (measured|planned|published): ([\w .-]+) -->\n.*\n\n(?:\|.*\n)+")
 STATED = re.compile(r"(?<![\w.])\d[\d.,]*(?:e-?\d+)?(?<=\d)")
 NUMBER = r"(\d[\d.,]*(?:e-?\d+)?(?<=\d))"
-PLANNED = (
-    "preset", "batch x context, prompt", "held, GiB", "scratch, GiB", "fits", "GB a step", "TPOT bound",
-    "expected", "TTFT bound",
-)  # fmt: skip
-FITS = {(True, True): "yes", (True, False): "if", (False, False): "no"}
 
 
 @functools.cache
@@ -213,18 +208,11 @@ def _published(name: str) -> str:
 def _planned(words: str) -> str:
     model, *presets = words.split()
     config = KimiK2Config.from_preset(model)
-    rows = [_cells(preset_row(config, Deployment.load(name))) for name in presets]
+    found = [cells(preset_row(config, Deployment.load(name))) for name in presets]
+    columns = [name for name in found[0] if name not in ("layout", "experts", "of")]
+    rows = [[row[column] for column in columns] for row in found]
     caption = f"*computed and modelled: `kimi-k2 plan {model} --all-presets`*"
-    return f"<!-- planned: {words} -->\n{caption}\n\n{markdown_table(list(PLANNED), rows)}"
-
-
-def _cells(row: PresetRow) -> list[str]:
-    expected = [f"{1e3 * time:.0f}" for time in (row.expected, row.low, row.high) if time is not None]
-    return [
-        row.name, f"{row.batch} x {row.context:,}, {row.prompt:,}", f"{row.resident / 2**30:.1f}",
-        f"{(row.scratch or 0) / 2**30:.1f}", FITS[row.fits, row.certain], f"{row.decode_bytes / 1e9:.2f}",
-        f"{1e3 * row.tpot:.2f} ms", "{} ms ({} to {})".format(*expected), f"{1e3 * row.ttft:.0f} ms",
-    ]  # fmt: skip
+    return f"<!-- planned: {words} -->\n{caption}\n\n{markdown_table(columns, rows)}"
 
 
 def picture(title: str, labels: list[str], series: dict[str, list[float]], line: tuple[str, float] | None) -> str:

@@ -60,6 +60,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in configs}
 
 
+def _checkpoint(name: str) -> Callable[..., Path]:
+    """A fixture of one of them."""
+    return pytest.fixture(lambda checkpoints: checkpoints[name], scope="session")
+
+
+fp8, bf16, thinking, k25_int4 = map(_checkpoint, ("fp8", "bf16", "thinking", "k2.5"))
+
+
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny FP8 checkpoint whose projections are wide enough for two ranks to cut them at block borders."""

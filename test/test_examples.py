@@ -30,7 +30,7 @@ def example(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 
 def test_each_example_runs(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fp8: Path, k25_int4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = {"serve_with_tools.py"}
 
@@ -44,13 +44,13 @@ def test_each_example_runs(
     tiny = tmp_path / "tiny.yaml"
     degrees = "tp_degree: 1\nmoe_tp_degree: 1\nmoe_ep_degree: 1\nbatch_size: 1\n"
     tiny.write_text(f"instance: h200\nexperts: stored\n{degrees}seq_len: 64\nmax_context_length: 64\n")
-    assert "1 files" in run("convert_and_verify.py", checkpoints["fp8"], tmp_path / "ranks", tiny)
-    assert "agrees" in run("prove_a_port.py", checkpoints["fp8"], "transformers")
+    assert "1 files" in run("convert_and_verify.py", fp8, tmp_path / "ranks", tiny)
+    assert "agrees" in run("prove_a_port.py", fp8, "transformers")
     document = tmp_path / "document.txt"
     document.write_text("A long text. " * 40)
-    assert "Why?" in run("long_document.py", checkpoints["fp8"], document, "What?", "Why?")
+    assert "Why?" in run("long_document.py", fp8, document, "What?", "Why?")
     Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
-    assert run("image.py", checkpoints["k2.5"], tmp_path / "a.png", "What is this?")
+    assert run("image.py", k25_int4, tmp_path / "a.png", "What is this?")
     assert ran == {path.name for path in EXAMPLES.glob("*.py")}
 
 
@@ -86,9 +86,9 @@ def test_the_tool_loop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert said == "It is 18 degrees and dry in Bern.\n"
 
 
-def test_python_and_the_command_line_say_the_same(checkpoints: dict[str, Path]) -> None:
-    model = kimi_k2.KimiK2.from_pretrained(str(checkpoints["thinking"]))
-    asked = ["generate", str(checkpoints["thinking"]), "-p", "Hello", "--max-new-tokens", "6"]
+def test_python_and_the_command_line_say_the_same(thinking: Path) -> None:
+    model = kimi_k2.KimiK2.from_pretrained(str(thinking))
+    asked = ["generate", str(thinking), "-p", "Hello", "--max-new-tokens", "6"]
     assert kimi(*asked).stdout.strip() == model.chat("Hello", max_new_tokens=6).text.strip()
     replies = model.generate(["abc", "Hello there"], max_new_tokens=4)
     assert [reply.tokens for reply in replies] == [4, 4]

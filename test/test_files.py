@@ -73,9 +73,9 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_regular_file_is_refused(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+    fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    copy = shutil.copytree(checkpoints["fp8"], tmp_path / "c", copy_function=os.link)
+    copy = shutil.copytree(fp8, tmp_path / "c", copy_function=os.link)
     monkeypatch.chdir(copy)  # a socket's name is short
     (copy / name).unlink(missing_ok=True)
     KINDS[kind](Path(name))
@@ -83,9 +83,9 @@ def test_what_is_no_regular_file_is_refused(
         READERS[name](copy)
 
 
-def test_links_among_inputs_are_followed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_links_among_inputs_are_followed(fp8: Path, tmp_path: Path) -> None:
     """Hugging Face's cache: every file is a link into a folder of blobs."""
-    for path in checkpoints["fp8"].iterdir():
+    for path in fp8.iterdir():
         (tmp_path / path.name).symlink_to(path)
     for read in READERS.values():
         read(tmp_path)
@@ -102,7 +102,7 @@ def test_a_file_that_is_longer_than_it_says_is_read_to_its_bound() -> None:
     "name", [LOCK, f"{UNFINISHED}.partial", f"weights/{rank_file_name(1)}.partial", f"weights/{rank_file_name(0)}"]
 )
 def test_no_link_in_the_output_is_written_through(
-    checkpoints: dict[str, Path], tmp_path: Path, name: str, link: Callable[[Path, Path], None]
+    fp8: Path, tmp_path: Path, name: str, link: Callable[[Path, Path], None]
 ) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"not yours" * 1000)
@@ -112,7 +112,7 @@ def test_no_link_in_the_output_is_written_through(
     with pytest.raises(
         (CheckpointError, ConfigError), match=r"is a link to another file|a hard link|files of something else"
     ) as refused:
-        Presharder(checkpoints["fp8"], tmp_path / "out", Layout(2)).run()
+        Presharder(fp8, tmp_path / "out", Layout(2)).run()
     assert "make room" not in str(refused.value)
     assert precious.read_bytes() == b"not yours" * 1000
     assert target.exists()

@@ -67,8 +67,8 @@ def test_text_members_have_no_tower() -> None:
         assert not list(vision_tensors(config))
 
 
-def test_synthetic_checkpoint_states_its_tower(checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+def test_synthetic_checkpoint_states_its_tower(k25_int4: Path) -> None:
+    config = KimiK2Config.from_pretrained(k25_int4)
     assert config == tiny_config("kimi-k2.5")
     assert config.vision is not None
     assert config.vision.image_token_id == 768 - 256 + 21  # <|media_pad|> of the shrunk vocabulary
@@ -80,11 +80,11 @@ def test_a_tower_is_read_back_from_json() -> None:
     assert VisionConfig.model_validate(saved) == VisionConfig(num_hidden_layers=2)
 
 
-def test_reader_checks_the_towers_tensors(checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+def test_reader_checks_the_towers_tensors(k25_int4: Path) -> None:
+    config = KimiK2Config.from_pretrained(k25_int4)
     assert config.vision is not None
     for change, kind in (({"num_hidden_layers": 3}, MissingTensorError), ({"intermediate_size": 96}, TensorShapeError)):
         other = config.model_copy(update={"vision": config.vision.model_copy(update=change)})
         with pytest.raises(kind, match=r"vision_tower\.encoder\.blocks"):
-            CheckpointReader.for_config(checkpoints["k2.5"], other, vision=True)
-        CheckpointReader.for_config(checkpoints["k2.5"], other)  # whoever wants the text alone is not bothered
+            CheckpointReader.for_config(k25_int4, other, vision=True)
+        CheckpointReader.for_config(k25_int4, other)  # whoever wants the text alone is not bothered

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from forked import python
 
 from kimi_k2.api import KimiK2
 from kimi_k2.bench.backend import Backend
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.results import Settings, Sweep, load_results, percentile, rates, series
+from kimi_k2.bench.results import Settings, Sweep, load_results, rates, series
 from kimi_k2.bench.sweep import capture, draw_prompts, run_sweep, time_run
 
 SETTINGS = Settings(
@@ -32,16 +31,13 @@ def test_tpot_leaves_the_first_token_out(backend: Any, clock: Any) -> None:
     assert run == {"ttft": 5.0, "itl": [1.0, 3.0, 1.0, 3.0]}
 
 
-def test_figures_of_a_cell_against_numpy(backend: Any, clock: Any, tmp_path: Path) -> None:
+def test_figures_of_a_cell(backend: Any, clock: Any, tmp_path: Path) -> None:
     (cell,) = run_sweep(
         SETTINGS.model_copy(update={"prompt_lengths": [3], "batch_sizes": [2], "output_lengths": [6]}),
         backend, tmp_path / "s.json", clock=clock,
     )["cells"]  # fmt: skip
     times = series(cell["runs"])
     assert times["itl"] == [1.0, 3.0, 1.0, 3.0, 1.0] * 3
-    for percent in (50, 90, 99):
-        for values in (times["itl"], [3.0, 1.0, 2.0, 9.0]):
-            assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
     assert times["tpot"] == pytest.approx([statistics.mean([1, 3, 1, 3, 1])] * 3) and times["e2e"] == [14.0] * 3
     assert rates(cell) == pytest.approx((1 / 1.8, 2 * 6 / 14))
 
@@ -136,8 +132,8 @@ def test_killed_sweep_continues(tmp_path: Path) -> None:
     jsonschema.validate(after, Sweep.model_json_schema())
 
 
-def test_plain_model_makes_every_step(checkpoints: dict[str, Path]) -> None:
-    backend = Backend(KimiK2.from_pretrained(checkpoints["fp8"]), "cpu", {"weights": "float"})
+def test_plain_model_makes_every_step(fp8: Path) -> None:
+    backend = Backend(KimiK2.from_pretrained(fp8), "cpu", {"weights": "float"})
     assert backend.details == {
         "dtype": "float32", "kv_cache": "float32", "batch_invariant": False, "graph": False, "weights": "float"
     }  # fmt: skip

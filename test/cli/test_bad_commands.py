@@ -167,7 +167,7 @@ def all_lines() -> list[list[str]]:
 
 
 @pytest.fixture
-def names(checkpoints: dict[str, Path], tmp_path: Path) -> dict[str, str]:
+def names(fp8: Path, tmp_path: Path) -> dict[str, str]:
     """What stands for the braces: a checkpoint, and things that are not what is meant."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
@@ -175,7 +175,7 @@ def names(checkpoints: dict[str, Path], tmp_path: Path) -> dict[str, str]:
     for name, content in (("file", "x"), ("garbage", "{garbage"), ("nested", "[" * 100_000)):
         (tmp_path / name).write_text(content)
     found = {name: str(tmp_path / name) for name in ("file", "garbage", "nested", "full")}
-    return {**found, "fp8": str(checkpoints["fp8"]), "tmp": str(tmp_path)}
+    return {**found, "fp8": str(fp8), "tmp": str(tmp_path)}
 
 
 def run(line: list[str], names: dict[str, str]) -> int:

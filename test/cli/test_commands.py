@@ -39,9 +39,9 @@ def test_every_command_has_help_with_examples_that_it_takes(command: Command) ->
             assert "does not exist" in error.message, example
 
 
-def test_inspect_knows_the_output_of_convert(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_inspect_knows_the_output_of_convert(fp8: Path, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
-    kimi("convert", checkpoints["fp8"], ranks, "--tp", "2")
+    kimi("convert", fp8, ranks, "--tp", "2")
     assert "output of `convert`, 2 files" in kimi("inspect", ranks).stdout
     assert json.loads(kimi("inspect", ranks, "--json").stdout)["made_from"]["options"]["moe_tp"] == 2
     kimi("inspect", ranks, "--tensors", status=2)
@@ -61,9 +61,9 @@ def test_inspect_names_what_is_another_model(tmp_path: Path, file: str, content:
     assert says in str(kimi("inspect", tmp_path, status=1).exception)
 
 
-def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
+def test_several_replies_with_logprobs(fp8: Path) -> None:
     """`--n` draws each reply by the next seed; log-probabilities are OpenAI's shape, of the tokens that were chosen."""
-    line = "generate", checkpoints["fp8"], *["--raw", "-p", "abc", "--max-tokens", "3", "--json", "--temperature", "1"]
+    line = "generate", fp8, *["--raw", "-p", "abc", "--max-tokens", "3", "--json", "--temperature", "1"]
     both = [
         json.loads(shown) for shown in kimi(*line, "--n", "2", "--logprobs", "2", "--seed", "5").stdout.splitlines()
     ]
@@ -75,7 +75,7 @@ def test_several_replies_with_logprobs(checkpoints: dict[str, Path]) -> None:
     for token in content:
         first, other = token["top_logprobs"]
         assert 0 > first["logprob"] >= max(other["logprob"], token["logprob"])
-    kimi("generate", checkpoints["fp8"], "-p", "x", "--n", "2", status=2)
+    kimi("generate", fp8, "-p", "x", "--n", "2", status=2)
 
 
 def test_plan_says_what_does_not_fit_by_its_status() -> None:
@@ -86,8 +86,8 @@ def test_plan_says_what_does_not_fit_by_its_status() -> None:
     assert refused.stdout.count("TPOT") == 1
 
 
-def test_generate_reads_standard_input_and_batches(checkpoints: dict[str, Path]) -> None:
-    given = "generate", checkpoints["fp8"], "--raw", "--max-new-tokens", "3"
+def test_generate_reads_standard_input_and_batches(fp8: Path) -> None:
+    given = "generate", fp8, "--raw", "--max-new-tokens", "3"
     prompted = kimi(*given, "-p", "abc").stdout
     assert kimi(*given, input="abc").stdout == prompted
     both = kimi(*given, "-p", "abc", "-p", "longer one").stdout
@@ -113,12 +113,10 @@ def test_make_checkpoint_in_another_format(tmp_path: Path) -> None:
     assert KimiK2Config.from_pretrained(tmp_path / "b").quantization is None
 
 
-def test_scripts_are_the_same_commands(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_the_same_commands(fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = str(Path(__file__).parents[2] / "scripts" / "convert_checkpoint.py")
     for tp, expected in (("2", 0), ("3", 1)):  # the directory is taken by another layout
-        monkeypatch.setattr("sys.argv", [script, str(checkpoints["fp8"]), str(tmp_path / "s"), "--tp", tp])
+        monkeypatch.setattr("sys.argv", [script, str(fp8), str(tmp_path / "s"), "--tp", tp])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(script, run_name="__main__")
         assert ended.value.code == expected

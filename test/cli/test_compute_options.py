@@ -59,10 +59,10 @@ def with_scheme(checkpoint: Path, scheme: object) -> dict[str, object]:
     return raw
 
 
-def test_the_checkpoints_own_cache_dtype(checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], SCHEME))
+def test_the_checkpoints_own_cache_dtype(thinking: Path) -> None:
+    config = KimiK2Config.from_dict(with_scheme(thinking, SCHEME))
     assert config.kv_cache_fp8 and KimiK2Config.from_dict(config.to_hf_dict()).kv_cache_fp8
-    assert not KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], None)).kv_cache_fp8
+    assert not KimiK2Config.from_dict(with_scheme(thinking, None)).kv_cache_fp8
     assert kv_cache_dtype("auto", config) == kv_cache_dtype("fp8", config) == torch.float8_e4m3fn
     assert kv_cache_dtype("bfloat16", config) == torch.bfloat16
     with torch.device("meta"):
@@ -76,11 +76,11 @@ def test_the_checkpoints_own_cache_dtype(checkpoints: dict[str, Path]) -> None:
     ("change", "field"),
     [({"num_bits": 4}, "num_bits"), ({"type": "int"}, "type"), ({"strategy": "channel"}, "strategy")],
 )
-def test_another_scheme_is_named(checkpoints: dict[str, Path], change: dict[str, object], field: str) -> None:
+def test_another_scheme_is_named(thinking: Path, change: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_scheme.{field}"):
-        KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], SCHEME | change))
+        KimiK2Config.from_dict(with_scheme(thinking, SCHEME | change))
     with pytest.raises(ConfigError, match="kv_cache_scheme"):
-        KimiK2Config.from_dict(with_scheme(checkpoints["thinking"], "fp8"))
+        KimiK2Config.from_dict(with_scheme(thinking, "fp8"))
 
 
 def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None:
@@ -92,12 +92,12 @@ def test_generate_says_what_it_computed_in(checkpoints: dict[str, Path]) -> None
     assert "mla_absorbed_attention: plain" in fp8.output
 
 
-def test_generate_in_batch_invariant_mode(checkpoints: dict[str, Path]) -> None:
+def test_generate_in_batch_invariant_mode(fp8: Path) -> None:
     """The replies of the same prompts, alone and in any chunks; the mode ends with the command that asked for it."""
-    given = ["generate", str(checkpoints["fp8"]), "--max-new-tokens", "3", "--verbose", "-p", "Hello"]
+    given = "generate", fp8, "--max-new-tokens", "3", "--verbose", "-p", "Hello"
     normal, alone = (kimi(*given, *more) for more in ([], ["--batch-invariant"]))
     assert normal.exit_code == alone.exit_code == 0, alone.output
-    with KimiK2.open(checkpoints["fp8"], batch_invariant=True, chunk_size=2) as chunked:
+    with KimiK2.open(fp8, batch_invariant=True, chunk_size=2) as chunked:
         reply = chunked.chat([{"role": "user", "content": "Hello"}], max_new_tokens=3)
     assert reply.text.strip() == alone.stdout.strip()
     assert "batch-invariant mode" in alone.output

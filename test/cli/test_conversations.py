@@ -26,9 +26,9 @@ Script = Callable[..., list[str]]
 
 
 @pytest.fixture
-def script(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Script:
+def script(k25_int4: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     """`script(text, ...)` makes the model say these texts, a generation after another; returns the prompts it saw."""
-    tokenizer = KimiTokenizer.from_pretrained(checkpoints["k2.5"])
+    tokenizer = KimiTokenizer.from_pretrained(k25_int4)
     end = tokenizer.special_tokens["<|im_end|>"]
     seen: list[str] = []
 
@@ -58,12 +58,10 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / f"{name}.json") for name in ("messages", "tools")}
 
 
-def test_json_has_reasoning_and_tool_calls_apart(
-    checkpoints: dict[str, Path], script: Script, files: dict[str, str]
-) -> None:
+def test_json_has_reasoning_and_tool_calls_apart(k25_int4: Path, script: Script, files: dict[str, str]) -> None:
     prompts = script("Look it up.</think>One moment." + CALL)
     options = ["--messages", files["messages"], "--tools", files["tools"], "--system", "NEW", "--json"]
-    result = kimi("generate", checkpoints["k2.5"], *options)
+    result = kimi("generate", k25_int4, *options)
     line = json.loads(result.stdout)
     assert line["message"] == {
         "role": "assistant",
@@ -85,25 +83,25 @@ def test_json_has_reasoning_and_tool_calls_apart(
     assert prompts[0].endswith("<think>")
 
 
-def test_a_line_of_json_when_a_reply_ends(checkpoints: dict[str, Path], script: Script) -> None:
+def test_a_line_of_json_when_a_reply_ends(k25_int4: Path, script: Script) -> None:
     script("a</think>first one", "b</think>second")
-    shown = kimi("generate", checkpoints["k2.5"], "-p", "x", "-p", "y", "--json", status=None)
+    shown = kimi("generate", k25_int4, "-p", "x", "-p", "y", "--json", status=None)
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["index"] for line in lines] == [1, 0], "the second ends first"
     assert [line["message"]["content"] for line in lines] == ["second", "first one"]
     assert [line["message"]["reasoning_content"] for line in lines] == ["b", "a"]
 
 
-def test_stop_strings_end_each_reply(checkpoints: dict[str, Path], script: Script) -> None:
+def test_stop_strings_end_each_reply(k25_int4: Path, script: Script) -> None:
     script("one END two", "ENDless", ends=False)
     options = ["--raw", "-p", "x", "-p", "y", "--stop", "END"]
-    result = kimi("generate", checkpoints["k2.5"], *options, status=None)
+    result = kimi("generate", k25_int4, *options, status=None)
     assert result.stdout == "--- 0\none \n--- 1\n\n"
 
 
-def test_no_thinking_closes_it_in_the_prompt(checkpoints: dict[str, Path], script: Script) -> None:
+def test_no_thinking_closes_it_in_the_prompt(k25_int4: Path, script: Script) -> None:
     prompts = script("Hello")
-    kimi("generate", checkpoints["k2.5"], "-p", "x", "--no-thinking")
+    kimi("generate", k25_int4, "-p", "x", "--no-thinking")
     assert prompts[0].endswith("<think></think>")
 
 
@@ -134,21 +132,21 @@ def test_what_a_template_does_not_heed_is_refused(checkpoints: dict[str, Path]) 
         ("[" * 100_000, "nested more than"),
     ],
 )
-def test_bad_conversations_are_named(checkpoints: dict[str, Path], tmp_path: Path, content: str, says: str) -> None:
+def test_bad_conversations_are_named(k25_int4: Path, tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "m.json").write_text(content)
-    result = kimi("generate", checkpoints["k2.5"], "--messages", tmp_path / "m.json", status=None)
+    result = kimi("generate", k25_int4, "--messages", tmp_path / "m.json", status=None)
     assert isinstance(result.exception, KimiK2Error)
     assert says in str(result.exception)
 
 
 def test_chat_asks_for_tool_results_and_saves(
-    checkpoints: dict[str, Path], script: Script, files: dict[str, str], tmp_path: Path
+    k25_int4: Path, script: Script, files: dict[str, str], tmp_path: Path
 ) -> None:
     prompts = script("Hm.</think>Hello.", CALL, "Done.</think>It rains.")
     saved = tmp_path / "saved.json"
     lines = ["/system Be kind.", "Hi", f"/tools {files['tools']}", "Weather\\", "please?", '{"sky": "rain"}']
     lines += [f"/save {saved}", "/nonsense", "/load /nowhere", "/quit"]
-    result = kimi("chat", checkpoints["k2.5"], input="\n".join(lines) + "\n")
+    result = kimi("chat", k25_int4, input="\n".join(lines) + "\n")
     for text in ("Hello.", "→ weather", "It rains.", "no command /nonsense", "/nowhere: cannot be read"):
         assert text in result.output
     content = json.loads(saved.read_text())
@@ -162,14 +160,14 @@ def test_chat_asks_for_tool_results_and_saves(
     assert "Be kind." in prompts[0]
     assert "rain" in prompts[2]
     script("Yes.</think>Yes.")
-    kimi("chat", checkpoints["k2.5"], input=f"/load {saved}\nSure?\n")
+    kimi("chat", k25_int4, input=f"/load {saved}\nSure?\n")
     assert "It rains." in prompts[3]
 
 
-def test_chat_goes_on_after_an_error(checkpoints: dict[str, Path], script: Script) -> None:
+def test_chat_goes_on_after_an_error(k25_int4: Path, script: Script) -> None:
     script("A.</think>A.", "B.</think>B.")
     lines = ["Hi", "/retry", "/reset", "/retry", "more", "/system", "/help"]
-    result = kimi("chat", checkpoints["k2.5"], input="\n".join(lines) + "\n")
+    result = kimi("chat", k25_int4, input="\n".join(lines) + "\n")
     assert "the script has ended" in result.output
     assert "there is no message to answer" in result.output
     assert "/save FILE" in result.output

@@ -12,18 +12,18 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
 
-def test_generate_with_drafts_says_the_same(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    write_synthetic_head(tmp_path, KimiK2Config.from_pretrained(checkpoints["fp8"]), "mla")
-    given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--max-new-tokens", "8"]
+def test_generate_with_drafts_says_the_same(fp8: Path, tmp_path: Path) -> None:
+    write_synthetic_head(tmp_path, KimiK2Config.from_pretrained(fp8), "mla")
+    given = "generate", fp8, "-p", "Hello", "--max-new-tokens", "8"
     plain, drafted = kimi(*given), kimi(*given, "--draft", str(tmp_path), "--draft-tokens", "2")
     assert plain.stdout == drafted.stdout
     assert "tokens a step, accepted by position" in drafted.stderr and "drafts" not in plain.stderr
 
 
-def test_drafts_are_of_the_plain_model(checkpoints: dict[str, Path]) -> None:
-    given = ["generate", str(checkpoints["fp8"]), "-p", "Hello", "--draft"]
+def test_drafts_are_of_the_plain_model(fp8: Path) -> None:
+    given = "generate", fp8, "-p", "Hello", "--draft"
     assert "--backend cpu or cuda" in kimi(*given, "ngram", "--backend", "neuron", "--on-cpu", status=2).output
-    refused = kimi(*given, checkpoints["fp8"], status=1)
+    refused = kimi(*given, fp8, status=1)
     assert isinstance(refused.exception, ConfigError) and refused.exception.field == "architectures"
 
 

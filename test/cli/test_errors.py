@@ -63,17 +63,17 @@ def test_a_bug_leaves_its_traceback_in_a_file(
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = "kimi_k2.sharding.presharder.Presharder"
     with monkeypatch.context() as interrupted:
         interrupted.setattr(f"{job}._durable", lambda *_, **__: throw(KeyboardInterrupt())())
         with pytest.raises(SystemExit) as exit_:
-            main("convert", arguments=[str(checkpoints["fp8"]), str(tmp_path), "--tp", "2"])
+            main("convert", arguments=[str(fp8), str(tmp_path), "--tp", "2"])
     assert exit_.value.code == 130
     assert "interrupted: run it again to resume" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit_:
-        main("convert", arguments=[str(checkpoints["fp8"]), str(tmp_path), "--tp", "2"])
+        main("convert", arguments=[str(fp8), str(tmp_path), "--tp", "2"])
     assert exit_.value.code == 0
 
 
@@ -90,8 +90,8 @@ def test_no_memory_on_a_gpu_says_what_is_needed_and_what_is_there(capsys: pytest
     )
 
 
-def test_a_closed_pipe_is_quiet(checkpoints: dict[str, Path]) -> None:
-    command = [*python(), "-c", "from kimi_k2.cli import app, main; main()", "inspect", str(checkpoints["fp8"])]
+def test_a_closed_pipe_is_quiet(fp8: Path) -> None:
+    command = [*python(), "-c", "from kimi_k2.cli import app, main; main()", "inspect", str(fp8)]
     with subprocess.Popen([*command, "--tensors"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -122,9 +122,7 @@ def test_completion(shell: str) -> None:
     assert "inspect" in done.stdout
 
 
-def test_a_cached_repository_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]
-) -> None:
+def test_a_cached_repository_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     name = "moonshotai/Kimi-K2-Instruct-0905"
     with pytest.raises(CheckpointError, match=f"{name}: no such directory.*--download"):
@@ -136,9 +134,9 @@ def test_a_cached_repository_is_found(
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots").mkdir()
-    (repository / "snapshots" / commit).symlink_to(checkpoints["fp8"])
-    assert (resolve_checkpoint(name) / "config.json").samefile(checkpoints["fp8"] / "config.json")
-    assert resolve_checkpoint(checkpoints["fp8"]) == checkpoints["fp8"]
+    (repository / "snapshots" / commit).symlink_to(fp8)
+    assert (resolve_checkpoint(name) / "config.json").samefile(fp8 / "config.json")
+    assert resolve_checkpoint(fp8) == fp8
     assert resolve_checkpoint("nothing-like-that") == Path("nothing-like-that")
     for command in (
         ["plan", name, "--preset", "h200-tp1", "--json"],
@@ -148,8 +146,8 @@ def test_a_cached_repository_is_found(
         kimi(*command)
 
 
-def test_a_file_cut_short_while_it_is_mapped(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    shard = shutil.copy(next(checkpoints["bf16"].glob("*.safetensors")), tmp_path / "model.safetensors")
+def test_a_file_cut_short_while_it_is_mapped(bf16: Path, tmp_path: Path) -> None:
+    shard = shutil.copy(next(bf16.glob("*.safetensors")), tmp_path / "model.safetensors")
     reads = (
         "import os, sys; from kimi_k2.checkpoint.reader import CheckpointReader; from kimi_k2.cli.errors import *\n"
         "with errors_handled():\n"

@@ -32,10 +32,9 @@ def expected(directory: Path, content: Any) -> str:
     return model.tokenizer.decode([token for token in tokens if token not in params.eos_token_ids])
 
 
-def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path: Path) -> None:
-    directory = checkpoints["k2.5"]
+def test_generate(k25_int4: Path, media: dict[str, str], tmp_path: Path) -> None:
     content = [{"image": media["image"]}, {"video": media["video"]}, {"type": "text", "text": "What?"}]
-    wanted = expected(directory, content)
+    wanted = expected(k25_int4, content)
     conversation = tmp_path / "c.json"
     conversation.write_text(json.dumps([{"role": "user", "content": content}]))
     for given in (
@@ -43,9 +42,9 @@ def test_generate(checkpoints: dict[str, Path], media: dict[str, str], tmp_path:
         ["--messages", str(conversation)],
         ["--messages", str(conversation), "--draft", "ngram"],
     ):
-        done = kimi("generate", directory, *given, "--max-new-tokens", "8")
+        done = kimi("generate", k25_int4, *given, "--max-new-tokens", "8")
         assert wanted.strip() in done.stdout
-    assert wanted != expected(directory, "What?")
+    assert wanted != expected(k25_int4, "What?")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +65,8 @@ def test_errors(
     assert says in done.output + str(done.exception)
 
 
-def test_chat(checkpoints: dict[str, Path], media: dict[str, str]) -> None:
+def test_chat(k25_int4: Path, media: dict[str, str]) -> None:
     typed = "/image nowhere.png\n/image {image}\n/video {video}\nWhat?\n/quit\n".format(**media)
-    done = kimi("chat", checkpoints["k2.5"], "--max-new-tokens", "4", "--temperature", "0", input=typed)
+    done = kimi("chat", k25_int4, "--max-new-tokens", "4", "--temperature", "0", input=typed)
     assert "no such file: nowhere.png" in done.output
     assert "with the next message: a.png, b.mp4" in done.output

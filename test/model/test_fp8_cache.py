@@ -21,8 +21,8 @@ class RoundedCache(LatentCache):
 
 
 @torch.inference_mode()
-def test_the_model_sees_rounded_entries(checkpoints: dict[str, Path]) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+def test_the_model_sees_rounded_entries(fp8: Path) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(fp8)
     ids = torch.randint(0, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(5))
     ours = new_cache(model, 2, 12, dtype=torch.float8_e4m3fn)
     rounded, exact = RoundedCache(model.config, 2, 12), new_cache(model, 2, 12)

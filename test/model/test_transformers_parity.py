@@ -55,9 +55,9 @@ def test_prefill_and_32_decode_steps(checkpoints: dict[str, Path], name: str, le
 
 
 @torch.inference_mode()
-def test_router_bias_of_the_synthetic_checkpoint_decides_choices(checkpoints: dict[str, Path]) -> None:
+def test_router_bias_of_the_synthetic_checkpoint_decides_choices(bf16: Path) -> None:
     """Parity would be blind to a misplaced bias if zeroing it changed nothing."""
-    reference = reference_of(checkpoints["bf16"])
+    reference = reference_of(bf16)
     ids = torch.tensor(prompts_of([64], 768))
     gate = reference.model.layers[1].mlp.gate
     chosen: list[torch.Tensor] = []

@@ -32,8 +32,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @pytest.fixture(scope="module")
-def directory(checkpoints: dict[str, Path]) -> Path:
-    return checkpoints["fp8"]
+def directory(fp8: Path) -> Path:
+    return fp8
 
 
 @pytest.fixture(scope="module")

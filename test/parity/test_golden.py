@@ -41,12 +41,12 @@ def captured(checkpoint: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captured(checkpoints["fp8"], tmp_path_factory.mktemp("golden"))
+def golden(fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(fp8, tmp_path_factory.mktemp("golden"))
 
 
-def test_same_run_same_bytes(checkpoints: dict[str, Path], golden: Path, tmp_path: Path) -> None:
-    captured(checkpoints["fp8"], tmp_path)
+def test_same_run_same_bytes(fp8: Path, golden: Path, tmp_path: Path) -> None:
+    captured(fp8, tmp_path)
     for name in (TENSORS, DESCRIPTION):
         assert (tmp_path / name).read_bytes() == (golden / name).read_bytes()
     loaded = load_golden(golden)
@@ -54,8 +54,8 @@ def test_same_run_same_bytes(checkpoints: dict[str, Path], golden: Path, tmp_pat
     assert sorted(path.name for path in golden.iterdir()) == [DESCRIPTION, TENSORS]
 
 
-def test_size_is_known_before_the_run(checkpoints: dict[str, Path], golden: Path) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+def test_size_is_known_before_the_run(fp8: Path, golden: Path) -> None:
+    config = KimiK2Config.from_pretrained(fp8)
     stored = sum(value.nbytes for value in load_golden(golden).trace.values.values())
     assert captured_bytes(config, SMALL) == stored
 
@@ -69,9 +69,9 @@ def test_a_full_size_capture_is_under_2_gb() -> None:
     assert check_size(config, Inputs([0] * 1024, [0] * 16, [0, 1, 30, 60], 1024)) < 2e9
 
 
-def test_only_chosen_layers_are_kept(checkpoints: dict[str, Path]) -> None:
+def test_only_chosen_layers_are_kept(fp8: Path) -> None:
     chosen = Inputs(SMALL.prompt, SMALL.forced, [2], 4)
-    trace = run("cpu", checkpoints["fp8"], chosen, "float32")
+    trace = run("cpu", fp8, chosen, "float32")
     layers = {match[1] for key in trace.values if (match := re.search(r"layers\.(\d)", key))}
     assert layers == {"2"}
     assert len(trace.values["prefill/norm"]) == 4
@@ -96,8 +96,8 @@ def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: st
         load_golden(tmp_path)
 
 
-def test_tensors_of_another_run(golden: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> None:
-    captured(checkpoints["bf16"], tmp_path)
+def test_tensors_of_another_run(golden: Path, tmp_path: Path, bf16: Path) -> None:
+    captured(bf16, tmp_path)
     (tmp_path / DESCRIPTION).write_bytes((golden / DESCRIPTION).read_bytes())
     with pytest.raises(ParityError, match="SHA-256"):
         load_golden(tmp_path)
@@ -108,15 +108,15 @@ def test_another_model(golden: Path) -> None:
         check_model(load_golden(golden), KimiK2Config.from_preset("kimi-k2-instruct-0905"))
 
 
-def test_other_settings_are_named(golden: Path, checkpoints: dict[str, Path]) -> None:
-    own = KimiK2Config.from_pretrained(checkpoints["fp8"])
+def test_other_settings_are_named(golden: Path, fp8: Path) -> None:
+    own = KimiK2Config.from_pretrained(fp8)
     assert check_model(load_golden(golden), own) == []
     (difference,) = check_model(load_golden(golden), own.model_copy(update={"rms_norm_eps": 1e-5}))
     assert "rms_norm_eps: 1e-06 in the golden run, 1e-05 here" in difference
 
 
-def test_unequal_tokens_and_nan(golden: Path, checkpoints: dict[str, Path]) -> None:
-    expected, model = load_golden(golden).trace, KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+def test_unequal_tokens_and_nan(golden: Path, fp8: Path) -> None:
+    expected, model = load_golden(golden).trace, KimiK2ForCausalLM.from_pretrained(fp8)
     shorter = Inputs(SMALL.prompt, SMALL.forced[:2], kept_positions=8)
     with pytest.raises(ParityError, match="forced: expected 3 tokens"):
         compare(run_plain(model, shorter), expected, model.config)
@@ -136,12 +136,11 @@ def test_infinite_logits_are_refused() -> None:
         check_logits(expected.clone(), expected)
 
 
-def test_identity_is_of_the_weights(golden: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_identity_is_of_the_weights(golden: Path, fp8: Path, tmp_path: Path) -> None:
     """One other bit of a weight is another checkpoint; the same files elsewhere are not."""
-    source = checkpoints["fp8"]
     own = load_golden(golden)
     assert own.version == __version__
-    copy = shutil.copytree(source, tmp_path / "copy")
+    copy = shutil.copytree(fp8, tmp_path / "copy")
     assert checkpoint_identity(copy) == own.checkpoint
     shard = next(iter(sorted(copy.glob("*.safetensors"))))
     with shard.open("r+b") as file:
@@ -152,8 +151,8 @@ def test_identity_is_of_the_weights(golden: Path, checkpoints: dict[str, Path], 
     assert checkpoint_identity(copy) != own.checkpoint
 
 
-def test_a_nan_inside_is_a_divergence(golden: Path, checkpoints: dict[str, Path]) -> None:
-    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.experts"
+def test_a_nan_inside_is_a_divergence(golden: Path, fp8: Path) -> None:
+    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.experts"
     broken, expected = changed(golden, point, lambda values: values[3, 0].fill_(torch.nan))
     first = compare(broken, expected, config).first
     assert first is not None
@@ -168,9 +167,9 @@ def changed(golden: Path, point: str, change: Callable[[torch.Tensor], object]) 
     return other, expected
 
 
-def test_a_row_of_zeros_is_measured_by_the_others(golden: Path, checkpoints: dict[str, Path]) -> None:
+def test_a_row_of_zeros_is_measured_by_the_others(golden: Path, fp8: Path) -> None:
     """Such a row has no norm of its own; one of the usual size in its place is a divergence, however small all are."""
-    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.experts"
+    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.experts"
     other, expected = changed(golden, point, lambda values: values.mul_(1e-6))
     expected.values[point].mul_(1e-6)[2] = 0
     first = compare(other, expected, config).first
@@ -182,9 +181,9 @@ def test_a_row_of_zeros_is_measured_by_the_others(golden: Path, checkpoints: dic
 
 @pytest.mark.parametrize(("share", "passes"), [(0.09, True), (0.11, False)])
 def test_near_ties_may_change_a_tenth_of_the_choices_in_bfloat16(
-    golden: Path, checkpoints: dict[str, Path], share: float, passes: bool
+    golden: Path, fp8: Path, share: float, passes: bool
 ) -> None:
-    config, point = KimiK2Config.from_pretrained(checkpoints["fp8"]), "prefill/layers.1.mlp.gate.selection"
+    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.gate.selection"
 
     def change(choices: torch.Tensor) -> None:
         changed_choices = choices.flatten()[: round(share * choices.numel())]
@@ -214,27 +213,28 @@ def test_logits_rule_is_nxdis() -> None:
     assert result.divergence_difference == pytest.approx(0.0005, rel=1e-3)
 
 
-def test_commands(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    source = checkpoints["k2.5"]
+def test_commands(k25_int4: Path, bf16: Path, tmp_path: Path) -> None:
     options = ["--prompt-length", "8", "--steps", "2", "--layers", "0,2"]
-    done = kimi("parity", "capture", source, tmp_path / "g", *options, "--greedy")
-    done = kimi("parity", "compare", tmp_path / "g", source, "--backend", "cpu", "--out", tmp_path / "o")
+    done = kimi("parity", "capture", k25_int4, tmp_path / "g", *options, "--greedy")
+    done = kimi("parity", "compare", tmp_path / "g", k25_int4, "--backend", "cpu", "--out", tmp_path / "o")
     assert "PASS" in done.output
     report = json.loads((tmp_path / "o" / "parity.json").read_text())
     assert report["passed"]
     assert (tmp_path / "o" / "parity.png").stat().st_size > 1000
-    other = kimi("parity", "compare", tmp_path / "g", checkpoints["bf16"], "--backend", "cpu", status=1)
+    other = kimi("parity", "compare", tmp_path / "g", bf16, "--backend", "cpu", status=1)
     assert "first divergence" in other.output
     assert "other weights" in other.output
     assert "other weights" not in done.output
-    assert isinstance(kimi("parity", "capture", source, "x", "--backend", "neuron", status=None).exception, KimiK2Error)
+    assert isinstance(
+        kimi("parity", "capture", k25_int4, "x", "--backend", "neuron", status=None).exception, KimiK2Error
+    )
 
 
 def test_without_matplotlib_a_pass_stays_a_pass(
-    golden: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    golden: Path, fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    source, out = str(checkpoints["fp8"]), tmp_path / "out"
-    done = kimi("parity", "compare", golden, source, "--backend", "cpu", "--out", out)
+    out = tmp_path / "out"
+    done = kimi("parity", "compare", golden, fp8, "--backend", "cpu", "--out", out)
     assert "no plot" in done.output
     assert [path.name for path in out.iterdir()] == ["parity.json"]

@@ -92,7 +92,6 @@ def test_the_command_reads_the_tower_of_a_quantized_checkpoint(tmp_path: Path) -
 
 def test_traces_that_cannot_be_compared() -> None:
     trace = {"patch_embed": torch.ones(2, 3)}
-    for other in ({}, {"patch_embed": torch.ones(3, 3)}):
-        with pytest.raises(ParityError, match="patch_embed"):
-            first_divergence(other, trace)
+    with pytest.raises(ParityError, match="patch_embed"):
+        first_divergence({"patch_embed": torch.ones(3, 3)}, trace)
     assert first_divergence({"patch_embed": torch.full((2, 3), float("nan"))}, trace) is not None

@@ -36,8 +36,8 @@ def plain() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", get_args(Form))
-def test_a_heads_bytes_are_those_of_its_file(checkpoints: dict[str, Path], tmp_path: Path, form: Form) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["bf16"])
+def test_a_heads_bytes_are_those_of_its_file(bf16: Path, tmp_path: Path, form: Form) -> None:
+    config = KimiK2Config.from_pretrained(bf16)
     head = Head.of(write_synthetic_head(tmp_path, config, form, draft_vocab_size=32), config)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         stored = sum(file.get_tensor(name).nbytes for name in file.keys() if name != "t2d")  # noqa: SIM118

@@ -182,14 +182,14 @@ def test_command_prints_json_and_writes_the_chart(tmp_path: Path) -> None:
         assert word in tables.output
 
 
-def test_index_is_read_without_its_shards(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_index_is_read_without_its_shards(thinking: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_bytes((checkpoints["thinking"] / name).read_bytes())
+        (tmp_path / name).write_bytes((thinking / name).read_bytes())
     stated = _index(tmp_path)
     assert stated is not None
-    shards = list(checkpoints["thinking"].glob("*.safetensors"))
+    shards = list(thinking.glob("*.safetensors"))
     assert stated["shards"] == len(shards)
-    tensors = CheckpointReader(checkpoints["thinking"]).total_bytes
+    tensors = CheckpointReader(thinking).total_bytes
     assert stated["total_size"] == tensors
     for size in ("1e999", "NaN", '"x"', "-5", "[1]", "null", "true"):
         index = f'{{"metadata": {{"total_size": {size}}}, "weight_map": {{"a": "b.safetensors"}}}}'

@@ -19,13 +19,13 @@ from kimi_k2.vision_config import Grid
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 8, 12), Grid(4, 6, 4)])
-def test_operations_are_torchs(checkpoints: dict[str, Path], grid: Grid) -> None:
-    model = VisionModel.from_pretrained(checkpoints["k2.5"])
+def test_operations_are_torchs(k25_int4: Path, grid: Grid) -> None:
+    model = VisionModel.from_pretrained(k25_int4)
     pixels = torch.zeros(grid.patches, 3, 14, 14)
     # The counter knows the two products of attention, not the CPU's fused one.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(pixels, [grid])
-    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
+    config = KimiK2Config.from_pretrained(k25_int4)
     cost = image_cost(config, grid)
     vision = config.vision
     assert vision is not None
@@ -35,10 +35,10 @@ def test_operations_are_torchs(checkpoints: dict[str, Path], grid: Grid) -> None
     assert cost.tokens == len(model(pixels, [grid]))
 
 
-def test_bytes_are_the_checkpoints(checkpoints: dict[str, Path]) -> None:
-    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
-    whole = CheckpointReader.for_config(checkpoints["k2.5"], config, vision=True).total_bytes
-    text = CheckpointReader.for_config(checkpoints["k2.5"], config).total_bytes
+def test_bytes_are_the_checkpoints(k25_int4: Path) -> None:
+    config = KimiK2Config.from_pretrained(k25_int4)
+    whole = CheckpointReader.for_config(k25_int4, config, vision=True).total_bytes
+    text = CheckpointReader.for_config(k25_int4, config).total_bytes
     assert tower_bytes(config) == whole - text
 
 

@@ -54,20 +54,20 @@ def test_real_model_has_the_published_tensors() -> None:
         assert shapes[f"{root}.{name}"] == (dtype, shape)
 
 
-def test_k25_as_transformers_and_engines_read_it(checkpoints: dict[str, Path]) -> None:
+def test_k25_as_transformers_and_engines_read_it(k25_int4: Path) -> None:
     """The tower's sizes under transformers' names, which engines read, and the processor's file."""
     from transformers import Kimi_K25Config
 
-    config = KimiK2Config.from_pretrained(checkpoints["k2.5"])
-    theirs = Kimi_K25Config.from_pretrained(checkpoints["k2.5"])
+    config = KimiK2Config.from_pretrained(k25_int4)
+    theirs = Kimi_K25Config.from_pretrained(k25_int4)
     assert config.vision is not None
     for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "pos_emb_height"):
         assert getattr(theirs.vision_config, name) == getattr(config.vision, name)
     assert theirs.projection_hidden_size == config.vision.hidden_size
     assert theirs.image_token_id == config.vision.image_token_id
-    processor = json.loads((checkpoints["k2.5"] / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    processor = json.loads((k25_int4 / "preprocessor_config.json").read_text())["media_proc_cfg"]
     assert processor["in_patch_limit"] == 16384
-    assert MediaConfig.from_pretrained(checkpoints["k2.5"]) == MediaConfig()
+    assert MediaConfig.from_pretrained(k25_int4) == MediaConfig()
 
 
 def test_real_k25_has_the_published_language_model() -> None:
@@ -82,23 +82,22 @@ def test_real_k25_has_the_published_language_model() -> None:
     assert 208_550 - 27 * 12 - 20 <= len(specs) <= 208_550 - 27 * 12
 
 
-def test_layout_is_hugging_faces(checkpoints: dict[str, Path]) -> None:
-    directory = checkpoints["fp8"]
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
+def test_layout_is_hugging_faces(fp8: Path, k25_int4: Path) -> None:
+    index = json.loads((fp8 / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {f"model-{i}-of-3.safetensors" for i in (1, 2, 3)}
-    total = sum(t.nbytes for shard in directory.glob("*.safetensors") for t in load_file(shard).values())
+    total = sum(t.nbytes for shard in fp8.glob("*.safetensors") for t in load_file(shard).values())
     assert index["metadata"]["total_size"] == total
-    assert all(re.match(r"model\.layers\.1\.", name) for name in load_file(directory / "model-2-of-3.safetensors"))
-    wrapped = json.loads((checkpoints["k2.5"] / "model.safetensors.index.json").read_text())
+    assert all(re.match(r"model\.layers\.1\.", name) for name in load_file(fp8 / "model-2-of-3.safetensors"))
+    wrapped = json.loads((k25_int4 / "model.safetensors.index.json").read_text())
     towers = {name for name in wrapped["weight_map"] if name.startswith(("vision_tower.", "mm_projector."))}
     assert all(name.startswith("language_model.") for name in wrapped["weight_map"].keys() - towers)
     assert {wrapped["weight_map"][name] for name in towers} == {"model-4-of-4.safetensors"}
 
 
-def test_same_seed_same_bytes_other_seed_other_bytes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_same_seed_same_bytes_other_seed_other_bytes(fp8: Path, tmp_path: Path) -> None:
     write_synthetic_checkpoint(tmp_path / "again", tiny_config(), seed=0)
     write_synthetic_checkpoint(tmp_path / "other", tiny_config(), seed=1)
-    expected = contents(checkpoints["fp8"])
+    expected = contents(fp8)
     assert contents(tmp_path / "again") == expected
     assert contents(tmp_path / "other")["model-2-of-3.safetensors"] != expected["model-2-of-3.safetensors"]
 
@@ -124,8 +123,8 @@ def test_interrupted_run_resumes(tmp_path: Path) -> None:
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_refuses_to_overwrite(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(checkpoints["fp8"], tmp_path / "x"))
+def test_refuses_to_overwrite(fp8: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(fp8, tmp_path / "x"))
     with pytest.raises(ConfigError, match="holds a checkpoint already"):
         write_synthetic_checkpoint(directory, tiny_config())
 

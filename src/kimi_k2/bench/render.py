@@ -6,12 +6,15 @@ Two sweeps side by side: ratios, their spread over runs, and whether a differenc
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kimi_k2.bench.errors import SweepError
-from kimi_k2.bench.results import SHAPE, percentile, rates, series
+from kimi_k2.bench.results import SHAPE, rates, series
 from kimi_k2.files import Json
 
 HEADER = [
@@ -29,8 +32,8 @@ READING = (
 
 def spread(seconds: Sequence[float]) -> str:
     """The median in milliseconds, with the percentiles that so many values support, else their range."""
-    middle = f"{percentile(seconds, 50) * 1e3:.2f}"
-    tail = [f"P{p} {percentile(seconds, p) * 1e3:.2f}" for p, count in ENOUGH.items() if len(seconds) >= count]
+    middle = f"{statistics.median(seconds) * 1e3:.2f}"
+    tail = [f"P{p} {np.percentile(seconds, p) * 1e3:.2f}" for p, count in ENOUGH.items() if len(seconds) >= count]
     if tail:
         return ", ".join([middle, *tail])
     if len(seconds) == 1:
@@ -109,7 +112,7 @@ def plots(results: Json, directory: Path) -> list[Path]:
             x = [c["output_length"] for c in line]
             if key in SERIES:
                 times = [[1e3 * value for value in series(c["runs"])[key]] for c in line]
-                middle = [percentile(values, 50) for values in times]
+                middle = list(map(statistics.median, times))
                 axes.fill_between(x, [min(values) for values in times], [max(values) for values in times], alpha=0.2)
             else:
                 middle = [rates(c)[1] for c in line]
@@ -185,7 +188,7 @@ def compare(a: Json, b: Json) -> list[Ratio]:
         before, after = (series(side[key]["runs"]) for side in (first, second))
         for metric in METRICS:
             old, new = before[metric], after[metric]
-            middle = percentile(new, 50) / percentile(old, 50)
+            middle = statistics.median(new) / statistics.median(old)
             ratios.append(Ratio(prompt, batch, output, metric, middle, min(new) / max(old), max(new) / min(old)))
     if not ratios:
         raise SweepError("the two sweeps have no finished cell in common")
@@ -195,9 +198,9 @@ def compare(a: Json, b: Json) -> list[Ratio]:
 def overall(ratios: list[Ratio]) -> dict[str, float]:
     """Geometric mean of the ratios by metric."""
     return {
-        metric: math.exp(math.fsum(math.log(r.ratio) for r in ratios if r.metric == metric) / count)
+        metric: statistics.geometric_mean(found)
         for metric in METRICS
-        if (count := sum(r.metric == metric for r in ratios))
+        if (found := [ratio.ratio for ratio in ratios if ratio.metric == metric])
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -122,25 +122,11 @@ class Sweep(_Level):
     cells: list[Annotated[FailedCell | FinishedCell, Field(discriminator="status")]]
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between order statistics (numpy's default; Hyndman and Fan's type 7)."""
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def tpot(run: Json) -> float:
-    """Seconds a token after the first: the time from the first to the last over their number."""
-    return math.fsum(run["itl"]) / len(run["itl"])
-
-
 def series(runs: list[Json]) -> dict[str, list[float]]:
-    """Seconds by name: ttft, tpot and e2e (from the call to the last token) of each run; itl, all gaps of all runs."""
+    """Seconds by name: ttft, tpot (a token behind the first) and e2e of each run; itl, all gaps of all runs."""
     return {
         "ttft": [run["ttft"] for run in runs],
-        "tpot": [tpot(run) for run in runs],
+        "tpot": [statistics.fmean(run["itl"]) for run in runs],
         "itl": [gap for run in runs for gap in run["itl"]],
         "e2e": [run["ttft"] + math.fsum(run["itl"]) for run in runs],
     }
@@ -150,7 +136,7 @@ def rates(cell: Json) -> tuple[float, float]:
     """Tokens a second by medians: of a sequence behind its first token, and of the whole batch from end to end."""
     times = series(cell["runs"])
     tokens = cell["batch_size"] * cell["output_length"]
-    return 1 / percentile(times["tpot"], 50), tokens / percentile(times["e2e"], 50)
+    return 1 / statistics.median(times["tpot"]), tokens / statistics.median(times["e2e"])
 
 
 def load_results(path: Path) -> Json:

@@ -11,6 +11,7 @@ import itertools
 import os
 import platform
 import random
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 
 from kimi_k2.bench.backend import Backend, Prompts
 from kimi_k2.bench.errors import RanksLostError, SweepError
-from kimi_k2.bench.results import SCHEMA, SHAPE, Settings, load_results, percentile, series
+from kimi_k2.bench.results import SCHEMA, SHAPE, Settings, load_results, series
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.files import Json
@@ -187,5 +188,5 @@ def _measure(settings: Settings, backend: Backend, cell: dict[str, int], clock: 
 
 
 def _brief(cell: Json) -> str:
-    ttft, tpot = (percentile(series(cell["runs"])[name], 50) * 1e3 for name in ("ttft", "tpot"))
+    ttft, tpot = (statistics.median(series(cell["runs"])[name]) * 1e3 for name in ("ttft", "tpot"))
     return f"TTFT {ttft:.2f} ms, TPOT {tpot:.3f} ms"

@@ -92,7 +92,7 @@ def compare(actual: Trace, expected: Trace, config: KimiK2Config, dtype: str = "
         raise ParityError(f"dtype: expected one of {', '.join(TOLERANCES)}, got {dtype}")
     logits = check_logits(*(torch.cat([t.logits(p) for p in PHASES if t.inputs.rows(p)]) for t in (actual, expected)))
     points = [
-        _point(phase, point, actual.values[key], expected.values[key], dtype)
+        point_error(phase, point, actual.values[key], expected.values[key], TOLERANCES[dtype])
         for phase in PHASES
         for point in order(config)
         if (key := f"{phase}/{point}") in actual.values and key in expected.values
@@ -100,10 +100,17 @@ def compare(actual: Trace, expected: Trace, config: KimiK2Config, dtype: str = "
     return Comparison(points, logits)
 
 
-def _point(phase: str, point: str, actual: Tensor, expected: Tensor, dtype: str) -> PointError:
+def point_error(
+    phase: str, point: str, actual: Tensor, expected: Tensor, tolerances: tuple[float, float]
+) -> PointError:
+    """Of a point [rows, ...]; `tolerances` are a row's relative L2, and the share of choices that may differ.
+
+    Raises:
+        ParityError: the shapes differ.
+    """
     if actual.shape != expected.shape:
         raise ParityError(f"{phase}/{point}: expected shape {list(expected.shape)}, got {list(actual.shape)}")
-    values, choices = TOLERANCES[dtype]
+    values, choices = tolerances
     if point.endswith("selection"):
         same = (actual[:, :, None] == expected[:, None, :]).any(-1)
         rows = 1 - same.double().mean(-1)

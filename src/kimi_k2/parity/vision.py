@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.model.vision.tower import EncoderBlock
+from kimi_k2.parity.compare import PointError, point_error
 from kimi_k2.parity.reference import transformers_features
 from kimi_k2.parity.trace import ParityError
 from kimi_k2.vision_config import Grid
@@ -64,35 +64,16 @@ def trace_transformers(reference: Any, pixels: Tensor, grids: Sequence[Grid]) ->
     return _joined(kept)
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The first point at which two traces differ.
-
-    Attributes:
-        point: its name.
-        relative: L2 norm of the difference over that of the reference.
-    """
-
-    point: str
-    relative: float
-
-
 def first_divergence(
     actual: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-5
-) -> Divergence | None:
-    """The first point in `wanted`'s order whose relative L2 exceeds the tolerance; None if there is none.
+) -> PointError | None:
+    """The first point in `wanted`'s order of which a row's relative L2 exceeds the tolerance; None if there is none.
 
     Raises:
-        ParityError: a point is missing or has another shape.
+        ParityError: a point has another shape.
     """
-    for point, value in wanted.items():
-        if point not in actual or actual[point].shape != value.shape:
-            shape = list(actual[point].shape) if point in actual else None
-            raise ParityError(f"{point}: expected {list(value.shape)}, got {shape}")
-        relative = float((actual[point].double() - value.double()).norm() / value.double().norm())
-        if not relative <= tolerance:
-            return Divergence(point, relative)
-    return None
+    points = (point_error("tower", name, actual[name], value, (tolerance, 0.0)) for name, value in wanted.items())
+    return next((point for point in points if not point.passed), None)
 
 
 @contextmanager

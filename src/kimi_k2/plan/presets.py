@@ -92,26 +92,28 @@ def preset_row(config: KimiK2Config, preset: Deployment) -> PresetRow:
     )  # fmt: skip
 
 
+def cells(row: PresetRow) -> dict[str, str]:
+    """A row as text, by column; times of what fits alone."""
+    expected = [1e3 * time for time in (row.expected, row.low, row.high) if time]
+    return {
+        "preset": row.name, "layout": row.layout, "experts": row.experts, "batch": str(row.batch),
+        "context": f"{row.context:,}", "prompt": f"{row.prompt:,}", "held, GiB": f"{row.resident / GIB:.1f}",
+        "scratch": "" if row.scratch is None else f"{row.scratch / GIB:.1f}", "of": f"{row.usable / GIB:.1f}",
+        "fits": "yes" if row.certain else "if" if row.fits else "no", "GB a step": f"{row.decode_bytes / 1e9:.2f}",
+        "TPOT bound, ms": f"{row.tpot * 1e3:.2f}" if row.fits else "",
+        "expected, ms": "{:.0f} ({:.0f} to {:.0f})".format(*expected) if row.fits and expected else "",
+        "TTFT bound, ms": f"{row.ttft * 1e3:,.0f}" if row.fits else "",
+    }  # fmt: skip
+
+
 def print_presets(rows: list[PresetRow], console: Console) -> None:
     """The rows as a table; what does not fit has a line below it."""
-    table = Table(
-        "preset", "layout", "experts", "batch", "context", "prompt", "held, GiB", "scratch", "of", "fits",
-        "GB a step", "TPOT bound, ms", "expected", "TTFT bound, ms",
-        title="presets: one rank's memory, modelled times",
-    )  # fmt: skip
+    table = Table(*cells(rows[0]), title="presets: one rank's memory, modelled times")
     table.columns[0].no_wrap = True
     for column in table.columns[3:]:
         column.justify = "right"
     for row in rows:
-        scratch = "" if row.scratch is None else f"{row.scratch / GIB:.1f}"
-        expected = (row.expected, row.low, row.high)
-        words = "{:.0f} ({:.0f} to {:.0f})".format(*(1e3 * time for time in expected if time)) if row.expected else ""
-        times = (f"{row.tpot * 1e3:.2f}", words, f"{row.ttft * 1e3:,.0f}") if row.fits else ()
-        table.add_row(
-            row.name, row.layout, row.experts, str(row.batch), f"{row.context:,}", f"{row.prompt:,}",
-            f"{row.resident / GIB:.1f}", scratch, f"{row.usable / GIB:.1f}", _fits(row),
-            f"{row.decode_bytes / 1e9:.2f}", *times,
-        )  # fmt: skip
+        table.add_row(*cells(row).values())
     console.print(table)
     for row in rows:
         if row.why_not:
@@ -122,10 +124,6 @@ def print_presets(rows: list[PresetRow], console: Console) -> None:
         " context; prefill in its PyTorch form. Expected: by published runs, `plan` names them.",
         style="dim",
     )  # fmt: skip
-
-
-def _fits(row: PresetRow) -> str:
-    return "yes" if row.certain else "if" if row.fits else "no"
 
 
 HOST = 8  # GPUs

@@ -88,6 +88,6 @@ def test_pixels_must_fit_the_grids(k25: Path) -> None:
         model(pixels[:, :, :13], [Grid(1, 4, 4)])
 
 
-def test_a_member_without_a_tower_has_none(checkpoints: dict[str, Path]) -> None:
+def test_a_member_without_a_tower_has_none(thinking: Path) -> None:
     with pytest.raises(ConfigError, match="vision_config"):
-        VisionModel.from_pretrained(checkpoints["thinking"])
+        VisionModel.from_pretrained(thinking)

@@ -213,7 +213,7 @@ def tower_command(
     if divergence is None:
         console.print(f"{len(trace)} points of the tower agree with transformers within {_TOWER:g}", style="green")
         return
-    console.print(f"diverges first at {divergence.point}: relative L2 {divergence.relative:.1e}", style="bold red")
+    console.print(f"diverges first at {divergence.point}: relative L2 {divergence.relative_l2:.1e}", style="bold red")
     raise typer.Exit(1)
 
 
