@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from kimi_k2.config_fields import check_limits, refuse_unknown, same
+from kimi_k2.config_fields import ONLY, check_limits, refuse_unknown, same
 from kimi_k2.errors import ConfigError, MediaError
 from kimi_k2.limits import VISION_FIELDS
 
@@ -26,12 +26,12 @@ _PUBLISHED = {
     "projector_ln_eps": "projection_layer_norm_eps",
 }
 # What the project's code computes; a file may leave them out, or name another value, which is refused.
-_FIXED = {
-    "mm_projector_type": "patchmerger",
-    "projector_hidden_act": "gelu",
-    "merge_type": "sd2_tpool",
-    "pos_emb_type": "divided_fixed",
-    "video_attn_type": "spatial_temporal",
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "mm_projector_type": ("patchmerger",),
+    "projector_hidden_act": ("gelu",),
+    "merge_type": ("sd2_tpool",),
+    "pos_emb_type": ("divided_fixed",),
+    "video_attn_type": ("spatial_temporal",),
 }
 
 
@@ -167,12 +167,9 @@ def normalised_vision(raw: Any, outer: Mapping[str, Any], text_hidden_size: Any)
         return None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field="vision_config")
-    for field, value in _FIXED.items():
-        if raw.get(field, value) != value:
-            raise ConfigError(f"expected {value!r}, got {raw[field]!r}", field=f"vision_config.{field}")
     own = set(VisionConfig.model_fields) - {"image_token_id", "video_token_id"}
     other = {"model_type", "mm_hidden_size", "text_hidden_size", "rope_parameters", "architectures"}
-    refuse_unknown(raw, {*own, *_PUBLISHED, *_FIXED, *other}, "vision_config")
+    refuse_unknown(raw, {*own, *_PUBLISHED, *other}, "vision_config", only=ONLY | _FIXED)
     flat: dict[str, Any] = {_PUBLISHED.get(name, str(name)): value for name, value in raw.items()}
     for published, ours in _PUBLISHED.items():
         if published in raw and raw.get(ours, raw[published]) != raw[published]:

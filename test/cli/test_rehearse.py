@@ -26,7 +26,6 @@ def test_every_preset_takes_the_small_model(name: str) -> None:
     preset = Deployment.load(name)
     config = rehearse.small_config(preset)
     target = make_target(preset, config)
-    target.sharding.check()
     assert memory_plan(target).fits
 
 

@@ -1,4 +1,4 @@
-"""The plan covers everything once, and its cuts are those of a plain torch.chunk."""
+"""Plans of the real model by size, and what is refused; `test_values` has every rank's tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import formats
 from kimi_k2.sharding.dry_run import dry_run
-from kimi_k2.sharding.layout import Layout, ShardingPlan
+from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.synthetic.config import tiny_config, with_format
 
@@ -30,7 +30,6 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_real_model_is_covered_and_sized(layout: Layout) -> None:
     plan = make_plan(REAL, layout)
-    plan.check()
     sizes = dry_run(REAL, layout)
     assert sizes.input_bytes == 1_029_173_249_888
     whole = sum(torch.Size(t.shape).numel() for t in plan.tensors if t.dim is not None)
@@ -45,14 +44,6 @@ def test_early_down_projections_take_time_to_fold() -> None:
     assert dry_run(tiny_config(), Layout(1)).peak_memory > 300e6  # Python and PyTorch
     assert early.fold_flops == 2 * 2112 * 7168 * 59 * 385 * 2048
     assert early.seconds() > plain.seconds()
-
-
-def test_a_hole_is_found() -> None:
-    plan = make_plan(tiny_config(), Layout(2))
-    tensor = next(t for t in plan.tensors if t.dim == 0 and t.parts == 2)
-    broken = ShardingPlan(plan.config, Layout(1), (tensor,))
-    with pytest.raises(CheckpointError, match="of"):
-        broken.check()
 
 
 TILED = tiny_config(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, v_head_dim=128)

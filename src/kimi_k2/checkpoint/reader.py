@@ -179,13 +179,12 @@ class CheckpointReader:
             OrphanScaleError, MissingTensorError, UnexpectedTensorError, TensorShapeError, TensorDtypeError.
         """
         self.quantization = config.quantization
-        for name, stacked in self.tensors.items():
+        for name in self.tensors:
             if STACKED.search(name):
                 raise UnexpectedTensorError(
                     "holds all experts of a layer, transformers' form in memory; expected a tensor an expert, as its"
                     " save_pretrained writes unless save_original_format=False",
-                    file=self.directory / stacked.shard,
-                    tensor=self.stored_name(name),
+                    **self._place(name),
                 )
         suffixes = config.quantization.suffixes if config.quantization else ()
         self._leave_out(config)
@@ -206,23 +205,20 @@ class CheckpointReader:
             if stored.shape != spec.shape and {stored.shape, spec.shape} != {(), (1,)}:
                 raise TensorShapeError(
                     f"expected shape {list(spec.shape)} from config.json, got {list(stored.shape)}",
-                    file=self.directory / stored.shard,
-                    tensor=self.stored_name(name),
+                    **self._place(name),
                 )
             module, _, suffix = name.rpartition(".")
             alike = _WHOLE if suffix in format_of(config.quantization, module).implied else _FLOATING
             if stored.dtype != spec.dtype and not (spec.dtype in alike and stored.dtype in alike):
                 raise TensorDtypeError(
                     f"expected {spec.dtype}, got {stored.dtype}",
-                    file=self.directory / stored.shard,
-                    tensor=self.stored_name(name),
+                    **self._place(name),
                 )
         for name in self.tensors.keys() - expected.keys():
             extra = self.tensors[name]
             raise UnexpectedTensorError(
                 f"config.json implies no such tensor ({_describe(extra.dtype, extra.shape)})",
-                file=self.directory / extra.shard,
-                tensor=self.stored_name(name),
+                **self._place(name),
             )
 
     def _leave_out(self, config: KimiK2Config) -> None:
@@ -328,9 +324,7 @@ class CheckpointReader:
         try:
             tensor = read(handle, self.stored_name(name))
         except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(
-                f"cannot be read: {error}", file=self.directory / stored.shard, tensor=self.stored_name(name)
-            ) from error
+            raise CheckpointError(f"cannot be read: {error}", **self._place(name)) from error
         self._delivered += tensor.nbytes
         return tensor
 

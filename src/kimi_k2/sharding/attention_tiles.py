@@ -9,7 +9,6 @@ and a column.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,9 @@ SOURCES = ("self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj")
 # Queries' weights of all heads of a group of ranks that share a cache, one half of them for each core of LNC=2.
 OF_GROUP = ("group_q_b", "group_w_uk")
 CORES = 2
-Cut = tuple[tuple[int, ...], int]  # a shape, and the dimension that ranks cut
+Cut = tuple[tuple[int, ...], int | None]  # a shape, and the dimension that ranks cut
+# Of each tile's weight and scale the dimension that ranks cut.
+_CUTS = {"q_b": (2, 1), "w_uk": (0, 0), "w_uv": (0, 0), "o": (1, 2)}
 
 
 def in_place_of_linears(kind: str) -> bool:
@@ -62,46 +63,39 @@ def check_stored(config: KimiK2Config, kind: AttentionTiles) -> None:
             raise ConfigError(f"fp8 needs FP8 blocks of 128 x 128, which {name} lacks", field="attention_tiles")
 
 
-def shapes(config: KimiK2Config, ranks: int) -> dict[str, tuple[Cut, Cut]]:
-    """Whole shapes of each tile's weight and scale, by name."""
-    heads, rope, rank = config.num_attention_heads, config.qk_rope_head_dim, config.kv_lora_rank
-    own = heads // ranks
-    chunks, latents = config.q_lora_rank // PARTITIONS, rank // PARTITIONS
-    groups = ranks * (own + -(-own * rope // PARTITIONS))
-    p, hidden = PARTITIONS, config.hidden_size
-    return {
-        "q_b": (((p, chunks, heads * (p + rope)), 2), ((p, groups, chunks), 1)),
-        "w_uk": (((heads, p, 1, rank), 0), ((heads, p, latents, 1), 0)),
-        "w_uv": (((heads, p, latents, p), 0), ((heads, p, 1, latents), 0)),
-        "o": (((p, heads, hidden), 1), ((p, hidden // p, heads), 2)),
-    }
+def shapes(config: KimiK2Config, ranks: int, group: int) -> dict[str, tuple[Cut, Cut]]:
+    """Whole shapes of each tile's weight and scale by name, and their cuts.
+
+    OF_GROUP's, with `group` ranks of one head each, are a core's part after the other, and not cut.
+    """
+    heads, p = config.num_attention_heads, PARTITIONS
+    linears = (
+        (heads * (p + config.qk_rope_head_dim), config.q_lora_rank),
+        (heads * 2 * p, config.kv_lora_rank),
+        (config.hidden_size, heads * p),
+    )
+    tiles, byte = Made(), torch.zeros(1, 1, dtype=torch.uint8, device="cpu")
+    for name, (rows, columns) in zip(SOURCES, linears, strict=True):
+        weight, scale = (byte.expand(rows, size) for size in (columns, columns // p))
+        tiles |= _tiles_of(config, name, weight, scale, ranks, group)
+    found: dict[str, tuple[Cut, Cut]] = {}
+    for name, tile in tiles.items():
+        weight_shape, scale_shape = (tuple(tensor.shape) for tensor in tile if tensor is not None)
+        dims = _CUTS.get(name, (None, None))
+        found[name] = (weight_shape, dims[0]), (scale_shape, dims[1])
+    return found
 
 
-def group_shapes(config: KimiK2Config, group: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Whole shapes of OF_GROUP's weights and scales, a core's part after the other, `group` ranks of one head each."""
-    p, rope, rank = PARTITIONS, config.qk_rope_head_dim, config.kv_lora_rank
-    own = group // CORES
-    parts, chunks = config.num_attention_heads // own, config.q_lora_rank // p
-    return {
-        "group_q_b": ((parts, p, chunks, own * (p + rope)), (parts, p, own + -(-own * rope // p), chunks)),
-        "group_w_uk": ((parts, own, p, 1, rank), (parts, own, p, rank // p, 1)),
-    }
-
-
-def attention_tiles_tensors(config: KimiK2Config, layout: Layout, layer: int) -> Iterator[PlannedTensor]:
-    """All tiles of a layer and, in FP8, their scales; OF_GROUP's are each group's on all of its ranks."""
+def attention_tiles_tensors(
+    config: KimiK2Config, layout: Layout, layer: int, tiles: dict[str, tuple[Cut, Cut]]
+) -> Iterator[PlannedTensor]:
+    """All tiles of a layer, of these `shapes`, and in FP8 their scales; OF_GROUP are each group's on all its ranks."""
     fp8, group = layout.attention_tiles(config) == "fp8", layout.query_group
-    cuts: dict[str, tuple[Any, Any, int, int]] = {
-        name: (*both, layout.ranks, 1) for name, both in shapes(config, layout.ranks).items()
-    }
-    for name, (whole, of_scale) in group_shapes(config, group).items() if group else ():
-        cuts[name] = (whole, None), (of_scale, None), group, config.num_attention_heads // group
-    for name, (weight, scale, parts, groups) in cuts.items():
-        tensors = [("weight", torch.float8_e4m3fn if fp8 else layout.dtype, weight)]
-        tensors += [("scale", torch.float32, scale)] if fp8 else []
-        for suffix, dtype, (shape, dim) in tensors:
-            full = f"layers.{layer}.{NAME}.{name}.{suffix}"
-            yield PlannedTensor(full, dtype, shape, layer, dim, 1, parts, groups)
+    kinds = {"weight": torch.float8_e4m3fn, "scale": torch.float32} if fp8 else {"weight": layout.dtype}
+    for name, cuts in tiles.items():
+        parts = (group, config.num_attention_heads // group) if name in OF_GROUP else (layout.ranks, 1)
+        for (suffix, dtype), (shape, dim) in zip(kinds.items(), cuts, strict=False):
+            yield PlannedTensor(f"layers.{layer}.{NAME}.{name}.{suffix}", dtype, shape, layer, dim, 1, *parts)
 
 
 def queries(normed: Tensor, q_b: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -143,12 +137,8 @@ def make_tiles(config: KimiK2Config, layout: Layout, module: str, stored: Stored
     else:
         weight = source.dequantize(stored, layout.dtype)
     bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.dtype.itemsize])
-    make = _q_b if module.endswith("q_b_proj") else _kv_b if module.endswith("kv_b_proj") else _o
     made: dict[str, Tensor] = {}
-    tiles = make(config, bits, scale, ranks)
-    if group and make is not _o:
-        tiles |= _of_group(config, make(config, bits, scale, config.num_attention_heads * CORES // group), group)
-    for name, (tile, factors) in tiles.items():
+    for name, (tile, factors) in _tiles_of(config, module, bits, scale, ranks, group).items():
         made[f"{name}.weight"] = tile.contiguous().view(weight.dtype)
         if factors is not None:
             made[f"{name}.scale"] = factors.contiguous()
@@ -163,6 +153,15 @@ def of_each_rank(tile: Tensor, group: int) -> Tensor:
 
 
 Made = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def _tiles_of(config: KimiK2Config, module: str, weight: Tensor, scale: Tensor | None, ranks: int, group: int) -> Made:
+    """Tiles and scales by name, as views; scale [rows, columns / 128]."""
+    make = _q_b if module.endswith("q_b_proj") else _kv_b if module.endswith("kv_b_proj") else _o
+    tiles = make(config, weight, scale, ranks)
+    if group and make is not _o:
+        tiles |= _of_group(config, make(config, weight, scale, config.num_attention_heads * CORES // group), group)
+    return tiles
 
 
 def _q_b(config: KimiK2Config, weight: Tensor, scale: Tensor | None, ranks: int) -> Made:

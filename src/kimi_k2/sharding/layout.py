@@ -1,12 +1,10 @@
 """How many ranks, for whom, and in which formats: the choices of a conversion.
 
-And tensors of its output with their cuts, as data, and the proof that the cuts cover everything once.
+And tensors of its output with their cuts, as data.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import CheckpointError, ConfigError
+from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.stored import TensorSpec, format_of
 from kimi_k2.sharding.experts import ExpertFormat, expert_formats
@@ -276,32 +274,3 @@ class ShardingPlan:
             for tensor in self.tensors
             if layers is None or tensor.layer == GLOBAL_LAYER or tensor.layer in layers
         ]
-
-    def check(self) -> None:
-        """Prove that every element of every tensor is in one rank's file, or in equally many if it is replicated.
-
-        Raises:
-            CheckpointError: an element is missing or belongs to two different slices.
-        """
-        seen = set()
-        for tensor in self.tensors:
-            key = (tensor.shape, tensor.dim, tensor.stride, tensor.parts, tensor.expert_groups)
-            if key not in seen:
-                seen.add(key)
-                _check_cover(tensor, self.layout.ranks)
-
-
-def _check_cover(tensor: PlannedTensor, ranks: int) -> None:
-    copies: dict[tuple[tuple[int, int], ...], int] = {}
-    for rank in range(ranks):
-        for region in tensor.regions(rank):
-            box = tuple((cut.start, cut.stop) for cut in region)
-            copies[box] = copies.get(box, 0) + 1
-    if len(set(copies.values())) != 1:
-        raise CheckpointError("slices are held by different numbers of ranks", tensor=tensor.name)
-    covered = sum(math.prod(stop - start for start, stop in box) for box in copies)
-    if covered != math.prod(tensor.shape):
-        raise CheckpointError(f"slices hold {covered} of {math.prod(tensor.shape)} elements", tensor=tensor.name)
-    for a, b in itertools.combinations(copies, 2):
-        if all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in zip(a, b, strict=True)):
-            raise CheckpointError(f"slices {a} and {b} overlap", tensor=tensor.name)

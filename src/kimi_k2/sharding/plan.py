@@ -21,10 +21,12 @@ from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.stored import StoredFormat, TensorSpec, format_of, unquantized
 from kimi_k2.sharding.attention_tiles import (
     SOURCES,
+    Cut,
     attention_tiles_tensors,
     check_sizes,
     check_stored,
     in_place_of_linears,
+    shapes,
 )
 from kimi_k2.sharding.early_qkv_a import early_qkv_a_tensors, precedes_another
 from kimi_k2.sharding.early_router import early_router_tensors
@@ -55,10 +57,11 @@ def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None
         if layout.query_group and layout.ranks > 1 and config.num_attention_heads != layout.ranks:
             expected = f"one head a rank ({layout.ranks}) with query_group"
             raise ConfigError(f"expected {expected}, got {config.num_attention_heads}", field="num_attention_heads")
+    tiles = shapes(config, layout.ranks, layout.query_group) if layout.layers else {}
     tensors: list[PlannedTensor] = list(_global_tensors(config, layout))
     held = layout.held(config)
     for layer in range(config.num_hidden_layers):
-        tensors += _neuron_layer(config, layout, layer, experts) if experts else _cuda_layer(held, layout, layer)
+        tensors += _neuron_layer(config, layout, layer, experts, tiles) if experts else _cuda_layer(held, layout, layer)
     plan = ShardingPlan(config, layout, tuple(tensors))
     for tensor in plan.tensors:
         if tensor.dim is not None and tensor.shape[tensor.dim] % (tensor.stride * tensor.parts):
@@ -120,7 +123,9 @@ def _norms(config: KimiK2Config, layout: Layout, root: str, layer: int) -> Itera
             yield PlannedTensor(f"{root}.{name}.weight", layout.dtype, shape, layer)
 
 
-def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: ExpertFormat) -> Iterator[PlannedTensor]:
+def _neuron_layer(
+    config: KimiK2Config, layout: Layout, layer: int, experts: ExpertFormat, tiles: dict[str, tuple[Cut, Cut]]
+) -> Iterator[PlannedTensor]:
     """A decoder layer's tensors under NeuronKimiK2ForCausalLM's names, experts [E, input, output]."""
     root, ranks, dtype = f"layers.{layer}", layout.ranks, layout.dtype
     yield from _norms(config, layout, root, layer)
@@ -134,7 +139,7 @@ def _neuron_layer(config: KimiK2Config, layout: Layout, layer: int, experts: Exp
     if not config.is_moe_layer(layer):
         return
     if kind:
-        yield from attention_tiles_tensors(config, layout, layer)
+        yield from attention_tiles_tensors(config, layout, layer, tiles)
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     tp, ep = layout.moe_tp, layout.moe_ep
     yield PlannedTensor(f"{root}.mlp.router.linear_router.weight", dtype, (count, hidden), layer)

@@ -101,7 +101,6 @@ class Presharder:
         self.config = KimiK2Config.from_pretrained(source)
         self.reader = CheckpointReader.for_config(source, self.config, vision=True, allow_nonfinite=allow_nonfinite)
         self.plan = make_plan(self.config, layout)
-        self.plan.check()
         self._source = identify(self.reader.directory, self.reader.index.shards, hash_bytes=verify_source)
         described = describe(self.config, layout, self._source)
         self.made_from = {**described, "report": report, "allow_nonfinite": allow_nonfinite}

@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if inert else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Inert(spec.name)
+        return _Inert(name=spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """An inert module has nothing to run."""

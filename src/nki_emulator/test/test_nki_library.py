@@ -78,8 +78,3 @@ def run(file: str, cases: str, each: str) -> str:
 def test_kernel_of_aws(kernel: str) -> None:
     file, cases, each = KERNELS[kernel]
     print(kernel, run(f"{TESTS}/{file}", cases, str(each)))
-
-
-@pytest.mark.skipif(LIBRARY is None, reason="needs NKI_LIBRARY, a checkout of aws-neuron/nki-library")
-def test_prefill_kernels_of_aws_at_our_widths() -> None:
-    print("prefill", run(str(HERE / "prefill_cases.py"), "", "0"))

@@ -15,7 +15,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import Tensor, nn
 
 from kimi_k2.contrib_model.moe import Held
-from kimi_k2.sharding.attention_tiles import CORES, group_shapes, output, queries, shapes, up_projections
+from kimi_k2.sharding.attention_tiles import CORES, output, queries, shapes, up_projections
 
 from .config import KimiK2InferenceConfig
 from .experts import CutWeights
@@ -35,21 +35,15 @@ class AttentionTiles(nn.Module):
         self.reduce_dtype = self.reduce_dtype or neuron.torch_dtype
         dtype = torch.float8_e4m3fn if fp8 else neuron.torch_dtype
 
-        def hold(name: str, *cuts: tuple[tuple[int, ...], int]) -> None:
-            kinds = {"weight": dtype, "scale": torch.float32} if fp8 else {"weight": dtype}
-            held = {
-                suffix: Held(
-                    tuple(size // (ranks if axis == dim else 1) for axis, size in enumerate(shape)), kind, (dim, 1)
-                )
-                for (suffix, kind), (shape, dim) in zip(kinds.items(), cuts, strict=False)
-            }
+        kinds = {"weight": dtype, "scale": torch.float32} if fp8 else {"weight": dtype}
+        for name, cuts in shapes(config.hf, ranks, neuron.query_group).items():
+            held = {}
+            for (suffix, kind), (shape, dim) in zip(kinds.items(), cuts, strict=False):
+                if dim is None:  # the group's, on each of its ranks
+                    shape, dim = (CORES * ranks, *shape[1:]), 0
+                local = tuple(size // (ranks if axis == dim else 1) for axis, size in enumerate(shape))
+                held[suffix] = Held(local, kind, (dim, 1))
             self.add_module(name, CutWeights(held, ranks))
-
-        for name, cuts in shapes(config.hf, ranks).items():
-            hold(name, *cuts)
-        group = neuron.query_group
-        for name, whole in group_shapes(config.hf, group).items() if group else ():
-            hold(name, *(((CORES * ranks, *shape[1:]), 0) for shape in whole))
 
     def queries(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """q_b of float tiles: [B, S, q_lora_rank] to [B, h, S, 128] without position and [B, h, S, rope]."""
