@@ -64,7 +64,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("latent_attention", "op1=nl.add, operand1=MASKED\n", "op1=nl.add, operand1=0.0\n", "grouped"),
     ("latent_cache", "0 : out.shape[1], sequence, :]", "0 : out.shape[1], 0, :]", "absorbed"),
     ("latent_attention", "offset=(count + token) * heads", "offset=0", "absorbed"),
-    ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "elsewhere"),
+    ("experts", "[[-2 * self.per, pairs]", "[[-2, pairs]", "fp8"),
     ("experts", "[-1, self.stack], [0, rows]]", "[0, self.stack], [0, rows]]", "whole"),
     ("experts", "moving=value, accumulate=True", "moving=value, accumulate=False", "elsewhere"),
     ("experts", "op=nl.silu, data=projected", "op=nl.copy, data=projected", "whole"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import line
@@ -14,10 +13,12 @@ import torch
 from faults import edited
 from lowering import Lowering, name_of
 
+from kimi_k2.errors import KimiK2Error
 from kimi_k2.neuron import layer_arguments
 from kimi_k2.neuron.torch_native.attention import Pages
 from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.model import WholeLayers
+from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
 
@@ -67,23 +68,36 @@ def test_kernels_give_the_plain_models_tokens(
     assert called(step)["line.decode_layer"] == 2
 
 
-@pytest.mark.parametrize("tokens", [3, *(pytest.param(tokens, marks=SLOW) for tokens in (2, 4))])
-def test_kernels_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Some tokens a line, every other step's last draft wrong; a head's layers end a kernel's run of layers."""
+@pytest.mark.parametrize(
+    ("kernels", "tokens"),
+    [(True, 3), (False, 3), *(pytest.param(True, tokens, marks=SLOW) for tokens in (2, 4))],
+)
+def test_drafts_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool, tokens: int) -> None:
+    """The plain model's tokens, whatever was drafted; a head reads transformers' residual stream.
+
+    Its layers end a kernel's run of layers.
+    """
     directory = checkpoint(tmp_path, 1, 1, 1)
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    line.put(monkeypatch, line.stand_ins(kernels=True))
+    line.put(monkeypatch, line.stand_ins(kernels=kernels))
     lowering = Lowering(("earlier",))
     runner = line.alone(
-        directory, quantization="tiles", width=64, buckets=((32,), (2,)), compile_with=lowering,
-        on_device_sampling_config=SimpleNamespace(max_top_k=256), max_logprobs=-1,
-    )  # fmt: skip
+        directory, quantization="tiles", width=64, buckets=((32,), (2,)), compile_with=lowering, **line.SAMPLED
+    )
     runner.model.set_aux_hidden_state_layers((0, 2))
     requests = [line.Request(prompt) for prompt in line.prompts(directory)[:2]]
+    theirs = load_transformers_model(directory, torch.float32)
     for request in requests:
         runner.prefill(request)
-    line.verify(runner, requests, line.plain(directory)[0][:2], tokens, 5)
-    assert [called(graph.graph)["line.decode_layer"] for graph in lowering.graphs.values()] == [0, 2]
+        with torch.no_grad():
+            states = theirs(torch.tensor([request.prompt]), output_hidden_states=True).hidden_states
+        wanted = torch.cat((states[0], states[2]), dim=-1)[0]
+        assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
+    assert line.verify(runner, requests, line.plain(directory)[0][:2], tokens, 6) < 6
+    calls = [called(graph.graph)["line.decode_layer"] for graph in lowering.graphs.values()]
+    assert calls == [0, 2 * kernels]
+    with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
+        runner.model.set_aux_hidden_state_layers((3,))
 
 
 FAULTS = {

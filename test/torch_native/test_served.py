@@ -115,25 +115,6 @@ def test_one_graph_a_bucket(checkpoints: dict[str, Path]) -> None:
         forced(runner, ids, 7)
 
 
-def test_drafts_are_verified_and_a_heads_layers_returned(checkpoints: dict[str, Path]) -> None:
-    """Two drafts a line, every other one wrong: the plain model's tokens; the residual stream is transformers'."""
-    directory = checkpoints["bf16"]
-    tokens = line.plain(directory)[0][:2]
-    runner = alone(directory, quantization="bf16", on_device_sampling_config=SimpleNamespace(max_top_k=256))
-    runner.model.set_aux_hidden_state_layers((0, 1))
-    requests = [line.Request(prompt) for prompt in prompts(directory)[:2]]
-    theirs = load_transformers_model(directory, torch.float32)
-    with torch.no_grad():
-        for request in requests:
-            runner.prefill(request)
-            states = theirs(torch.tensor([request.prompt]), output_hidden_states=True).hidden_states
-            wanted = torch.cat(states[:2], dim=-1)[0]
-            assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
-    assert line.verify(runner, requests, tokens, 3, 6) < 4
-    with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
-        runner.model.set_aux_hidden_state_layers((2,))
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
