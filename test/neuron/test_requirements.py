@@ -1,15 +1,17 @@
-"""requirements-neuron.txt and constraints/: what `compile` accepts, and what the Neuron SDK brings itself."""
+"""requirements-neuron.txt and constraints/: what `compile` accepts, what the SDK brings itself, and what is missing."""
 
 from __future__ import annotations
 
+import importlib.machinery
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from kimi_k2.neuron import sdk
+from kimi_k2.neuron import contrib, sdk
 from kimi_k2.neuron.compile import CompileError, check_sdk
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +110,21 @@ def test_python_is_asked_for_alike() -> None:
     assert f"({oldest.replace('.', ', ')})" in install
     for name in ("requirements.txt", "requirements-neuron.txt"):
         assert f"Python {oldest} or newer" in (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize("undeclared", ["scipy", "tenacity"])
+def test_an_undeclared_import_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undeclared: str) -> None:
+    """A release whose source imports the package, and an environment without it."""
+    (tmp_path / "storage.py").write_text(f"import os\nfrom {undeclared} import something\n")
+
+    def find(name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name in contrib.UNDECLARED:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(tmp_path)]
+        return spec
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert contrib.missing() == [undeclared]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert contrib.missing() == list(contrib.NEEDED)

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.nxd)
-        if absent and item.get_closest_marker("no_nxd_needed") is None:
+        if absent:
             item.add_marker(pytest.mark.skip(reason=f"needs NxD and NxDI: {absent}"))
 
 

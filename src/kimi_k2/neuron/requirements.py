@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from kimi_k2.neuron.sdk import version_of
+from kimi_k2.neuron.sdk import State, version_of
 
 
 @dataclass(frozen=True)
@@ -44,31 +44,19 @@ REQUIREMENTS = (
 )
 
 
-@dataclass(frozen=True)
-class State:
-    """A requirement in this environment: whether it can be imported, and its version if that is known."""
-
-    requirement: Requirement
-    importable: bool
-    version: str | None
-
-    @property
-    def as_tested(self) -> bool:
-        """Whether the version is the one that the tests ran with, or none was asked for."""
-        works = self.requirement.works
-        return self.importable and (works == "any" or self.version is None or self.version.partition("+")[0] == works)
-
-
-def state(requirement: Requirement) -> State:
-    """Look one up without importing it."""
-    try:
-        importable = importlib.util.find_spec(requirement.module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name
-        importable = False
-    version = version_of(requirement.package) if importable and requirement.package is not None else None
-    return State(requirement, importable, version)
-
-
 def states() -> list[State]:
-    """Each requirement with what is installed of it."""
-    return [state(requirement) for requirement in REQUIREMENTS]
+    """Each requirement in this environment, looked up without importing it; it fits if it is of the version named."""
+    listed = []
+    for requirement in REQUIREMENTS:
+        try:
+            importable = importlib.util.find_spec(requirement.module) is not None
+        except ModuleNotFoundError:  # the parent package of a dotted name
+            importable = False
+        package, works = requirement.package, requirement.works
+        version = version_of(package) if importable and package is not None else None
+        found = version or ("importable, version unknown" if importable else None)
+        fits = importable and (works == "any" or version is None or version.partition("+")[0] == works)
+        wanted = "" if works == "any" else f"works with {works}"
+        expected = ", ".join(text for text in (wanted, requirement.why) if text)
+        listed.append(State(package or requirement.module, found, expected, fits))
+    return listed

@@ -184,22 +184,9 @@ def _neuron() -> Iterator[Finding]:
             yield Finding(name, status, installed, expected)
     # What their source imports besides; docs/trainium.md has the recipe. `_libraries` reports torch and transformers.
     for state in states():
-        needed = state.requirement
-        if needed.module in (
-            "boto3",
-            "torchvision",
-            "google.protobuf",
-            "tenacity",
-            "scipy",
-            "jax",
-            "vllm",
-            "vllm_neuron",
-        ):
-            installed = (state.version or "importable, version unknown") if state.importable else "not installed"
-            wanted = "" if needed.works == "any" else f"works with {needed.works}"
-            why = ", ".join(text for text in (wanted, needed.why) if text)
-            status = "ok" if state.as_tested else "note"
-            yield Finding(f"NxD: {needed.package or needed.module}", status, installed, "" if state.as_tested else why)
+        if state.package in ("boto3", "torchvision", "protobuf", "tenacity", "scipy", "jax", "vllm", "vllm_neuron"):
+            installed, why = state.found or "not installed", "" if state.fits else state.expected
+            yield Finding(f"NxD: {state.package}", "ok" if state.fits else "note", installed, why)
 
 
 def _room() -> Iterator[Finding]:

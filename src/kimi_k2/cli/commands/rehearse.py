@@ -283,7 +283,7 @@ def _report(
     return {
         "schema": REHEARSAL,
         "model": config.model_dump(mode="json", include={*SLICE}),
-        "versions": {state.requirement.module: state.version for state in found if state.importable},
+        "versions": {state.package: state.found for state in found if state.found},
         "steps": [{"step": step, "result": result, "seconds": round(took, 1)} for step, result, took in results],
         "expected": {
             name: {"tpot": plan["tpot"], "needed": plan["rank_memory"]["needed"]} for name, plan in plans.items()
