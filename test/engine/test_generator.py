@@ -13,7 +13,7 @@ from kimi_k2.engine import generate as module
 from kimi_k2.engine.batch import PagedCache, new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Generator, generate, prefill
-from kimi_k2.engine.graphs import Recorded
+from kimi_k2.engine.graphs import Captured, Recorded
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import GenerationError, KernelError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -110,7 +110,7 @@ def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyP
     def capture() -> None:
         step = generator.prepare(1, 4)[1]
         assert isinstance(step, DecodeStep)
-        step._recorded = Recorded(print, (), lambda: done.append("reset"))
+        step._captured[torch.Size([1])] = Captured((), Recorded(print, (), lambda: done.append("reset")))
 
     with ranks.Rank(0, generator, Layout(1)):
         capture()

@@ -1,8 +1,8 @@
 """A decode step of the plain model without host synchronisation, so that a CUDA graph can hold it; on a CPU too.
 
-`VerifyStep` takes several new tokens a sequence, so that drafts can be verified. Every token is a row of the batch's
-decodes: it attends to its sequence's pages up to its own place, where the tokens before it have just been stored. A
-row's arithmetic is a plain decode step's; in batch-invariant mode so are its bits.
+A sequence has one new token, or several, so that drafts can be verified. Every token is a row of the batch's decodes:
+it attends to its sequence's pages up to its own place, where the tokens before it have just been stored. A row's
+arithmetic is that of one token a sequence; in batch-invariant mode so are its bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch, PagedCache
-from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorded, Recorder
+from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorder
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
@@ -44,7 +44,7 @@ def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
 
 
 class DecodeStep:
-    """Logits of one new token a sequence; on a GPU replayed from a graph after the first call.
+    """Logits of the new tokens of each sequence; on a GPU replayed from a graph of their number after the first call.
 
     Args:
         model: whole, or a rank's part from `parallel.parallelize`.
@@ -52,9 +52,10 @@ class DecodeStep:
         reduce, gather: sum over ranks, and concatenation of the ranks' logits; the identity for one rank.
         graph: capture.
         layers: of another step of this model; None makes them.
+        aux_layers: of `HiddenStates`.
 
     Raises:
-        KernelError: `graph`, but the step is not `capturable`.
+        KernelError: `graph`, but the step of a token a sequence is not `capturable`.
     """
 
     def __init__(
@@ -66,63 +67,80 @@ class DecodeStep:
         gather: Reduce = alone,
         graph: bool = False,
         layers: Sequence[LayerStep] | None = None,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
-        batch, device = cache.batch, cache.data.device
-        if graph and not capturable(model, batch):
+        if graph and not capturable(model, cache.batch):
+            device = cache.data.device
             raise KernelError(f"a graph needs a GPU and experts that a kernel takes: {model.dtype} on {device}")
         model.prepare()
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.aux_layers = model, cache, aux_layers
         self.reduce, self.gather = reduce, gather
         self.layers: list[LayerStep] = list(layers or ())
         for layer in () if layers else model.model.layers:
             assert isinstance(layer, DecoderLayer)
             self.layers.append(self.make_layer(layer, reduce))
         self.head_weight = Weight({"weight": model.lm_head.weight})
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.record: Recorder | None = GraphRecorder() if graph else None
-        self._recorded: Recorded | None = None
+        self._captured: dict[torch.Size, Captured] = {}
 
     def make_layer(self, layer: DecoderLayer, reduce: Reduce) -> LayerStep:
         """The step of the model's next layer."""
         return LayerStep(layer, reduce)
 
-    @torch.inference_mode()
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""
-        self.tokens.copy_(tokens)
-        self.positions.copy_(positions)
-        if self.record is None:
-            return self.run()
-        if self._recorded is None:
-            self.run()  # builds, scratch memory and communicators are made outside the capture
-            self._recorded = self.record(lambda: (self.run(),))
-        self._recorded.replay()
-        return self._recorded.made[0]
+        return self.verify(tokens, positions)[0]
+
+    @torch.inference_mode()
+    def verify(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """New tokens and their logits.
+
+        Args:
+            tokens: int64 [B], or [B, S] of a cache in pages.
+            positions: int64 as `tokens`, ascending in a sequence and inside the cache; of [B, S] negative for padding,
+                which is not stored and whose results mean nothing.
+
+        Returns:
+            Logits [B, vocab_size] or [B, S, vocab_size], and the hidden states [..., layers * H] of `aux_layers`, None
+            without any; the next call overwrites both.
+        """
+        captured = self._captured.get(tokens.shape)
+        if captured is None:
+            tokens, positions = (x.to(self.cache.data.device, copy=True) for x in (tokens, positions))
+            made = self.run(tokens, positions)  # builds, scratch memory and communicators are made outside the capture
+            if self.record is not None and capturable(self.model, tokens.numel()):
+                graph = self.record(lambda: self.run(tokens, positions))
+                captured = self._captured[tokens.shape] = Captured((tokens, positions), graph)
+        if captured is not None:
+            made = captured(tokens, positions)
+        return made[0], made[1] if self.aux_layers else None
 
     def close(self) -> None:
-        """Give the graph up: NCCL ends a group only when no graph holds launches of it. Another call captures anew."""
-        if self._recorded is not None:
-            self._recorded.reset()
-        self._recorded = None
+        """Give the graphs up: NCCL ends a group only when none holds launches of it. Another call captures anew."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
 
-    def run(self) -> Tensor:
-        """The step on `tokens` and `positions`, launch by launch."""
+    def run(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The step, launch by launch; arguments on the model's device."""
+        states = HiddenStates(self.aux_layers)
         with computing(batch_invariant=self.model.batch_invariant, decoding=True):
-            x = self.model.model.embed_tokens(self.tokens)
-            return self.head(*through(self.layers, x, self.batch(self.positions, x.dtype), self.cache.data))
+            x = self.model.model.embed_tokens(tokens.flatten())
+            batch = self.batch(positions, x.dtype)
+            logits = self.head(*through(self.layers, x, batch, self.cache.data, states)).view(*tokens.shape, -1)
+        return (logits, states.joined().view(*tokens.shape, -1)) if self.aux_layers else (logits,)
 
     def batch(self, positions: Tensor, dtype: torch.dtype) -> Batch:
-        """One new token a sequence at int64 [B] positions; cos and sin in `dtype`."""
-        cache = self.cache
-        seq_lens, slots = decode_places(positions, cache.block_table, cache.page)
-        return self.rows(positions, seq_lens, slots, cache.table, dtype)
-
-    def rows(
-        self, positions: Tensor, seq_lens: Tensor, slots: Tensor, table: Tensor | None, dtype: torch.dtype
-    ) -> Batch:
-        """Rows of one new token each; `seq_lens`, `slots` and `table` as `Batch` has them."""
-        count, cache = len(positions), self.cache
+        """Rows of one new token each at int64 [B] or [B, S] positions; cos and sin in `dtype`."""
+        cache, count = self.cache, positions.numel()
+        if positions.ndim == 1:
+            seq_lens, slots = decode_places(positions, cache.block_table, cache.page)
+            table = cache.table
+        else:
+            slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
+            table = cache.block_table.repeat_interleave(positions.shape[1], dim=0)
+            seq_lens = (positions + 1).flatten().to(torch.int32)
+            positions = positions.flatten().clamp(min=0)
         plan_inputs = seq_lens, cache.data[0], len(self.layers[0].w_uk), table
         rotary, plan = partial(self.model.model.rotary, positions, dtype), None
         if attention_plan.choose(*plan_inputs).name == PLAIN:
@@ -135,61 +153,3 @@ class DecodeStep:
         """Logits of the last layer's x + delta [B, H]."""
         norm = self.model.model.norm
         return self.gather(add_project(x, delta, self.head_weight, norm.weight, norm.eps)[0])
-
-
-class VerifyStep:
-    """A step of a few tokens a sequence over a decode step's layers and cache; on a GPU a graph for each width.
-
-    Args:
-        step: gives model, cache, layers and the sums over ranks; its `record` says whether widths are captured.
-        aux_layers: of `HiddenStates`.
-    """
-
-    def __init__(self, step: DecodeStep, aux_layers: tuple[int, ...] = ()) -> None:
-        self.step, self.aux_layers = step, aux_layers
-        self._captured: dict[int, Captured] = {}
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """New tokens and their logits.
-
-        Args:
-            tokens: int64 [B, S].
-            positions: int64 [B, S], ascending in a sequence and inside the cache; negative for padding, which is not
-                stored and whose results mean nothing.
-
-        Returns:
-            Logits [B, S, vocab_size] and the hidden states [B, S, layers * H] of `aux_layers`, None without any; the
-            next call overwrites both.
-        """
-        device = self.step.cache.data.device
-        rows, width = tokens.shape
-        captured = self._captured.get(width)
-        if captured is None:
-            tokens, positions = (torch.empty_like(one, device=device).copy_(one) for one in (tokens, positions))
-            made = self.run(tokens, positions)
-            if self.step.record is None or not capturable(self.step.model, rows * width):
-                return made[0], made[1] if self.aux_layers else None
-            graph = self.step.record(lambda: self.run(tokens, positions))
-            captured = self._captured[width] = Captured((tokens, positions), graph)
-        logits, aux = captured(tokens, positions)
-        return logits, aux if self.aux_layers else None
-
-    def run(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The step, launch by launch; without `aux_layers` the second result is the first."""
-        step, cache, (rows, width) = self.step, self.step.cache, tokens.shape
-        states = HiddenStates(self.aux_layers)
-        with computing(batch_invariant=step.model.batch_invariant, decoding=True):
-            x = step.model.model.embed_tokens(tokens.flatten())
-            slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
-            table = cache.block_table.repeat_interleave(width, dim=0)
-            flat = positions.flatten()
-            batch = step.rows(flat.clamp(min=0), (flat + 1).to(torch.int32), slots, table, x.dtype)
-            logits = step.head(*through(step.layers, x, batch, cache.data, states)).view(rows, width, -1)
-        return logits, states.joined().view(rows, width, -1) if self.aux_layers else logits
-
-    def close(self) -> None:
-        """Give the graphs up, as `DecodeStep.close`."""
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import PagedCache, new_cache
-from kimi_k2.engine.decode_step import DecodeStep, VerifyStep, capturable
+from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
@@ -185,7 +185,6 @@ class Generator:
         self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
         self.drafter, self.draft_tokens, self.adaptive = drafter, draft_tokens, adaptive
         self.stats = DraftStats()
-        self._verify: VerifyStep | None = None
         self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
         self._modes: tuple[torch.dtype | None, bool] | None = None  # of the model, when the cache was made
@@ -218,13 +217,13 @@ class Generator:
         # On a GPU kernels may have put the weights into another order since the last layers were made.
         layers = None if cache.data.is_cuda else self._layers
         options: dict[str, Any] = {"reduce": self.reduce, "gather": self.gather, "layers": layers}
+        options["aux_layers"] = () if self.drafter is None else self.drafter.aux_layers
         step = self._step = DecodeStep(self.model, cache, graph=kept and cache.data.is_cuda, **options)
-        aux_layers = () if self.drafter is None else self.drafter.aux_layers
-        self.prompt, self._layers = PromptStep(step, aux_layers), step.layers
-        self._verify = None if self.drafter is None else VerifyStep(step, aux_layers)
+        self.prompt, self._layers = PromptStep(step), step.layers
         if kept and self.drafter is None:
             # Captured now, not in the first timed step; what this writes to slot 0 the prefill overwrites.
-            step(torch.zeros_like(step.tokens), torch.zeros_like(step.positions))
+            now = torch.zeros(batch, dtype=torch.int64, device=cache.data.device)
+            step(now, now)
         return cache, step
 
     def close(self) -> None:
@@ -239,10 +238,10 @@ class Generator:
     def _close(self) -> None:
         if self.prompt is not None:
             self.prompt.close()
-        for one in (self._verify, self.drafter, self._step):
+        for one in (self.drafter, self._step):
             if one is not None:
                 one.close()
-        self._step = self.prompt = self._verify = None
+        self._step = self.prompt = None
 
     def stream(
         self,
@@ -301,8 +300,8 @@ class Generator:
             check_finite(logits)
             return sampler(logits)
 
-        if self._verify is not None:
-            steps = self._speculate(prompts, sampler, first)
+        if self.drafter is not None:
+            steps = self._speculate(prompts, self.drafter, decode, sampler, first)
             return self._noted(cache, prompts[0], steps) if self.keep and single else steps
         steps = token_steps(
             [len(prompt) for prompt in prompts],
@@ -324,11 +323,15 @@ class Generator:
         return self._prompts
 
     def _speculate(
-        self, prompts: Sequence[Sequence[int]], sampler: Sampler, first: Callable[[], Tensor]
+        self,
+        prompts: Sequence[Sequence[int]],
+        drafter: Drafter,
+        step: DecodeStep,
+        sampler: Sampler,
+        first: Callable[[], Tensor],
     ) -> Iterator[Step]:
         """Steps of drafted and verified tokens."""
-        drafter, verifies, self.stats = self.drafter, self._verify, DraftStats()
-        assert drafter is not None and verifies is not None
+        self.stats = DraftStats()
         adaptive = self.model.lm_head.weight.is_cuda if self.adaptive is None else self.adaptive
         cost = step_cost(self.model.config) if adaptive else None
         length = DraftLength(self.draft_tokens, cost, drafter.cost)
@@ -336,7 +339,7 @@ class Generator:
         def begin() -> tuple[Tensor, Tensor | None]:
             return first(), self._prompts.aux
 
-        return speculative_steps(prompts, sampler, begin, verifies, drafter, length, self.stats)
+        return speculative_steps(prompts, sampler, begin, step.verify, drafter, length, self.stats)
 
     def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
         """The steps; behind each the cache holds all tokens but the newest."""

@@ -48,17 +48,16 @@ class PromptStep:
     Every rank must make the same calls. A size that one of them cannot capture is launched one by one on all.
 
     Args:
-        step: gives model, cache, layers and the sums over ranks; its `record` says whether sizes are captured.
-        aux_layers: of `HiddenStates`.
+        step: gives model, cache, layers, the sums over ranks and `aux_layers`; its `record` says whether sizes are
+            captured.
 
     Attributes:
         aux: the hidden states [B, S, layers * H] of the last chunk, which another call may overwrite; None without
             `aux_layers`.
     """
 
-    def __init__(self, step: DecodeStep, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, step: DecodeStep) -> None:
         self.step, self.model, self.cache = step, step.model, step.cache
-        self.aux_layers = aux_layers
         self.aux: Tensor | None = None
         self._captured: OrderedDict[Size, Captured] = OrderedDict()
         self._seen: set[Size] = set()
@@ -140,9 +139,9 @@ class PromptStep:
             if media is not None:
                 x = place_embeddings(x, *media)
             batch = self.batch(positions, x.dtype, length, whole)
-            states = HiddenStates(self.aux_layers)
+            states = HiddenStates(self.step.aux_layers)
             x, delta = through(self.step.layers, x.flatten(0, 1), batch, self.cache.data, states)
-            if self.aux_layers:
+            if self.step.aux_layers:
                 self.aux = states.joined().view(*ids.shape, -1)
             rows = last + torch.arange(len(last), device=last.device) * ids.shape[1]
             return self.step.head(x[rows], delta[rows])

@@ -77,7 +77,7 @@ def speculative_steps(
         prompts: token ids of each sequence.
         sampler: of the generation; its params say when a sequence ends.
         begin: runs the prompts; the first new token of each, int64 [B], and `PromptReader.aux`.
-        verifies: as `VerifyStep`.
+        verifies: as `DecodeStep.verify`.
         drafter: has read the prompts when `begin` returns.
         length: how many tokens to draft.
         stats: are added to.
