@@ -23,9 +23,11 @@ from typing import Any
 import engines
 import pytest
 from engines import ON_GPU, OURS, STOCK, WIDE
-from judge import ROUNDING, Judge, write_slice
+from judge import ROUNDING, Judge, slice_config, write_slice
 from plain_tokens import expected
 from scripted import write_hf_tokenizer, write_random_checkpoint
+
+from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 engines.need("vllm")
 
@@ -162,32 +164,37 @@ class FullCache(Soak):
         url: of the server.
         clients: how many.
         prompts: whose answers alone are asked for first.
+        most: how far a token's log-probability may lie from that alone, in an answer's mean.
     """
 
-    def __init__(self, url: str, clients: int, prompts: list[list[int]]) -> None:
+    def __init__(self, url: str, clients: int, prompts: list[list[int]], most: float) -> None:
         super().__init__(url, clients, [], None)
-        self.kinds, self.fullest = [self.same, self.same, self.given_up], 0.0
+        self.kinds, self.fullest, self.most = [self.same, self.same, self.given_up], 0.0, most
         self.alone = [(prompt, self.said(prompt)) for prompt in prompts]
         self.known = [(prompt, []) for prompt in prompts]
 
     def said(self, prompt: list[int]) -> list[tuple[int, dict[str, float]]]:
-        """Tokens, and the five likeliest at each place."""
-        with self.ask(prompt, NEW, logprobs=5, return_tokens_as_token_ids=True) as answer:
+        """Tokens, and the twenty likeliest at each place."""
+        with self.ask(prompt, NEW, logprobs=20, return_tokens_as_token_ids=True) as answer:
             choice = json.load(answer)["choices"][0]
         return list(zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True))
 
     def same(self, draw: random.Random) -> None:
-        """Up to where rounding may have chosen another of two tokens."""
+        """Up to where rounding chose another of two tokens: behind the same tokens the same log-probabilities."""
         prompt, alone = draw.choice(self.alone)
         self.fullest = max(self.fullest, self.metric("vllm:kv_cache_usage_perc"))
-        for at, ((token, likely), (found, others)) in enumerate(zip(alone, self.said(prompt), strict=True)):
-            said = f"{found} for {token} at {at} behind {len(prompt)} tokens, {others} for {likely}"
-            self.problems += [said] * (not all(map(math.isfinite, others.values())))
+        errors, said = list[float](), self.said(prompt)
+        for (token, likely), (found, others) in zip(alone, said, strict=True):
+            name = f"token_id:{token}"
+            errors.append(abs(others.get(name, math.nan) - likely[name]))
             if found != token:
-                gap = likely[f"token_id:{token}"] - likely.get(f"token_id:{found}", -math.inf)
-                self.problems += [said] * (gap > (ROUNDING if ON_GPU else 1e-3))
                 self.met["rounded otherwise"] += 1
-                return
+                break
+        mean = sum(errors) / len(errors)
+        self.largest = max(self.largest, mean)
+        # The mean of a few is judged as one is, whose error is 0.41 at most of those that docs/measurements.md has.
+        if not mean <= self.most * (1 if len(errors) >= 16 else 5):
+            self.problems.append(f"{errors} from alone behind {len(prompt)} tokens: {said} for {alone}")
 
 
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
@@ -248,26 +255,36 @@ def test_random_requests(
         assert len(soak.met) == 4 or SECONDS < 20
 
 
-@pytest.mark.parametrize("whose", [pytest.param("ours", marks=SLOW), pytest.param("stock", marks=SLOW)])
+# Of our model in vLLM's batch-invariant mode an answer has the bits that it has alone.
+WHOSE = {"ours": {}, "invariant": {"VLLM_BATCH_INVARIANT": "1"}, "stock": STOCK}
+
+
+@pytest.mark.parametrize("whose", [pytest.param(whose, marks=SLOW) for whose in WHOSE])
 def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (ENVIRONMENT | (STOCK if whose == "stock" else {})).items():
+    if whose == "invariant" and not ON_GPU:
+        pytest.skip("vLLM has that mode on GPUs alone")
+    for name, value in (ENVIRONMENT | WHOSE[whose]).items():
         monkeypatch.setenv(name, value)
     directory, draw = tmp_path / "model", random.Random(0)
     longest, page = (100_000, 64) if ON_GPU else (700, 16)
     if ON_GPU:
-        write_slice(directory)
+        config = slice_config("kimi-k2-instruct-0905")
+        more = {"n_routed_experts": 384} if whose == "invariant" else {}  # its router takes the real model's
+        write_synthetic_checkpoint(directory, config.model_copy(update=more), seed=3)
         write_hf_tokenizer(directory)
     else:
         write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
     lengths = [draw.randint(longest // 2, longest - NEW) for _ in range(6)]
     prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
     options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest)]
-    options += ["--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
+    options += ["--block-size", str(page), "--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
+    most = {"invariant": 0.0}.get(whose, ROUNDING if ON_GPU else 1e-3)
     with engines.serving(directory, tmp_path / "log", *options) as url:
-        soak = FullCache(url, 8, prompts)
+        soak = FullCache(url, 8, prompts, most)
         soak.run(SECONDS)
         preempted = soak.metric("vllm:num_preemptions_total")
-        print(f"{whose}: {dict(soak.met)} in {SECONDS:.0f} s; cache {soak.fullest:.3f} full, {preempted:.0f} preempted")
+        print(f"{whose}: {dict(soak.met)} in {SECONDS:.0f} s; cache {soak.fullest:.3f} full, {preempted:.0f} preempted;"
+              f" largest mean distance {soak.largest:.4f}")  # fmt: skip
         assert soak.problems == []
         assert soak.fullest > 0.9 and soak.met["same"] > 8 and preempted > 0
-    assert (f"kimi-k2: {OURS}" in (tmp_path / "log").read_text()) == (whose == "ours")
+    assert (f"kimi-k2: {OURS}" in (tmp_path / "log").read_text()) == (whose != "stock")
