@@ -276,7 +276,7 @@ def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: p
         write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
     lengths = [draw.randint(longest // 2, longest - NEW) for _ in range(6)]
     prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
-    options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest)]
+    options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest + 400)]
     options += ["--block-size", str(page), "--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
     most = {"invariant": 0.0}.get(whose, ROUNDING if ON_GPU else 1e-3)
     with engines.serving(directory, tmp_path / "log", *options) as url:

@@ -28,12 +28,16 @@ from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 
 ChoiceT = TypeVar("ChoiceT")
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+TOKENS = [
+    1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168,
+    8192, 16384, 32768,
+]  # fmt: skip
 # Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
 MOST_SKEWED = 512
 # What linears and attention are tuned for. An even split is a choice up to the largest capacity alone.
 LINEAR_TOKENS = (
-    16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192,
+    16, 24, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 576, 640, 704, 768, 896,
+    1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192,
 )  # fmt: skip
 CAPACITIES, BATCHES = (
     (64, 128, 256, 512, 1024, 2048),
