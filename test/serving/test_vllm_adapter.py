@@ -28,6 +28,8 @@ PLAIN = {
 }
 # Of types of ours, and of torch.distributed.
 OURS = {*adapter.SETTINGS, "all_reduce", "positions", "propose", "seq_lens"}
+# Of the adapter's own, what other modules import.
+OWN = {"Deployment", "is_hopper", "platform", "unless_changed"}
 # In other modules: what vLLM's methods do that ours of the same name follow, what vLLM puts into our model or asks of
 # it, and what a builder has of its base.
 INHERITED = {
@@ -67,7 +69,13 @@ def test_every_name_is_used_and_in_the_table() -> None:
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == adapter.__name__:
-                assert {one.name for one in node.names} <= {*adapter.NAMES, "Deployment", "is_hopper", "platform"}
+                assert {one.name for one in node.names} <= {
+                    *adapter.NAMES,
+                    "Deployment",
+                    "is_hopper",
+                    "platform",
+                    "unless_changed",
+                }
 
 
 def test_every_attribute_is_in_the_table() -> None:

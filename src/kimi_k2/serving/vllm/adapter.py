@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kimi_k2.terminal import say
+
+logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
 
 OLDEST, NEWEST = (0, 24), (0, 33)  # that the table has been held against
 
@@ -146,6 +150,15 @@ def __getattr__(name: str) -> Any:
         except (ImportError, AttributeError) as error:
             reason = error
     raise ImportError(f"vLLM has no {name} in {' or '.join(row.modules)}: {reason}")
+
+
+@contextmanager
+def unless_changed(then: str) -> Iterator[None]:
+    """Run what stands on vLLM's names; where one is not as it was, the log says so, and `then` is how it is."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("kimi-k2: %s, since it has changed: %s", then, error)
 
 
 def platform() -> str | None:
@@ -323,8 +336,8 @@ class Deployment:
     def _held(self, name: str) -> tuple[Any, str]:
         if name not in SETTINGS:
             raise AttributeError(name)
-        place, theirs = SETTINGS[name]
-        return (attrgetter(place)(self.of) if place else self.of), theirs
+        path, theirs = SETTINGS[name]
+        return (attrgetter(path)(self.of) if path else self.of), theirs
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -342,8 +355,8 @@ class Deployment:
 def defined(file: Path) -> tuple[frozenset[str], frozenset[str]]:
     """Names that a module defines or imports, and attributes that its classes have or set; of its source alone."""
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) if file.is_file() else []
-    within: list[ast.AST] = [one for node in nodes if isinstance(node, ast.ClassDef) for one in node.body]
-    within += [target for one in within for target in getattr(one, "targets", [getattr(one, "target", one)])]
+    within: list[ast.AST] = [statement for node in nodes if isinstance(node, ast.ClassDef) for statement in node.body]
+    within += [target for node in within for target in getattr(node, "targets", [getattr(node, "target", node)])]
     within += [node for node in nodes if isinstance(node, ast.Attribute)]
     return tuple(frozenset(chain.from_iterable(map(_given, some))) for some in (nodes, within))  # type: ignore[return-value]
 

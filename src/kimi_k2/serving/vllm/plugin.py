@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
 from kimi_k2.errors import KimiK2Error
@@ -13,7 +14,7 @@ from kimi_k2.serving.vllm import adapter, flags
 from kimi_k2.serving.vllm.support import BATCH_INVARIANT, against_decode_steps, invariant, refusal
 from kimi_k2.variables import check_environment
 
-logger = logging.getLogger("vllm.kimi_k2")  # vLLM's handlers print what its children log
+logger = logging.getLogger("vllm.kimi_k2")
 
 # vLLM's names of architectures: K2's configurations say the first; vLLM's K2.5 asks for the second for its text.
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalLM": "KimiK25TextForVllm"}
@@ -21,6 +22,7 @@ ARCHITECTURES = {"DeepseekV3ForCausalLM": "KimiK2ForVllm", "DeepseekV2ForCausalL
 WITH_WORKER = (*ARCHITECTURES, "KimiK25ForConditionalGeneration")
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # which of vLLM's two: 0 is the first, whose decode steps ours can replace
 WORKER = "kimi_k2.serving.vllm.worker.KimiK2Worker"
+STEPS_STAY = "decode steps are prepared by vLLM"
 BASE_WORKERS = {"cuda": "Worker", "cpu": "CPUWorker"}  # what ours is derived from, by platform
 
 
@@ -29,7 +31,7 @@ def register() -> None:
 
     On a platform that is neither vLLM's own for CUDA nor for CPUs nothing is touched: it may have models of its own.
     """
-    try:
+    with adapter.unless_changed("all operations are vLLM's"):
         from kimi_k2.serving.vllm.adapter import ModelRegistry
 
         kind = adapter.platform()
@@ -40,10 +42,8 @@ def register() -> None:
             if getattr(ModelRegistry.models.get(architecture), "class_name", None) != name:  # once a process
                 ModelRegistry.register_model(architecture, target)
         _note_arguments()
-    except (ImportError, AttributeError) as error:
-        logger.warning("kimi-k2: all operations are vLLM's, since it has changed: %s", error)
-        return
-    _offer_worker(kind)
+        with adapter.unless_changed(STEPS_STAY):
+            _offer_worker(kind)
 
 
 def _note_arguments() -> None:
@@ -73,16 +73,12 @@ def _note_arguments() -> None:
 
 def _offer_worker(kind: str) -> None:
     """Have vLLM's configuration of these models name our worker and its runner, where the user names none."""
-    try:
-        from kimi_k2.serving.vllm.adapter import MODELS_CONFIG_MAP as CONFIGS
-        from kimi_k2.serving.vllm.adapter import VerifyAndUpdateConfig
+    from kimi_k2.serving.vllm.adapter import MODELS_CONFIG_MAP as CONFIGS
+    from kimi_k2.serving.vllm.adapter import VerifyAndUpdateConfig
 
-        name = BASE_WORKERS[kind]
-        if gone := lacking((), [(adapter.NAMES[name].modules[0], f"class {name}(")]):  # an import would be slow
-            raise ImportError(*gone)
-    except ImportError as error:
-        logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
-        return
+    name = BASE_WORKERS[kind]
+    if gone := lacking((), [(adapter.NAMES[name].modules[0], f"class {name}(")]):  # an import would be slow
+        raise ImportError(*gone)
     for name in WITH_WORKER:
         stock = CONFIGS.get(name, VerifyAndUpdateConfig)
         if getattr(stock, "of_kimi_k2", False):  # once a process
@@ -102,16 +98,12 @@ def _offer_worker(kind: str) -> None:
 def _choose_worker(vllm_config: Any) -> None:
     """Name our worker for a model of the family; others of its architectures keep vLLM's."""
     it = adapter.Deployment(vllm_config)
-    try:
+    with suppress(KimiK2Error), adapter.unless_changed(STEPS_STAY):
         config_of(it.hf)
         choose_runner(it)
         _leave_prefixes(it)
         if it.worker == "auto":
             it.worker = WORKER
-    except KimiK2Error:
-        return
-    except AttributeError as error:
-        logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
 
 
 def choose_runner(it: adapter.Deployment) -> None:
@@ -152,9 +144,7 @@ def register_parsers() -> None:
 
 def _register_parser(manager: str, module: str, name: str) -> None:
     """Name a parser that vLLM imports when somebody asks for it."""
-    try:
+    with adapter.unless_changed(f"vLLM has no parser {PARSER}"):
         managing = getattr(adapter, manager)
         for known in parser_names():
             managing.register_lazy_module(known, f"kimi_k2.serving.vllm.{module}", name)
-    except (ImportError, AttributeError) as error:
-        logger.warning("kimi-k2: no parser %s, since vLLM has changed: %s", PARSER, error)

@@ -7,7 +7,6 @@ frames by then: what lies behind a chunk on its rank came out as other items' ro
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,7 +22,6 @@ from kimi_k2.serving.vllm.adapter import (
     tensor_model_parallel_all_gather,
 )
 
-logger = logging.getLogger("vllm.kimi_k2")
 SHARES_OUT = "run_dp_sharded_mrope_vision_model"
 
 
@@ -43,13 +41,13 @@ def shared_out(
     order, counts, _ = get_load_balance_assignment(patches, get_tensor_model_parallel_world_size())
     shares = [order[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
     most = max(sum(rows[item] for item in share) for share in shares)
-    made = pixel_values.new_zeros(most, merged, hidden, dtype=next(vision_model.parameters()).dtype)
+    own_rows = pixel_values.new_zeros(most, merged, hidden, dtype=next(vision_model.parameters()).dtype)
     if own := shares[get_tensor_model_parallel_rank()]:
-        parts = pixel_values.split(patches)
+        by_item = pixel_values.split(patches)
         grids = torch.tensor([grid_thw_list[item] for item in own])
-        embeddings = torch.cat(list(vision_model(torch.cat([parts[item] for item in own]), grids)))
-        made[: len(embeddings)] = embeddings
-    of_ranks = tensor_model_parallel_all_gather(made, dim=0).split(most)
+        embeddings = torch.cat(list(vision_model(torch.cat([by_item[item] for item in own]), grids)))
+        own_rows[: len(embeddings)] = embeddings
+    of_ranks = tensor_model_parallel_all_gather(own_rows, dim=0).split(most)
     items: dict[int, Tensor] = {}
     for share, rank_rows in zip(shares, of_ranks, strict=True):
         sizes = [rows[item] for item in share]
@@ -59,11 +57,8 @@ def shared_out(
 
 def share_out() -> None:
     """Have vLLM's K2.5 do so."""
-    try:
+    with adapter.unless_changed("images that ranks share out are as vLLM has them"):
         tower = importlib.import_module(adapter.NAMES[SHARES_OUT].modules[0])
         if not hasattr(tower, SHARES_OUT):
             raise ImportError(SHARES_OUT)
-    except ImportError as error:
-        logger.warning("kimi-k2: images that ranks share out are as vLLM has them, since it has changed: %s", error)
-    else:
         setattr(tower, SHARES_OUT, shared_out)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
-from kimi_k2.serving.vllm.adapter import platform
+from kimi_k2.serving.vllm.adapter import platform, unless_changed
 
 if platform() == "cpu":
     from kimi_k2.serving.vllm.adapter import CPUWorker as Worker
 else:
     from kimi_k2.serving.vllm.adapter import Worker  # type: ignore[no-redef]
-
-logger = logging.getLogger("vllm.kimi_k2")
 
 
 class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy here
@@ -25,7 +22,7 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
     def compile_or_warm_up_model(self) -> Any:
         """Behind vLLM's own graphs, those of decode steps."""
         done = super().compile_or_warm_up_model()
-        try:
+        with unless_changed("decode steps are prepared by vLLM"):
             from kimi_k2.serving.vllm.decode_steps import DecodeSteps, decode_steps
             from kimi_k2.serving.vllm.runner import Runner
 
@@ -37,8 +34,6 @@ class KimiK2Worker(Worker):  # type: ignore[misc]  # vLLM has no types for mypy 
             if ours is not None:
                 with torch.inference_mode():
                     self._steps = decode_steps(runner, ours, kind)
-        except (ImportError, AttributeError, TypeError) as error:
-            logger.warning("kimi-k2: decode steps are prepared by vLLM, since it has changed: %s", error)
         return done
 
     def _ours(self) -> Any:
