@@ -31,15 +31,18 @@ def record_steps(path: str) -> None:
     run, steps = PagedModel.run, list[tuple[int, int]]()
 
     def recorded(self: PagedModel, x: Tensor, batch: Batch | None, *given: Any) -> Tensor:
-        made = run(self, x, batch, *given)
+        hidden = run(self, x, batch, *given)
         assert batch is not None
         steps.append((batch.decodes, len(batch.seq_lens) - batch.decodes))
-        calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
+        calls = {
+            name: {entry.name: entry.calls for entry in (*operation.entries, operation.plain)}
+            for name, operation in TABLE.items()
+        }
         rank = self.loader.rank
         written = Path(f"{path}.{rank}.new")
         written.write_text(json.dumps({"calls": calls, "steps": steps}))
         written.replace(f"{path}.{rank}")
-        return made
+        return hidden
 
     PagedModel.run = recorded  # type: ignore[method-assign, assignment]
 
@@ -58,10 +61,10 @@ def take_pages(size: int) -> None:
 async def serve(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers to one round's requests."""
 
-    async def ask(one: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(one["arrival"] / 60)
-        sampling = {"temperature": 0, "max_new_tokens": one["new_tokens"], "ignore_eos": True}
-        answer: dict[str, Any] = await engine.async_generate(input_ids=one["prompt"], sampling_params=sampling)
+    async def ask(request: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(request["arrival"] / 60)
+        sampling = {"temperature": 0, "max_new_tokens": request["new_tokens"], "ignore_eos": True}
+        answer: dict[str, Any] = await engine.async_generate(input_ids=request["prompt"], sampling_params=sampling)
         return answer
 
     return list(await asyncio.gather(*map(ask, requests)))
@@ -81,8 +84,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
     rounds = [engine.loop.run_until_complete(serve(engine, requests)) for requests in job["requests"]]
     ranks = [json.loads(path.read_text()) for path in sorted(Path(result_file).parent.glob("*.rank.[0-9]"))]
     result = {
-        "tokens": [[one["output_ids"] for one in answers] for answers in rounds],
-        "cached": [[one["meta_info"]["cached_tokens"] for one in answers] for answers in rounds],
+        "tokens": [[answer["output_ids"] for answer in answers] for answers in rounds],
+        "cached": [[answer["meta_info"]["cached_tokens"] for answer in answers] for answers in rounds],
         "ranks": ranks,
     }
     Path(result_file).write_text(json.dumps(result))

@@ -24,7 +24,7 @@ def _vllm_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_program", lambda: ["vllm", "serve"])
 
 
-FORCED: dict[str, Any] = {"gpus": (2, H200), "extra": ["--port", "9000"]}
+FORCED: dict[str, Any] = {"backend": "cuda", "gpus": (2, H200), "extra": ["--port", "9000"]}
 OURS = ["--trust-remote-code", "--tool-call-parser kimi_k2_stream", "--tensor-parallel-size 2", "--port 9000"]
 REASONS, VISION, WHOLE = "--reasoning-parser kimi_k2_stream", "--mm-encoder-tp-mode data", "--no-enable-prefix-caching"
 SEGMENTS: dict[str, Any] = {
@@ -41,38 +41,38 @@ torch_native:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "given", "there", "absent", "options"),
+    ("name", "given", "there", "absent", "options"),
     [
-        ("fp8", "cuda", FORCED, OURS, [REASONS, VISION], None),
-        ("thinking", "cuda", FORCED, [*OURS, REASONS], [VISION], None),
-        ("k2.5", "cuda", FORCED, [*OURS, REASONS, VISION], [], None),
-        ("thinking", "cpu", {"experts": "w2_bf16"}, ["KIMI_K2_EXPERTS=w2_bf16 "], [], None),
-        ("thinking", "cpu", {"max_model_len": 512}, ["--max-model-len 512"], ["KIMI_K2_EXPERTS"], None),
+        ("fp8", FORCED, OURS, [REASONS, VISION], None),
+        ("thinking", FORCED, [*OURS, REASONS], [VISION], None),
+        ("k2.5", FORCED, [*OURS, REASONS, VISION], [], None),
+        ("thinking", {"backend": "cpu", "experts": "w2_bf16"}, ["KIMI_K2_EXPERTS=w2_bf16 "], [], None),
+        ("thinking", {"backend": "cpu", "max_model_len": 512}, ["--max-model-len 512"], ["KIMI_K2_EXPERTS"], None),
         (
-            "fp8", "neuron", {"preset": "trn2-tp64-ep1-b8", "compiled": Path("at")},
+            "fp8", {"backend": "neuron", "preset": "trn2-tp64-ep1-b8", "compiled": Path("at")},
             ["NEURON_COMPILED_ARTIFACTS=at ", "--tensor-parallel-size 64", "--max-num-seqs 8"], [],
             {"override_neuron_config": {"preset": "trn2-tp64-ep1-b8"}},
         ),
         (
-            "fp8", "neuron", {"preset": "trn2-native-tp4-ep16", "compiled": Path("at")},
+            "fp8", {"backend": "neuron", "preset": "trn2-native-tp4-ep16", "compiled": Path("at")},
             ["NEURON_LIBTORCH_REMOTE_CACHE=at ", "VLLM_NEURON_DISABLE_WARMUP_COMPILE=1 ", "--tensor-parallel-size 64",
              "--max-num-batched-tokens 2048", "--enable-expert-parallel"],
             [WHOLE, "--no-async-scheduling", "--kv-cache-dtype"],  # it reads segments
             {"neuron_config": SEGMENTS},
         ),
-        ("fp8", "neuron", {"preset": "trn2-native-tp32-ep2"}, [WHOLE], ["NEURON_"], None),
-        ("fp8", "neuron", {"preset": ON_HOST}, ["--no-async-scheduling", "--kv-cache-dtype fp8"], [], None),
+        ("fp8", {"backend": "neuron", "preset": "trn2-native-tp32-ep2"}, [WHOLE], ["NEURON_"], None),
+        ("fp8", {"backend": "neuron", "preset": ON_HOST}, ["--no-async-scheduling", "--kv-cache-dtype fp8"], [], None),
     ],
 )  # fmt: skip
 def test_the_flags_of(
-    name: str, backend: str, given: dict[str, Any], there: list[str], absent: list[str], options: Any,
+    name: str, given: dict[str, Any], there: list[str], absent: list[str], options: Any,
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(command, "gpu_lengths", lambda *_: (2, 1024))
     if "\n" in given.get("preset", ""):
         (tmp_path / "preset.yaml").write_text(given["preset"])
         given = {**given, "preset": str(tmp_path / "preset.yaml")}
-    made = command.vllm_command(checkpoints[name], backend, **given)
+    made = command.vllm_command(checkpoints[name], **given)
     assert made.words[:3] == ["vllm", "serve", str(checkpoints[name])]
     assert [text for text in (*there, *absent) if text in made.line] == there
     assert options is None or json.loads(made.words[made.words.index("--additional-config") + 1]) == options

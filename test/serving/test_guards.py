@@ -57,8 +57,8 @@ def published(name: str, **more: Any) -> dict[str, Any]:
 def taken_of_vllm(*modules: str) -> list[str]:
     """Names that ours import of the adapter, sorted."""
     trees = [ast.parse((HERE / f"{module}.py").read_text(encoding="utf-8")) for module in modules]
-    found = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
-    names = {alias.name for one in found if one.module == adapter.__name__ for alias in one.names}
+    found = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in found if node.module == adapter.__name__ for alias in node.names}
     return sorted(names & adapter.NAMES.keys())
 
 
@@ -225,10 +225,10 @@ def deployment(kind: type[SimpleNamespace] = SimpleNamespace, /, **changed: Any)
         "max_num_seqs": 1024, "enable_prefix_caching": True, "hf_text_config": model(**changed.pop("model", {})),
         **changed,
     }  # fmt: skip
-    one = kind(**fields)
+    config = kind(**fields)
     for part in ("parallel_config", "cache_config", "model_config", "device_config", "scheduler_config"):
-        setattr(one, part, one)
-    return adapter.Deployment(one)
+        setattr(config, part, config)
+    return adapter.Deployment(config)
 
 
 BALANCED: dict[str, Any] = {"tensor_parallel_size": 8, "enable_expert_parallel": True, "enable_eplb": True}
@@ -366,10 +366,10 @@ def test_reasons(changed: dict[str, Any], reason: str | None, monkeypatch: pytes
     given = dict(changed)
     for name, value in given.pop("environment", {}).items():
         monkeypatch.setenv(name, value)
-    one = deployment(**given)
+    asked = deployment(**given)
     for name in [name for name, value in given.items() if value is ...]:
-        delattr(one.of, name)
-    assert support.refusal(one) == reason
+        delattr(asked.of, name)
+    assert support.refusal(asked) == reason
 
 
 @pytest.mark.usefixtures("hopper")
@@ -399,9 +399,9 @@ def test_hopper_as_the_platform_says(vllm: FakeVllm, capability: tuple[int, int]
 def test_the_caches_dtype(scheme: bool, cache: str, dtype: torch.dtype) -> None:
     """As asked, else what the checkpoint's kv_cache_scheme says, else the model's."""
     stored = published("kimi-k2-thinking", **SCHEME if scheme else {})
-    one = deployment(**CPU, cache_dtype=cache, model=stored)
-    assert support.cache_dtype(one, common.config_of(one.hf)) == dtype
-    assert support.refusal(one) == (None if dtype else "a cache in fp8_e5m2")
+    asked = deployment(**CPU, cache_dtype=cache, model=stored)
+    assert support.cache_dtype(asked, common.config_of(asked.hf)) == dtype
+    assert support.refusal(asked) == (None if dtype else "a cache in fp8_e5m2")
 
 
 @pytest.mark.parametrize(
@@ -418,10 +418,10 @@ def test_the_caches_dtype(scheme: bool, cache: str, dtype: torch.dtype) -> None:
 )
 def test_models_that_are_not_ours_keep_vllms_worker(changed: dict[str, Any], vllm: FakeVllm) -> None:
     plugin.register()
-    one = deployment(model=changed, worker_cls="auto", **CPU)
-    vllm.configs[K2].verify_and_update_config(one.of)
-    assert one.worker == ("auto" if changed else plugin.WORKER)
-    assert (support.refusal(one) is None) == (not changed)
+    asked = deployment(model=changed, worker_cls="auto", **CPU)
+    vllm.configs[K2].verify_and_update_config(asked.of)
+    assert asked.worker == ("auto" if changed else plugin.WORKER)
+    assert (support.refusal(asked) is None) == (not changed)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -431,8 +431,8 @@ def test_arguments_that_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     fields: Any = [("attention_backend", str, None), ("additional_config", dict, None)]
     arguments = dataclasses.make_dataclass("Given", fields, bases=(vars(adapter)["EngineArgs"],))
     given, own = arguments(attention_backend="TRITON_MLA"), {"more": 1}
-    one = deployment(**CPU, additional_config=given.create_engine_config())
-    assert support.refusal(one) == "--attention-backend TRITON_MLA"
+    asked = deployment(**CPU, additional_config=given.create_engine_config())
+    assert support.refusal(asked) == "--attention-backend TRITON_MLA"
     assert arguments(additional_config=own).create_engine_config() == own
     monkeypatch.setenv("KIMI_K2_VLLM_GPUS", "0")
     with pytest.raises(ConfigError, match="did you mean KIMI_K2_VLLM_GPU"):
@@ -467,11 +467,11 @@ def test_first_runner_where_the_second_would_be(
 ) -> None:
     monkeypatch.setenv(support.BATCH_INVARIANT, invariant)
     plugin.register()
-    one = of_second(worker_cls="auto")
+    asked = of_second(worker_cls="auto")
     with caplog.at_level(logging.INFO):
-        vllm.configs[K2].verify_and_update_config(one.of)
-    assert not one.second_runner
-    assert (one.worker, one.prefixes) == (plugin.WORKER, invariant == "0")
+        vllm.configs[K2].verify_and_update_config(asked.of)
+    assert not asked.second_runner
+    assert (asked.worker, asked.prefixes) == (plugin.WORKER, invariant == "0")
     assert caplog.text.count("VLLM_USE_V2_MODEL_RUNNER=1 keeps the second") == 1
 
 
@@ -557,7 +557,7 @@ def test_every_argument_is_in_one_group() -> None:
 def test_every_argument_of_the_installed_version() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    names = [one.name for one in dataclasses.fields(AsyncEngineArgs)]
+    names = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     assert [name for name in names if not flags.known(name)] == []
     assert len(names) > 200
     assert not any(flags.judged(AsyncEngineArgs(model="m")).values())

@@ -75,19 +75,19 @@ def test_prompts_in_parts(
         for row, count in new.items():
             done[row] += count
         lengths, decodes = [done[row] for row in rows], counts.count(1)
-        made = Batch.of_sequences(
+        step = Batch.of_sequences(
             starts, torch.tensor(starts).int(), torch.tensor(lengths).int(), lengths[decodes:], table[rows].int(),
             torch.cat((*slots, torch.full((padding,), -1))), PAGE, None,
         )  # fmt: skip
-        for ragged in [one for chunk in made.chunks if isinstance(chunk, RaggedChunk) for one in chunk[1:3]]:
+        for ragged in [side for chunk in step.chunks if isinstance(chunk, RaggedChunk) for side in chunk[1:3]]:
             # As kernels read them; the plain functions read the lengths.
             assert ragged.starts.tolist() == [0, *itertools.accumulate(ragged.lengths)]
             assert ragged.starts.dtype == torch.int32
         tokens = torch.cat([ids[row][at] for row, at in zip(rows, positions, strict=True)])
         x = model.model.embed_tokens(torch.cat((tokens, tokens.new_zeros(padding))))
-        made.rotation = model.model.rotary(torch.cat((*positions, torch.zeros(padding, dtype=torch.int64))), x.dtype)
+        step.rotation = model.model.rotary(torch.cat((*positions, torch.zeros(padding, dtype=torch.int64))), x.dtype)
         norm = model.model.norm
-        states = add_norm(*through(steps, x, made, caches, None), norm.weight, norm.eps)[1]
+        states = add_norm(*through(steps, x, step, caches, None), norm.weight, norm.eps)[1]
         for row, start, count in zip(rows, starts, counts, strict=False):
             found[row].append(states[start : start + count])
     for sequence, parts in zip(ids, found, strict=True):

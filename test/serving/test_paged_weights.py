@@ -24,7 +24,7 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
 from kimi_k2.parallel.apply import parallelize
 from kimi_k2.serving.paged.heads import pad_heads
-from kimi_k2.serving.paged.model import PagedModel
+from kimi_k2.serving.paged.model import PagedModel, Share
 from kimi_k2.serving.paged.weights import RankLoader
 from kimi_k2.sharding.layout import STORED, Layout
 from kimi_k2.sharding.manifest import WEIGHTS, rank_file_name
@@ -153,7 +153,7 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(directory: Path, config: KimiK2Config, heads: int) -> PagedModel:
     held: Any = [None] * config.num_hidden_layers
     group: Any = None
-    model = PagedModel(config, ONE, 0, group, held, 64, torch.bfloat16, torch.device("cpu"))
+    model = PagedModel(config, Share(ONE, 0, group), held, 64, torch.bfloat16, torch.device("cpu"))
     model.load(weights(directory, config))
     for step in model.steps:
         pad_heads(step, heads)

@@ -31,10 +31,10 @@ WARM = engines.requests(0, count=1)
 
 def behind(first: list[dict[str, Any]], tokens: list[list[int]], draw: random.Random) -> list[dict[str, Any]]:
     """Requests that begin with earlier ones and parts of their answers."""
-    made = engines.requests(draw.random())
-    for one, before, answered in zip(made, first, tokens, strict=True):
-        one["prompt"] = [*before["prompt"], *answered[: draw.randrange(NEW_TOKENS)], *one["prompt"]]
-    return made
+    following = engines.requests(draw.random())
+    for request, before, answered in zip(following, first, tokens, strict=True):
+        request["prompt"] = [*before["prompt"], *answered[: draw.randrange(NEW_TOKENS)], *request["prompt"]]
+    return following
 
 
 def check_answers(
@@ -46,7 +46,7 @@ def check_answers(
         return
     judge = Judge(directory)
     ours, theirs = (
-        torch.stack([judge.gaps(one["prompt"], row).mean() for one, row in zip(job, rows, strict=True)]).mean()
+        torch.stack([judge.gaps(request["prompt"], row).mean() for request, row in zip(job, rows, strict=True)]).mean()
         for rows in (tokens, plain)
     )
     print(f"\n{directory.name}: a logit below float32's best, mean: ours {float(ours):.4f}, plain {float(theirs):.4f}")
@@ -111,8 +111,8 @@ def test_same_tokens_as_the_plain_model(
     whole = "chunked_prefill_size" not in options and ranks == 1 and name != "k2.5"
     for at, job, plain in ((1, first, wanted), (2, second, expected(directory, dtype, second))):
         check_answers(directory, dtype, job, answer["tokens"][at], plain, whole)
-    for one, cached in zip(first, answer["cached"][2], strict=True):
-        assert cached % page == 0 and cached > len(one["prompt"]) - page
+    for request, cached in zip(first, answer["cached"][2], strict=True):
+        assert cached % page == 0 and cached > len(request["prompt"]) - page
     for rank in answer["ranks"]:
         if whole:
             check_ours(rank["calls"], rank["steps"])

@@ -1,4 +1,4 @@
-"""Our classes as vLLM calls them, without an engine: batches, caches, stages, graphs of prompts, ranks, exchanges."""
+"""Our classes as vLLM calls them, without an engine: graphs of prompts, ranks, exchanges."""
 
 from __future__ import annotations
 
@@ -17,37 +17,8 @@ from kimi_k2.serving.vllm.adapter import Deployment
 
 engines.need("vllm")
 
-PAGE = 4
 TOKENS, LAYERS = 6, 3
 HELD = 12345  # bytes
-
-
-def held(entered: dict[str, Any], name: str = "one") -> Any:
-    from kimi_k2.serving.vllm.attention import LatentAttention
-
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=entered))
-    return LatentAttention(config, name, cache_dim=3, dtype=torch.float32)
-
-
-def test_a_layer_and_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entered once; the cache as any version gives it; what it says of it, and what a step computes."""
-    from kimi_k2.serving.vllm import step
-
-    entered: dict[str, Any] = {}
-    layer, cache = held(entered), torch.randn(5, PAGE, 3)
-    assert layer is entered["one"]
-    with pytest.raises(ValueError, match="two layers are called one"):
-        held(entered)
-    for given in (cache, [cache], (cache,), cache.unsqueeze(1), [cache.unsqueeze(1)]):
-        layer.kv_cache = given
-        assert (layer.cache.shape, layer.cache.data_ptr()) == (cache.shape, cache.data_ptr())
-    # One dictionary by layers' names, or a list of these; none while vLLM measures memory.
-    metadata, mine = {"other": object(), "one": object()}, None
-    mine = metadata["one"]
-    for said, wanted in ((metadata, mine), ([metadata], mine), (None, None), ({}, None)):
-        context = SimpleNamespace(attn_metadata=said)
-        monkeypatch.setattr(step, "get_forward_context", lambda context=context: context)
-        assert layer.batch() is wanted
 
 
 def test_layers_that_the_target_lacks() -> None:

@@ -99,15 +99,15 @@ def requests(replica: int = 0, shortest: int = 1) -> Job:
 
 def own_answers(_: Path, __: Path, job: Job) -> dict[str, Any]:
     """In place of the given ones: vLLM takes no processor of logits beside drafts, nor in its second runner."""
-    for one in job:
-        one.pop("sampling", None)
+    for request in job:
+        request.pop("sampling", None)
     return {"logits_processors": None}
 
 
 def sampling(_: Path, __: Path, job: Job) -> dict[str, Any]:
     """Every size has its graphs, so no padding differs; requests are preempted."""
-    for at, one in enumerate(job):
-        one["sampling"] = SAMPLING[at % len(SAMPLING)]
+    for at, request in enumerate(job):
+        request["sampling"] = SAMPLING[at % len(SAMPLING)]
     return {"compilation_config": {"cudagraph_capture_sizes": list(range(1, 13))}, "num_gpu_blocks_override": 34}
 
 
@@ -117,9 +117,9 @@ def adapters(directory: Path, out: Path, job: Job) -> dict[str, Any]:
         model = KimiK2ForCausalLM(KimiK2Config.from_pretrained(directory), dtype=torch.bfloat16)
     for rank in (16, 8):
         write_adapter(model, out / f"adapter{rank}", rank, rank, experts=out.name.startswith("experts"))
-    for number, one in enumerate(job):
+    for number, request in enumerate(job):
         if number // 2 % 3:
-            one["adapter"] = [number // 2 % 3, str(out / f"adapter{8 * (number // 2 % 3)}")]
+            request["adapter"] = [number // 2 % 3, str(out / f"adapter{8 * (number // 2 % 3)}")]
     return {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
 
 
@@ -218,13 +218,13 @@ def answers(directory: Path, name: str, out: Path) -> dict[str, Answers]:
         given["again"] = environment | dict(form.again)
     if form.stock:
         given["stock"] = environment | STOCK
-    for who, one in given.items():
+    for who, variables in given.items():
         if who == "again" and form.experts is not None:  # by themselves, whole
-            jobs = [[{**one, "arrival": 90 * number} for number, one in enumerate(jobs[0])]]
+            jobs = [[{**request, "arrival": 90 * number} for number, request in enumerate(jobs[0])]]
             options["max_num_batched_tokens"] = 2048
         told = {"told": dict(form.told), "timeout": 300}
         try:
-            found[who] = jobs, serve_replicas(directory, "bfloat16", jobs, out / who, one, **told, **options)
+            found[who] = jobs, serve_replicas(directory, "bfloat16", jobs, out / who, variables, **told, **options)
         except (AssertionError, subprocess.TimeoutExpired) as error:  # vLLM's own may not have this form
             assert who == "stock", error
             print(f"stock does not serve {name}: {str(error)[-600:]}")
@@ -237,7 +237,7 @@ Running = dict[tuple[str, str], tuple[Path, Future[dict[str, Answers]]]]
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """All engines that the tests here ask for, by experts and form, and their models."""
-    made: Running = {}
+    submitted: Running = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for item in request.session.items:
             if not isinstance(item, pytest.Function) or item.module is not request.module:
@@ -252,8 +252,8 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 more = {} if form.experts is None else {"n_routed_experts": form.experts}
                 write_synthetic_checkpoint(directory, config.model_copy(update=more), seed=3)
             out = tmp_path_factory.mktemp("adapters" if "adapters" in name else "engine")
-            made[experts, name] = directory, pool.submit(answers, directory, name, out)
-        yield made
+            submitted[experts, name] = directory, pool.submit(answers, directory, name, out)
+        yield submitted
 
 
 judge_of = lru_cache(maxsize=2)(Judge)
@@ -262,23 +262,23 @@ judge_of = lru_cache(maxsize=2)(Judge)
 def judged(directory: Path, served: Answers, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor], float]:
     """Errors of given answers' log-probabilities, else of own ones; own ones' gaps to the best; another's gap."""
     errors, own, gaps, others = [], [], [], []
-    for adapter in {tuple(one.get("adapter") or ()) for job in served[0] for one in job}:
+    for adapter in {tuple(request.get("adapter") or ()) for job in served[0] for request in job}:
         judge = judge_of(directory, dtype)
         if adapter:
             judge = Judge(directory, dtype)
             merge(judge.model, Path(adapter[1]))
         for job, (answer, _) in zip(*served, strict=True):
-            for at, (one, tokens) in enumerate(zip(job, answer["tokens"], strict=True)):
-                if tuple(one.get("adapter") or ()) != adapter:
+            for at, (request, tokens) in enumerate(zip(job, answer["tokens"], strict=True)):
+                if tuple(request.get("adapter") or ()) != adapter:
                     continue
-                error = judge.errors(one["prompt"], tokens, answer["logprobs"][at])
-                if "sampling" in one:
-                    assert tokens == one["sampling"]["extra_args"]["forced"]
+                error = judge.errors(request["prompt"], tokens, answer["logprobs"][at])
+                if "sampling" in request:
+                    assert tokens == request["sampling"]["extra_args"]["forced"]
                     errors.append(error)
                     continue
                 own.append(error)
-                gaps += [judge.gaps(one["prompt"], each[at]) for each in (answer["tokens"], *answer["again"])]
-                others.append(float(judge.gaps(one["prompt"], answer["tokens"][at - 2]).mean()))
+                gaps += [judge.gaps(request["prompt"], each[at]) for each in (answer["tokens"], *answer["again"])]
+                others.append(float(judge.gaps(request["prompt"], answer["tokens"][at - 2]).mean()))
     return torch.cat(errors or own), gaps, sorted(others)[len(others) // 2]
 
 

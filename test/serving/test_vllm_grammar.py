@@ -177,16 +177,16 @@ def drawn_schema(draw: random.Random, depth: int = 2) -> dict[str, Any]:
 
 def drawn_object(draw: random.Random, depth: int = 2) -> dict[str, Any]:
     names = draw.sample(["a", "b", "city", "two words", "ü", "n"], draw.randrange(1, 4))
-    made = {"type": "object", "properties": {name: drawn_schema(draw, depth) for name in names}}
-    made["required"] = names[: draw.randrange(len(names) + 1)]
-    return made | ({"additionalProperties": False} if draw.random() < 0.5 else {})
+    schema = {"type": "object", "properties": {name: drawn_schema(draw, depth) for name in names}}
+    schema["required"] = names[: draw.randrange(len(names) + 1)]
+    return schema | ({"additionalProperties": False} if draw.random() < 0.5 else {})
 
 
 def asked(through_vllm: Any, draw: random.Random, choice: str) -> Any:
     """A request of one of the choices, for two tools of drawn schemas."""
     tools = [tool(name) for name in ("look", "run-it")]
-    for one in tools:
-        one["function"] |= {"parameters": drawn_object(draw)} | ({"strict": True} if choice == "auto" else {})
+    for definition in tools:
+        definition["function"] |= {"parameters": drawn_object(draw)} | ({"strict": True} if choice == "auto" else {})
     named: Any = {"type": "function", "function": {"name": "run-it"}} if choice == "named" else choice
     return through_vllm.request(tools, tool_choice=named)
 
@@ -261,7 +261,7 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm:
             _, marker, section = text.partition(SECTION_BEGIN)
             assert marker and SECTION_BEGIN not in STRING.sub("", section), text
             assert message.tool_calls, text
-        schemas = {one.function.name: one.function.parameters for one in request.tools}
+        schemas = {definition.function.name: definition.function.parameters for definition in request.tools}
         for call in message.tool_calls:
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
             calls += 1
@@ -282,10 +282,10 @@ def test_what_no_grammar_holds_is_said(
 ) -> None:
     """xgrammar's strings of bounded length have no escapes; other keywords vLLM itself names."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    one = tool("look")
-    one["function"]["parameters"] = parameters
+    definition = tool("look")
+    definition["function"]["parameters"] = parameters
     for asked_twice in (False, True):
-        request = through_vllm.request([one], tool_choice="required")
+        request = through_vllm.request([definition], tool_choice="required")
         with caplog.at_level("WARNING", "vllm.kimi_k2"):
             parsers(through_vllm, request, "closed")
         assert (said in caplog.text) == (not asked_twice or not said)

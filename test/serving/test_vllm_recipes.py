@@ -122,14 +122,14 @@ def plain(directory: Path) -> KimiK2ForCausalLM:
 def expected_of_adapters(directory: Path, job: list[dict[str, Any]]) -> list[list[int]]:
     """Greedy tokens of the plain model with a request's adapter merged, each request alone."""
     wanted: dict[int, list[int]] = {}
-    for adapter in {tuple(one.get("adapter") or ()) for one in job}:
+    for adapter in {tuple(request.get("adapter") or ()) for request in job}:
         model = plain(directory)
         if adapter:
             merge(model, Path(adapter[1]))
-        for number, one in enumerate(job):
-            if tuple(one.get("adapter") or ()) == adapter:
-                params = SamplingParams(one["new_tokens"], ignore_eos=True)
-                wanted[number] = generate(model, [one["prompt"]], params)[0]
+        for number, request in enumerate(job):
+            if tuple(request.get("adapter") or ()) == adapter:
+                params = SamplingParams(request["new_tokens"], ignore_eos=True)
+                wanted[number] = generate(model, [request["prompt"]], params)[0]
     return [wanted[number] for number in range(len(job))]
 
 
@@ -172,18 +172,18 @@ def shared_out(it: Deployment) -> None:
 def replicas(it: Deployment) -> None:
     """The second rank's requests come when the first has few left: in between each runs steps for the other's."""
     it.jobs = [requests(31 + rank, 4, new_tokens=32) for rank in range(2)]
-    for one in it.jobs[1]:
-        one["arrival"] += 45
+    for request in it.jobs[1]:
+        request["arrival"] += 45
     it.told["steps"] = 200
     it.options["distributed_executor_backend"] = "uni"
     it.usual = False
 
     def calls(answer: dict[str, Any], _: str) -> None:
-        made = sums(answer)
-        forwards = made["routed_experts"] // MOE_LAYERS
-        assert made["routed_experts"] == MOE_LAYERS * forwards > 64 * MOE_LAYERS
-        assert made["add_project"] == LAYERS * forwards or it.options.get("enable_lora")
-        assert made["routed_experts_with_shared"] == made["next_step"] == 0
+        counts = sums(answer)
+        forwards = counts["routed_experts"] // MOE_LAYERS
+        assert counts["routed_experts"] == MOE_LAYERS * forwards > 64 * MOE_LAYERS
+        assert counts["add_project"] == LAYERS * forwards or it.options.get("enable_lora")
+        assert counts["routed_experts_with_shared"] == counts["next_step"] == 0
 
     it.proofs.append(calls)
 
@@ -198,8 +198,8 @@ def one_left(it: Deployment) -> None:
     """The first prompt, before any other comes, is as many tokens as a step takes, and one."""
     parts(it)
     it.job[0]["prompt"] = (it.job[0]["prompt"] * 17)[: it.options["max_num_batched_tokens"] + 1]
-    for one in it.job[1:]:
-        one["arrival"] += 4
+    for request in it.job[1:]:
+        request["arrival"] += 4
 
 
 def prefixes(it: Deployment) -> None:
@@ -240,17 +240,17 @@ def adapters(it: Deployment) -> None:
         write_adapter(model, it.out / "some", 4, 2, experts=False),
     ]
     for start, job in enumerate(it.jobs):
-        for number, one in enumerate(job):
+        for number, request in enumerate(job):
             if which := (number if start == 0 else -number) % 3:
-                one["adapter"] = [which, str(both[which - 1])]
+                request["adapter"] = [which, str(both[which - 1])]
     if not several:
         it.job[-1]["arrival"] += 200  # the last, which has none, by itself
     it.wanted = lambda model: expected_of_adapters(model, it.job)
 
     def obeyed(answer: dict[str, Any], _: str) -> None:
-        made = sums(answer)
+        counts = sums(answer)
         # The fused one where no token has an adapter.
-        assert made["absorb_and_store"] > made["query_and_entry"] > 0 or several or not any(made.values())
+        assert counts["absorb_and_store"] > counts["query_and_entry"] > 0 or several or not any(counts.values())
         base = expected(it.plain, "float32", it.job)
         same = [token == other for token, other in zip(answer["tokens"], base, strict=True)]
         assert same == [not number % 3 for number in range(len(same))]
@@ -264,18 +264,18 @@ def drafted(it: Deployment, method: str, **about: Any) -> None:
     it.options["speculative_config"] = {"method": method, "num_speculative_tokens": DRAFTS, **about}
 
     def calls(answer: dict[str, Any], _: str) -> None:
-        made = sums(answer)
+        counts = sums(answer)
         assert 0 < answer["accepted"] <= answer["draft"] - it.alone  # alone some are refused
-        assert not any(made.values()) or made["mla_decode"] > (3 if it.alone else 1) * answer["steps"] / 2
-        assert made["next_step"] == 0
+        assert not any(counts.values()) or counts["mla_decode"] > (3 if it.alone else 1) * answer["steps"] / 2
+        assert counts["next_step"] == 0
 
     it.proofs.append(calls)
 
 
 def ngram(it: Deployment) -> None:
     """Prompts that repeat themselves; alone they come in parts, and behind cached prefixes."""
-    for one in it.job:
-        one["prompt"] = (one["prompt"][:20] * 4)[:60]
+    for request in it.job:
+        request["prompt"] = (request["prompt"][:20] * 4)[:60]
     drafted(it, "ngram", prompt_lookup_max=3, prompt_lookup_min=1)
     if it.alone:
         prefixes(it)
@@ -293,7 +293,7 @@ def eagle3(it: Deployment, form: Form | Literal["dflash"] = "llama") -> None:
 
     But for an MLA head prompts come in parts; vLLM's MLA on a CPU takes them whole.
     """
-    longer = [{**one, "new_tokens": one["new_tokens"] + DRAFTS} for one in it.job]
+    longer = [{**request, "new_tokens": request["new_tokens"] + DRAFTS} for request in it.job]
     wanted, target = expected(it.plain, "float32", longer), plain(it.plain)
     if form == "dflash":
         behind = write_dflash_head(it.out / "head", target, wanted)
@@ -321,7 +321,7 @@ def eagle3(it: Deployment, form: Form | Literal["dflash"] = "llama") -> None:
             assert answer["verified"] > answer["steps"] / 2
             assert answer["accepted"] > answer["draft"] / 20
             every = zip(wanted, it.job, strict=True)
-            assert answer["accepted"] == sum(taken(tokens, one["new_tokens"]) for tokens, one in every)
+            assert answer["accepted"] == sum(taken(tokens, request["new_tokens"]) for tokens, request in every)
 
     it.proofs.append(accepted)
 
@@ -340,8 +340,8 @@ def structured(it: Deployment) -> None:
 
     Requests are preempted meanwhile.
     """
-    for one in it.job[::2]:
-        one["sampling"] = {"structured_outputs": {"regex": REGEX}}
+    for request in it.job[::2]:
+        request["sampling"] = {"structured_outputs": {"regex": REGEX}}
     it.told["parts"] = True
     it.options |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 64, "block_size": 32}
     it.options["num_gpu_blocks_override"] = 14  # so few that some are taken back
@@ -375,7 +375,7 @@ def invariant(it: Deployment) -> None:
     it.usual = False
     it.job[0]["prompt"] = (it.job[0]["prompt"] * 25)[:25]  # 24, then one
     it.job[1]["prompt"] = it.job[1]["prompt"][:1]
-    apart = [{**one, "arrival": 70 * number} for number, one in enumerate(it.job)]
+    apart = [{**request, "arrival": 70 * number} for number, request in enumerate(it.job)]
     by_itself, _ = serve(it.model, it.dtype, apart, it.out, environment=it.environment)
     it.told["parts"] = True
     it.options |= {"max_num_batched_tokens": 24, "enable_prefix_caching": True}
@@ -450,8 +450,8 @@ def pieces(it: Deployment, run: int = 0) -> None:
     trial, or of its record.
     """
     it.options["worker_extension_cls"], it.usual = f"in_workers.Piece{run}", False
-    for one in it.job:
-        one["arrival"] = 0
+    for request in it.job:
+        request["arrival"] = 0
 
     def replayed(answer: dict[str, Any], log: str) -> None:
         count = log.count("a step with prompts is replayed")
@@ -469,8 +469,8 @@ def sampled(it: Deployment) -> None:
     """
     few_pages(it)
     del it.told["parts"]
-    for at, one in enumerate(it.job):
-        one["sampling"] = SAMPLING[at % len(SAMPLING)]
+    for at, request in enumerate(it.job):
+        request["sampling"] = SAMPLING[at % len(SAMPLING)]
     ((theirs, said),) = it.serve(KIMI_K2_VLLM_DECODE_GRAPHS="0")
     assert "decode steps are prepared by vLLM" in said and theirs["calls"]["next_step"]["plain"] == 0
     it.says("decode steps are prepared by vLLM", said=False)
@@ -487,16 +487,16 @@ def sampled(it: Deployment) -> None:
 
 def processors(it: Deployment) -> None:
     """Tokens that a user's logits processor forces, with the plain model's log-probabilities."""
-    wanted = [[it.draw.randrange(512) for _ in range(one["new_tokens"])] for one in it.job]
-    for one, tokens in zip(it.job, wanted, strict=True):
-        one["sampling"] = forced(tokens)
+    wanted = [[it.draw.randrange(512) for _ in range(request["new_tokens"])] for request in it.job]
+    for request, tokens in zip(it.job, wanted, strict=True):
+        request["sampling"] = forced(tokens)
     it.options["logits_processors"] = PROCESSORS
     it.wanted = lambda _: wanted
 
     def near(answer: dict[str, Any], _: str) -> None:
         judge = Judge(it.plain)
-        for one, tokens, said in zip(it.job, wanted, answer["logprobs"], strict=True):
-            assert float(judge.errors(one["prompt"], tokens, said).max()) < 1e-4
+        for request, tokens, said in zip(it.job, wanted, answer["logprobs"], strict=True):
+            assert float(judge.errors(request["prompt"], tokens, said).max()) < 1e-4
 
     it.proofs.append(near)
 
@@ -524,9 +524,9 @@ def routed(it: Deployment) -> None:
         it.options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
         ((theirs, log),) = it.serve(**STOCK)
         assert "kimi-k2" not in log and theirs["tokens"] == answer["tokens"]
-        for one, ours, stocks in zip(it.job, answer["routed"], theirs["routed"], strict=True):
+        for request, ours, stocks in zip(it.job, answer["routed"], theirs["routed"], strict=True):
             chosen = torch.tensor(ours).sort(-1).values
-            assert chosen.shape[:2] == (len(one["prompt"]) + one["new_tokens"] - 1, LAYERS)
+            assert chosen.shape[:2] == (len(request["prompt"]) + request["new_tokens"] - 1, LAYERS)
             assert torch.equal(chosen, torch.tensor(stocks).sort(-1).values)
             assert not chosen[:, : LAYERS - MOE_LAYERS].any() and (chosen[:, -MOE_LAYERS:].diff() > 0).all()
 
@@ -652,8 +652,8 @@ def models(checkpoints: dict[str, Path], wide: Path, tmp_path_factory: pytest.Te
             else:
                 scheme = {"type": "float", "num_bits": 8, "strategy": "tensor"}
                 raw["quantization_config"]["kv_cache_scheme"] = scheme
-            made = changed(name, of, raw)
-            return made, made if name == "scheme" else of
+            variant = changed(name, of, raw)
+            return variant, variant if name == "scheme" else of
         else:
             directory = {**checkpoints, "wide": wide}[name]
         return directory, directory
@@ -663,18 +663,19 @@ def models(checkpoints: dict[str, Path], wide: Path, tmp_path_factory: pytest.Te
 
 def check_calls(it: Deployment, answer: dict[str, Any]) -> None:
     """Our operations ran, all plain: each layer's as often as there were forward passes."""
-    made = sums(answer)
+    counts = sums(answer)
     if it.ranks > 1:
         return
     assert all(entry == "plain" for entries in answer["calls"].values() for entry, count in entries.items() if count)
-    assert made["mla_decode"] == made["value_rows"] > 0 < made["float32_linear"]
-    assert (made["mla_naive_attention"] + made["mla_absorbed_attention"] == 0) == ("elsewhere" in it.told)  # prompts
+    assert counts["mla_decode"] == counts["value_rows"] > 0 < counts["float32_linear"]
+    prompts = counts["mla_naive_attention"] + counts["mla_absorbed_attention"]
+    assert (prompts == 0) == ("elsewhere" in it.told)
     if it.usual:
-        forwards, rest = divmod(made["add_project"], LAYERS)
+        forwards, rest = divmod(counts["add_project"], LAYERS)
         assert rest == 0 and forwards >= it.job[0]["new_tokens"]
-        assert made["add_norm_route"] == made["routed_experts_with_shared"] == MOE_LAYERS * forwards
+        assert counts["add_norm_route"] == counts["routed_experts_with_shared"] == MOE_LAYERS * forwards
         # Most steps only carry on with the batch of the step before.
-        assert not it.alone or forwards / 2 < made["next_step"] < forwards
+        assert not it.alone or forwards / 2 < counts["next_step"] < forwards
 
 
 def check_logprobs(it: Deployment, answer: dict[str, Any]) -> None:
@@ -684,10 +685,10 @@ def check_logprobs(it: Deployment, answer: dict[str, Any]) -> None:
     """
     judge, rounded = Judge(it.plain), Judge(it.plain, getattr(torch, it.dtype))
     served, own = [], []
-    for one, tokens, said in zip(it.job, answer["tokens"], answer["logprobs"], strict=True):
-        in_16_bits = rounded.logprobs(one["prompt"], tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        served.append(judge.errors(one["prompt"], tokens, said))
-        own.append(judge.errors(one["prompt"], tokens, in_16_bits.tolist()))
+    for request, tokens, said in zip(it.job, answer["tokens"], answer["logprobs"], strict=True):
+        in_16_bits = rounded.logprobs(request["prompt"], tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        served.append(judge.errors(request["prompt"], tokens, said))
+        own.append(judge.errors(request["prompt"], tokens, in_16_bits.tolist()))
     assert float(torch.cat(served).mean()) < 1.5 * float(torch.cat(own).mean()) < 0.1
 
 
@@ -711,15 +712,15 @@ def test_row(row: Row, models: Models, tmp_path: Path) -> None:
     except AssertionError as error:
         with pytest.raises(AssertionError) as without:
             it.serve(**STOCK)
-        ours, theirs = ({*re.findall(r"\w+Error: .*", str(one))} for one in (error, without.value))
+        ours, theirs = ({*re.findall(r"\w+Error: .*", str(raised))} for raised in (error, without.value))
         same = {line for line in ours & theirs if "root cause above" not in line}
         assert same, error
         pytest.skip(f"vLLM does not start: {same}")
     reasons = {reason for _, log in served for reason in re.findall(f"{LEFT_TO_STOCK}(.*)", log)}
     print(f"\n{name_of(row)}: {reasons or 'ours'}", flush=True)
     assert (name == "mtp") == any("num_nextn_predict_layers" in reason for reason in reasons)
-    for one, (answer, log) in zip(it.jobs, served, strict=True):
-        it.jobs = [one]
+    for job, (answer, log) in zip(it.jobs, served, strict=True):
+        it.jobs = [job]
         check(it, answer, log, ours=not reasons)
     assert len({tuple(answer["calls"]["routed_experts"].items()) for answer, _ in served}) == 1  # in step
 

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kimi_k2.config import KimiK2Config
@@ -66,14 +66,14 @@ def gpu_lengths(
         DoesNotFitError: the weights, or as many tokens beside them, do not fit; how many such GPUs would hold them.
     """
     heads = config.num_attention_heads
-    divisors = [one for one in range(min(gpus, heads), 0, -1) if heads % one == 0]
+    divisors = [count for count in range(min(gpus, heads), 0, -1) if heads % count == 0]
     ranks, tokens = next(
         (divisor, room) for divisor in divisors if (room := _tokens(config, divisor, memory, experts)) is not None
     )
     wanted = asked or STEP
     if tokens < wanted:
-        wider = (one for one in range(ranks + 1, heads + 1) if heads % one == 0)
-        enough = next((one for one in wider if (_tokens(config, one, memory, experts) or 0) >= wanted), None)
+        wider = (count for count in range(ranks + 1, heads + 1) if heads % count == 0)
+        enough = next((count for count in wider if (_tokens(config, count, memory, experts) or 0) >= wanted), None)
         hint = f"{enough} such GPUs would hold them" if enough else "no number of such GPUs holds them"
         raise DoesNotFitError(
             f"{ranks} GPUs of {memory / 1e9:.0f} GB: weights and {wanted:,} tokens of cache do not fit; {hint}"
@@ -102,7 +102,6 @@ def vllm_command(
     max_model_len: int | None = None,
     preset: str = "trn2-tp32-ep2",
     compiled: Path | None = None,
-    compiling: bool = False,
     experts: str = STORED,
     extra: Sequence[str] = (),
 ) -> Command:
@@ -115,7 +114,6 @@ def vllm_command(
         max_model_len: tokens a sequence; None for what fits.
         preset: deployment (neuron).
         compiled: what `compile` wrote for it (neuron).
-        compiling: write that, on a machine without a Neuron device (vllm-neuron's torch-native line).
         experts: what routed experts are held in, `stored` or `w2_bf16` (not neuron).
         extra: flags of vLLM's own behind ours, of which the last of a name counts.
 
@@ -151,7 +149,7 @@ def vllm_command(
         if compiled is not None:
             environment = {"NEURON_COMPILED_ARTIFACTS": str(compiled)}
             if line is not None:
-                environment = {"NEURON_LIBTORCH_REMOTE_CACHE": str(compiled)} | (COMPILING if compiling else COMPILED)
+                environment = {"NEURON_LIBTORCH_REMOTE_CACHE": str(compiled)} | COMPILED
     elif backend == "cuda":
         ranks, length = gpu_lengths(config, *gpus, max_model_len, experts)
         flags += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(length)]
@@ -161,6 +159,13 @@ def vllm_command(
     elif max_model_len is not None:
         flags += ["--max-model-len", str(max_model_len)]
     return Command([*_program(), str(checkpoint), *flags, *extra], environment)
+
+
+def compile_command(checkpoint: Path, preset: str, out: Path) -> Command:
+    """Likewise, to write `out` on a machine without a Neuron device, for a preset of the torch-native line."""
+    command = vllm_command(checkpoint, "neuron", preset=preset, compiled=out)
+    kept = {name: value for name, value in command.environment.items() if name not in COMPILED}
+    return replace(command, environment=kept | COMPILING)
 
 
 def _program() -> list[str]:

@@ -99,9 +99,9 @@ def compile_model(
 
 def _compile_by_vllm(model: str, preset: str, out: Path, *, dry_run: bool) -> None:
     from kimi_k2.neuron import compile as job
-    from kimi_k2.serving.command import vllm_command
+    from kimi_k2.serving.command import compile_command
 
-    command = vllm_command(Path(model), "neuron", preset=preset, compiled=out, compiling=True)
+    command = compile_command(Path(model), preset, out)
     say(command.line)
     if not dry_run:
         job.check_sdk("vllm-neuron")

@@ -172,13 +172,13 @@ class AdaptedStep(LayerStep):
         """See `LayerStep`."""
         if not self.adapters.active:
             return super().feed_forward(x, routing)
-        made = None
+        dense = None
         if self.dense is not None:
             gate_up, down = self.dense
-            made = self._project(silu_and_mul(self._project(x, gate_up, "gate_up")), down, "down")
+            dense = self._project(silu_and_mul(self._project(x, gate_up, "gate_up")), down, "down")
         if self.moe is None or self.experts is None:
-            assert made is not None
-            return made
+            assert dense is not None
+            return dense
         indices, weights = routing or self.moe.gate(x)
         routed = self.routed_sum(x, indices, weights)
         rows = [row for row, slot in enumerate(self.adapters.host) if slot in self.touched]
@@ -186,7 +186,7 @@ class AdaptedStep(LayerStep):
             some = torch.tensor(rows, device=x.device)
             mask = self.adapters.mask(len(x), x.dtype)[some]
             routed[some] = self._adapted(x[some], mask, indices[some], weights[some])
-        return routed if made is None else routed + made
+        return routed if dense is None else routed + dense
 
     def _adapted(self, x: Tensor, mask: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The routed experts' sum with what adapters add inside each expert."""

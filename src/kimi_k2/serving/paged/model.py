@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,21 +40,37 @@ class Held(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a model.
+
+    Attributes:
+        layout: how the ranks share it.
+        rank: this one, among all.
+        group: the process group of the ranks of a replica.
+        exchange: of tokens among replicas, where the layout has some.
+        layers: those of a pipeline's stage, which holds embedding and head besides; None for all.
+        redundant: routed experts of a layer that are held beside the model's.
+    """
+
+    layout: Layout
+    rank: int
+    group: torch.distributed.ProcessGroup
+    exchange: Exchange | None = None
+    layers: range | None = None
+    redundant: int = 0
+
+
 class PagedModel:
     """The model of one rank.
 
     Args:
         config: of the language model.
-        layout: how the ranks share it.
-        rank: this one, among all.
-        group: the process group of the ranks of a replica.
-        held: the cache of each layer.
+        share: of the rank.
+        held: the cache of each layer that it has.
         positions: that a step can ask for.
         dtype: of what no format quantizes.
         device: of the weights.
-        exchange: of tokens among replicas, where the layout has some.
-        layers: those of a pipeline's stage, whose caches are `held`; every stage holds embedding and head. None is all.
-        redundant: routed experts of a layer that are held beside the model's.
 
     Attributes:
         places: by layer where its experts are held, if not by their own numbers; before the layers are made.
@@ -63,28 +79,25 @@ class PagedModel:
     def __init__(
         self,
         config: KimiK2Config,
-        layout: Layout,
-        rank: int,
-        group: torch.distributed.ProcessGroup,
+        share: Share,
         held: Sequence[Held],
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        exchange: Exchange | None = None,
-        layers: range | None = None,
-        redundant: int = 0,
     ) -> None:
+        layout, rank, layers = share.layout, share.rank, share.layers
         held_config = held_by_ranks(config, layout)
         with torch.device("meta"):
             plain = KimiK2ForCausalLM(held_config, dtype=dtype, keep_quantized=True)
         self.layers = layers or range(config.num_hidden_layers)
-        options = {"device": device, "group": group, "layers": layers, "redundant": redundant}
-        self.plain = parallelize(plain, layout, rank, **options).eval()  # type: ignore[arg-type]
+        self.plain = parallelize(
+            plain, layout, rank, device=device, group=share.group, layers=layers, redundant=share.redundant
+        ).eval()
         for number in set(range(config.num_hidden_layers)).difference(self.layers):
             self.plain.model.layers[number] = nn.Identity()
         self.loader = RankLoader(self.plain, replace(make_plan(held_config, layout), config=config), rank, layers)
-        self.group, self.held, self.positions = group, held, positions
-        self.reduce, self.exchange = AllReduce(group, layout.dense > 1), exchange
+        self.group, self.held, self.positions = share.group, held, positions
+        self.reduce, self.exchange = AllReduce(share.group, layout.dense > 1), share.exchange
         self.places: Mapping[int, Place] = {}
         self.make_step: Callable[[DecoderLayer, int], LayerStep] = self._make_step
         self._steps: list[LayerStep] | None = None
@@ -168,12 +181,12 @@ class PagedModel:
         batch = self.held[0].batch()
         if batch is None:
             return None
-        made = replace(batch, rotation=(cos, sin))
-        if made.decodes:
-            lengths, table = made.single.seq_lens, made.single.block_table
-            heads = len(self.steps[0].w_uk) * (1 if made.spread is None else made.spread.ranks)
-            made.plan = attention_plan(lengths, self.held[0].cache, heads, table)
-        return made
+        step = replace(batch, rotation=(cos, sin))
+        if step.decodes:
+            lengths, table = step.single.seq_lens, step.single.block_table
+            heads = len(self.steps[0].w_uk) * (1 if step.spread is None else step.spread.ranks)
+            step.plan = attention_plan(lengths, self.held[0].cache, heads, table)
+        return step
 
     def run(self, x: Tensor, batch: Batch | None, states: HiddenStates | None = None) -> Tensor:
         """Embedded new tokens [T, H] to normed hidden states [T, H]; `states` sees those between layers."""

@@ -79,7 +79,7 @@ def refusal_of_format(quantization: StoredFormat | None) -> str | None:
     if quantization is None or isinstance(quantization, (Fp8BlockFormat, *FOUR_BIT_FLOATS)):
         return None
     if isinstance(quantization, Int4GroupFormat):
-        size, known = quantization.group_size, sorted(one.group for one in FORMATS if one.scale == INT4.scale)
+        size, known = quantization.group_size, sorted(stored.group for stored in FORMATS if stored.scale == INT4.scale)
         return None if size in known else f"INT4 in groups of {size}; our kernels read groups of {known}"
     return f"weights stored as {quantization.name}, which our loader in an engine does not take"
 

@@ -90,9 +90,9 @@ class RankLoader:
             return
         for name, planned in self.planned.items():
             # Experts come one by one, gate and up apart.
-            parts = len(self.held(planned)) * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
-            if self.filled[name] < parts:
-                raise MissingTensorError(f"{self.filled[name]} of {parts} parts came", tensor=name)
+            expected = len(self.held(planned)) * (2 if "gate_up_proj" in name else 1) if ".experts." in name else 1
+            if self.filled[name] < expected:
+                raise MissingTensorError(f"{self.filled[name]} of {expected} parts came", tensor=name)
         self.emptied = False
 
     def _whole(self, name: str, tensor: Tensor, source: StoredFormat, dtype: torch.dtype) -> Tensor | None:
@@ -113,15 +113,15 @@ class RankLoader:
         tensor: Tensor = getattr(self.model.get_submodule(module), suffix)
         return tensor
 
-    def _copy(self, name: str, target: Tensor, part: Tensor, planned: str) -> None:
-        if target.shape != part.shape:
-            raise TensorShapeError(f"is {list(part.shape)} on a rank, expected {list(target.shape)}", tensor=name)
+    def _copy(self, name: str, target: Tensor, values: Tensor, planned: str) -> None:
+        if target.shape != values.shape:
+            raise TensorShapeError(f"is {list(values.shape)} on a rank, expected {list(target.shape)}", tensor=name)
         # Rounding to another float is the engine's --dtype; anything else would be another number.
-        if target.dtype != part.dtype and not {target.dtype, part.dtype} <= FLOATS:
-            raise TensorDtypeError(f"is {part.dtype}, expected {target.dtype}", tensor=name)
+        if target.dtype != values.dtype and not {target.dtype, values.dtype} <= FLOATS:
+            raise TensorDtypeError(f"is {values.dtype}, expected {target.dtype}", tensor=name)
         if (layer := LAYER.match(name)) is not None:
             self.touched.add(int(layer[1]))
-        target.copy_(part)
+        target.copy_(values)
         self.filled[planned] += 1
 
     def _expert(self, name: str, tensor: Tensor, source: StoredFormat) -> None:
@@ -147,9 +147,9 @@ class RankLoader:
         rows = planned.shape[1] // (1 if match["proj"] == "down_proj" else 2)
         tensor = _in_rows(whole, (rows, *planned.shape[2:]))
         if planned.dim is not None:
-            dim, parts = planned.dim - 1, planned.parts
-            width = tensor.shape[dim] // parts
-            tensor = tensor.narrow(dim, self.rank % parts * width, width)
+            dim, ranks = planned.dim - 1, planned.parts
+            width = tensor.shape[dim] // ranks
+            tensor = tensor.narrow(dim, self.rank % ranks * width, width)
         for row in expert_rows:
             local = self._local(stacked)[row]
             half = local.shape[0] // 2

@@ -87,15 +87,15 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     def _by_token(self, step: Step) -> tuple[Tensor, Tensor]:
         """`seq_lens` and `pages` with a row for each new token of the decodes, then those of the prompts."""
         decodes, rows, seq_lens, pages = step.decodes, step.rows, step.seq_lens, step.pages
-        made = by_token(step.starts[: decodes + 1], seq_lens[:decodes], pages[:decodes], rows)
+        by_row = by_token(step.starts[: decodes + 1], seq_lens[:decodes], pages[:decodes], rows)
         if step.prompts:
-            return torch.cat((made[0], seq_lens[decodes:])), torch.cat((made[1], pages[decodes:]))
+            return torch.cat((by_row[0], seq_lens[decodes:])), torch.cat((by_row[1], pages[decodes:]))
         if rows > self._captured:
-            return made
+            return by_row
         if self._held is None:  # at an address that CUDA graphs know
             self._held = seq_lens.new_zeros(self._captured), pages.new_zeros(self._captured, pages.shape[1])
-        for buffer, one in zip(self._held, made, strict=True):
-            buffer[:rows].copy_(one)
+        for buffer, tensor in zip(self._held, by_row, strict=True):
+            buffer[:rows].copy_(tensor)
         return self._held[0][:rows], self._held[1][:rows]
 
 
@@ -161,11 +161,8 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, name: str, cache_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.name, self.cache_dim, self.dtype = name, cache_dim, dtype
-        self.kv_cache: Any = torch.tensor([])
-        entered = Deployment(vllm_config).layers
-        if name in entered:
-            raise ValueError(f"two layers are called {name}")
-        entered[name] = self
+        self.kv_cache = torch.tensor([])
+        Deployment(vllm_config).layers[name] = self
 
     @property
     def impl(self) -> LatentAttention:
@@ -184,10 +181,8 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
     @property
     def cache(self) -> Tensor:
-        """[pages, slots a page, cache_dim]; a view, whatever the version of vLLM makes of it."""
-        kv_cache = self.kv_cache[0] if isinstance(self.kv_cache, (list, tuple)) else self.kv_cache
-        tensor: Tensor = kv_cache
-        return tensor.squeeze(1) if tensor.dim() == 4 else tensor
+        """[pages, slots a page, cache_dim]; some versions of vLLM have a dimension of heads."""
+        return self.kv_cache.squeeze(1) if self.kv_cache.dim() == 4 else self.kv_cache
 
     def batch(self) -> Batch | None:
         """What this step computes; None while vLLM measures memory."""

@@ -80,7 +80,7 @@ class DecodeSteps:
         size, new = self.size(len(rows)), len(rows) * self.runner.width
         self._begin(self.runner.advance(scheduled, rows), size)
         hidden, logits, *aux = (self._replays.get(size) or self._work(size))()
-        self.runner.leave(scheduled, logits[:new], hidden[:new], [one[:new] for one in aux])
+        self.runner.leave(scheduled, logits[:new], hidden[:new], [state[:new] for state in aux])
         self._follow(scheduled, size, aux)
 
     def _begin(self, computed: Tensor | None, size: int) -> None:
@@ -104,17 +104,17 @@ class DecodeSteps:
         """The model's hidden states of a batch, logits, and the states that a draft's head wants."""
         metadata = {layer.name: batch for layer in self.model.held}
         with self.runner.context(metadata, len(ids)):
-            made = self.model(input_ids=ids, positions=positions)
-        hidden, aux = made if isinstance(made, tuple) else (made, [])
+            output = self.model(input_ids=ids, positions=positions)
+        hidden, aux = output if isinstance(output, tuple) else (output, [])
         return hidden, self.model.compute_logits(hidden), *aux
 
 
-def replaying(replay: Callable[[], Any], made: tuple[Tensor, ...]) -> Forward:
+def replaying(replay: Callable[[], Any], tensors: tuple[Tensor, ...]) -> Forward:
     """What repeats a step, and gives what it makes."""
 
     def again() -> tuple[Tensor, ...]:
         replay()
-        return made
+        return tensors
 
     return again
 

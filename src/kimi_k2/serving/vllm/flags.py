@@ -148,10 +148,10 @@ def _changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
         return
     usual = _parts(default) or {}
-    for part, one in parts.items():
+    for part, current in parts.items():
         other = usual.get(part)
-        if one is not None and one is not other and one != other:
-            yield f"{name}.{part}", one
+        if current is not None and current is not other and current != other:
+            yield f"{name}.{part}", current
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:

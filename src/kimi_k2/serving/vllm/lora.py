@@ -45,7 +45,7 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
     def set_mapping(self, punica_wrapper: Any) -> None:
         """Called of every site that adapters may touch, before the first."""
         super().set_mapping(punica_wrapper)
-        self.made = [self.loras.empty(self.planned(place), *size) for place, size in enumerate(self.sizes)]
+        self.made = [self.loras.empty(self.planned(number), *size) for number, size in enumerate(self.sizes)]
         # What vLLM makes its empty adapters by: whole sizes, without memory.
         shapes = [(self.loras.slots, self.loras.rank, columns) for _, columns in self.sizes]
         self.lora_a_stacked = tuple(torch.empty(shape, dtype=self.loras.dtype, device="meta") for shape in shapes)
@@ -53,10 +53,10 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
         self.lora_b_stacked = tuple(torch.empty(shape, dtype=self.loras.dtype, device="meta") for shape in shapes)
         self.loras.wrapper = punica_wrapper
 
-    def planned(self, place: int) -> PlannedTensor:
+    def planned(self, number: int) -> PlannedTensor:
         """How ranks share a projection."""
         names = self.loras.paged.loader.planned
-        projection = "down_proj" if PROJECTIONS[place] == "down_proj" else "gate_up_proj"
+        projection = "down_proj" if PROJECTIONS[number] == "down_proj" else "gate_up_proj"
         target = f"{self.name}.{projection if self.name.endswith(EXPERTS) else 'weight'}"
         return next(tensor for name, tensor in names.items() if name.startswith(target))
 
@@ -68,17 +68,17 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
         """
         several = isinstance(lora_a, list)
         pairs = zip(lora_a, lora_b, strict=True) if several else [(lora_a, lora_b)]
-        for place, (a, b) in enumerate(pairs):
+        for number, (a, b) in enumerate(pairs):
             if a is None or b is None:
-                self.made[place].put(index, None, None)
+                self.made[number].put(index, None, None)
                 continue
-            rows, columns = self.sizes[place]
+            rows, columns = self.sizes[number]
             if a.shape[-1] != columns or b.shape[-2] != rows:
                 raise TensorShapeError(
                     f"lora_A and lora_B are {list(a.shape)} and {list(b.shape)}, of a linear [{rows}, {columns}]",
                     tensor=self.name,
                 )
-            self.made[place].put(index, *self.loras.local(self.planned(place), a, b))
+            self.made[number].put(index, *self.loras.local(self.planned(number), a, b))
         self.touched.add(index)
         if several and any(
             a is not None and a.dim() == 2 for a in lora_a
@@ -88,8 +88,8 @@ class _Site(LinearBase, BaseLayerWithLoRA):  # type: ignore[misc]  # vLLM has no
     def reset_lora(self, index: int) -> None:
         """An adapter that does not touch this."""
         self.touched.discard(index)
-        for one in self.made:
-            one.put(index, None, None)
+        for matrices in self.made:
+            matrices.put(index, None, None)
 
 
 class Loras:
@@ -133,8 +133,8 @@ class Loras:
         a, b = self.local(planned, a, b)
         experts = [len(planned.experts_of(self.paged.loader.rank))] if _of_experts(planned) else []
         shape = [self.slots, *experts, self.rank]
-        made = (torch.zeros(*shape, size, dtype=self.dtype, device=device) for size in (a.shape[-1], b.shape[-2]))
-        return LowRank(*made)
+        factors = (torch.zeros(*shape, size, dtype=self.dtype, device=device) for size in (a.shape[-1], b.shape[-2]))
+        return LowRank(*factors)
 
     def local(self, planned: PlannedTensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of A [..., r, K] and B [..., N, r]."""
@@ -176,10 +176,10 @@ def _of_experts(planned: PlannedTensor) -> bool:
 
 def _put(root: nn.Module, name: str, site: nn.Module) -> None:
     *path, last = name.split(".")
-    for part in path:
+    for child in path:
         children = dict(root.named_children())
-        if part not in children:
-            children[part] = nn.ModuleDict()  # vLLM counts layers
-            root.add_module(part, children[part])
-        root = children[part]
+        if child not in children:
+            children[child] = nn.ModuleDict()  # vLLM counts layers
+            root.add_module(child, children[child])
+        root = children[child]
     root.add_module(last, site)

@@ -14,7 +14,7 @@ from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
-from kimi_k2.serving.paged.model import Held, PagedModel, started
+from kimi_k2.serving.paged.model import Held, PagedModel, Share, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.vllm.adapter import (
     DeepseekV2ForCausalLM,
@@ -81,11 +81,14 @@ class _KimiK2:
             for number in stage
         )
         self.paged = PagedModel(
-            config, layout, replica * layout.dense + tp.rank, tp.on_device, cast(Sequence[Held], self.held),
+            config,
+            Share(
+                layout, replica * layout.dense + tp.rank, tp.on_device, Exchange() if layout.replicas > 1 else None,
+                stage if self._pp.size > 1 else None, redundant_experts(it),
+            ),
+            cast(Sequence[Held], self.held),
             # Positions that vLLM can ask for, its own trial runs included.
-            max(it.longest, it.most_tokens),
-            it.dtype, torch.get_default_device(), Exchange() if layout.replicas > 1 else None,
-            stage if self._pp.size > 1 else None, redundant_experts(it),
+            max(it.longest, it.most_tokens), it.dtype, torch.get_default_device(),
         )  # fmt: skip
         self.plain.batch_invariant = invariant()
         if it.balanced:
@@ -116,14 +119,14 @@ class _KimiK2:
     def _let_experts_be_moved(self) -> None:
         """Have what vLLM asks of a mixture of experts whose load it evens; see `balance`."""
         config = self.plain.config
-        places = {
+        placed = {
             number: Placed(moe.experts, config.n_routed_experts, config.num_experts_per_tok)
             for number, moe in self._mixtures()
         }
-        self.paged.places = places
-        self.paged.loader.held = lambda planned: places[planned.layer].held()
-        experts = next(iter(places.values())).experts
-        self.moe_layers, self.num_moe_layers = list(places.values()), len(places)
+        self.paged.places = placed
+        self.paged.loader.held = lambda planned: placed[planned.layer].held()
+        experts = next(iter(placed.values())).experts
+        self.moe_layers, self.num_moe_layers = list(placed.values()), len(placed)
         self.expert_weights: list[list[Tensor]] = []
         self.num_logical_experts = self.num_routed_experts = config.n_routed_experts
         self.num_physical_experts, self.num_local_physical_experts = experts.total_experts, experts.num_experts
@@ -148,8 +151,6 @@ class _KimiK2:
         """int64 [T] to [T, H]."""
         with self.plain.computing():
             return self.paged.embed(input_ids)
-
-    get_input_embeddings = embed_input_ids  # its name in older versions
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """In front of which layers a draft's head wants hidden states."""
@@ -219,10 +220,10 @@ class _KimiK2:
         # While vLLM measures memory, the graphs' counts as used beside the step's.
         reserved = self._record(x) if batch is None else None
         if batch is not None and self.plain.batch_invariant:
-            return torch.cat([self._phase(x[rows], part) for rows, part in batch.phases()])
+            return torch.cat([self._phase(x[rows], phase) for rows, phase in batch.phases()])
         graphs = None if batch is None else self._graphs_of(x, batch)
         if batch is not None and graphs is not None:
-            hidden_states = graphs(x, batch, [one.cache for one in self.paged.held], states)
+            hidden_states = graphs(x, batch, [layer.cache for layer in self.paged.held], states)
         else:
             x, delta = self.paged.through(x, delta, batch, states)
             if self._pp.rank < self._pp.size - 1:
@@ -239,7 +240,7 @@ class _KimiK2:
         """Normed hidden states of decodes alone, or of prompts alone, each kind by an arithmetic of its own."""
         graphs = self._graphs_of(x, batch)
         if graphs is not None:
-            return graphs(x, batch, [one.cache for one in self.paged.held])
+            return graphs(x, batch, [layer.cache for layer in self.paged.held])
         with self.plain.computing(decoding=not batch.chunks):
             return self.paged.run(x, batch)
 

@@ -104,14 +104,14 @@ class PromptGraphs:
     ) -> list[Recorded]:
         """The pieces of the first `layers` layers."""
         pieces: list[Recorded] = []
-        made: tuple[Tensor, ...] = (self.x[:width],)
+        outputs: tuple[Tensor, ...] = (self.x[:width],)
         for number in range(layers + 1):
-            again = record(partial(self._piece, width, layers, number, made[-1]))
+            again = record(partial(self._piece, width, layers, number, outputs[-1]))
             if pieces:  # what the piece before it made has been read now
-                pieces[-1] = pieces[-1]._replace(made=tuple(map(let_go, made)))
-            made = again.made
+                pieces[-1] = pieces[-1]._replace(made=tuple(map(let_go, outputs)))
+            outputs = again.made
             pieces.append(again)
-        return [*pieces[:-1], pieces[-1]._replace(made=tuple(map(let_go, made)))]
+        return [*pieces[:-1], pieces[-1]._replace(made=tuple(map(let_go, outputs)))]
 
     def _piece(self, width: int, layers: int, number: int, x: Tensor) -> tuple[Tensor, ...]:
         """What lies between two attentions: takes the residual; makes what the second takes, and the residual behind.
@@ -149,7 +149,7 @@ class PromptGraphs:
                 states.pass_by(number, residual[:tokens].clone())
             step.attend(qkv_a, (q, entries), batch, cache, self.values)
         pieces[-1].replay()
-        normed, last = (made[:tokens] for made in pieces[-1].made)
+        normed, last = (output[:tokens] for output in pieces[-1].made)
         if states is not None and len(self.steps) in wanted:
             states.pass_by(len(self.steps), last.clone())
         return normed

@@ -71,10 +71,10 @@ class KimiK2StreamReasoningParser(ParserEngineReasoningAdapter):  # type: ignore
         if self._handed_over is not None:
             ids, self._handed_over = self._handed_over, None
             return ids
-        for place, token in enumerate(input_ids):
+        for at, token in enumerate(input_ids):
             marker = self._markers.get(token)
             if marker in _ENDS:
-                return list(input_ids[place + (marker is Marker.THINK_END) :])
+                return list(input_ids[at + (marker is Marker.THINK_END) :])
         return []
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:

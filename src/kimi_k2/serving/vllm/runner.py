@@ -178,9 +178,9 @@ class Runner:
 
     def leave(self, scheduled: Any, logits: Tensor, hidden: Tensor, aux: Sequence[Tensor] = (), **others: Any) -> None:
         """What a step has made, for the runner's `sample_tokens`; `aux` is what a draft's head wants."""
-        made = {
+        state = {
             "scheduler_output": scheduled, "logits": logits, "hidden_states": hidden, "sample_hidden_states": hidden,
             "aux_hidden_states": list(aux) or None,
         }  # fmt: skip
-        self.of.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | made | others)
+        self.of.execute_model_state = ExecuteModelState(**dict.fromkeys(STATE) | state | others)
         self.of.kv_connector_output = None

@@ -71,9 +71,7 @@ def tokens_of_replicas() -> list[int]:
 
 def metadata_of(layer: str) -> Any:
     """What a builder made of this step for a layer; None while vLLM measures memory."""
-    metadata = get_forward_context().attn_metadata
-    metadata = metadata[0] if isinstance(metadata, list) else metadata
-    return metadata.get(layer) if isinstance(metadata, dict) else None
+    return (get_forward_context().attn_metadata or {}).get(layer)
 
 
 class Connector:

@@ -109,7 +109,7 @@ def _grammars_schema(name: str, schema: str) -> Any:
 def _without_lengths(schema: Any) -> Any:
     """Without bounds on strings: xgrammar then takes no escapes, so no line break or quote, but control characters."""
     if isinstance(schema, list):
-        return [_without_lengths(one) for one in schema]
+        return [_without_lengths(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {

@@ -128,7 +128,7 @@ class VerifyingRunner(Runner):
             "seq_lens_cpu_upper_bound": self.of.optimistic_seq_lens_cpu[:count],
             "is_prefilling": self._prefilling[:count],
         }  # fmt: skip
-        return CommonAttentionMetadata(**{name: one for name, one in said.items() if name in self._known})
+        return CommonAttentionMetadata(**{name: value for name, value in said.items() if name in self._known})
 
     def drafts_by(self, propose: Callable[..., Any] | None) -> Any:
         """Have the runner draft by a function, given what its own is given, which is returned; or by its own again."""

@@ -12,7 +12,7 @@ from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import attention_backends, get_model, get_parallel
 from torch import Tensor, nn
 
-from kimi_k2.serving.paged.model import PagedModel, started
+from kimi_k2.serving.paged.model import PagedModel, Share, started
 from kimi_k2.serving.paged.support import config_of
 from kimi_k2.serving.sglang.attention import PoolCache
 from kimi_k2.serving.sglang.support import ADDED, BACKEND, layout_of
@@ -54,12 +54,13 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         ours, parallel, dtype = config_of(config, ADDED), get_parallel(), torch.get_default_dtype()
         positions = max(ours.max_position_embeddings, get_model().context_length or 0)
         self.paged = PagedModel(
-            ours, layout_of(parallel), parallel.tp_rank, parallel.tp_group.device_group,
+            ours, Share(layout_of(parallel), parallel.tp_rank, parallel.tp_group.device_group),
             [PoolCache(number) for number in range(ours.num_hidden_layers)],
             positions, dtype, torch.get_default_device(),
         )  # fmt: skip
         self.plain = self.paged.plain
         self.logits_processor = LogitsProcessor(config)
+        self.logits_processor.use_fp32_lm_head = True  # as our own head: of a near tie no rounding decides
         if parallel.tp_rank == 0:
             logger.info("%s", started(self.plain, "SGLang", SGLANG_DOES))
 
