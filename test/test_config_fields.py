@@ -10,11 +10,12 @@ import pytest
 
 from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import Json
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.modules import names_module
 
 # What transformers 4.56 wrote into K2.5's text_config (ai-dynamo/aiconfigurator keeps a copy of NVIDIA's file).
-DUMPED: dict[str, Any] = {
+DUMPED: Json = {
     "_name_or_path": "", "add_cross_attention": False, "auto_map": {"AutoConfig": "x.Y"}, "bad_words_ids": None,
     "begin_suppress_tokens": None, "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None,
     "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False, "early_stopping": False,
@@ -32,7 +33,7 @@ DUMPED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def at(raw: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+def at(raw: Json, path: str) -> tuple[Json, str]:
     """The object that holds a dotted name, and the name's end."""
     *levels, last = path.split(".")
     for level in levels:
@@ -40,7 +41,7 @@ def at(raw: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
     return raw, last
 
 
-def changed(name: str, path: str, value: Any) -> dict[str, Any]:
+def changed(name: str, path: str, value: Any) -> Json:
     raw = raw_preset(name)
     holder, last = at(raw, path)
     holder[last] = value

@@ -27,6 +27,7 @@ from PIL import Image
 from typer.main import get_command
 
 from kimi_k2.cli import app
+from kimi_k2.files import Json
 
 ROOT = Path(__file__).parents[1]
 ShellCommands = Callable[[str], list[list[str]]]
@@ -61,18 +62,18 @@ def test_links(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tables() -> dict[str, Any]:
+def tables() -> Json:
     return runpy.run_path(str(ROOT / "scripts" / "tables.py"))
 
 
-def test_figures_are_as_recorded_and_computed(tables: dict[str, Any]) -> None:
+def test_figures_are_as_recorded_and_computed(tables: Json) -> None:
     """`python scripts/tables.py` after a change of docs/measured.json or of the planner."""
     for name, path in tables["documents"]().items():
         text = path.read_text(encoding="utf-8")
         assert text == tables["rendered"](text, name), name
 
 
-def test_pictures_are_as_planned_and_measured(tables: dict[str, Any]) -> None:
+def test_pictures_are_as_planned_and_measured(tables: Json) -> None:
     readme = README.read_text(encoding="utf-8")
     for name, drawing in tables["pictures"]().items():
         kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -82,7 +83,7 @@ def test_pictures_are_as_planned_and_measured(tables: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", *(path.name for path in DOCS if path.parent.name == "docs")])
-def test_a_figure_changed_by_hand_is_seen(name: str, tables: dict[str, Any]) -> None:
+def test_a_figure_changed_by_hand_is_seen(name: str, tables: Json) -> None:
     """Twenty drawn of all numbers outside commands, tables that are rendered among them."""
     text = tables["documents"]()[name].read_text(encoding="utf-8")
     found_under = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))["stated"][name]
@@ -349,7 +350,7 @@ def test_python_of_the_documents_runs(
     name: str, says: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny)
-    given: dict[str, Any] = {}
+    given: Json = {}
     exec(python_of(name, tiny), given)
     printed = capsys.readouterr().out
     assert bool(printed) == (not name.startswith("../src"))

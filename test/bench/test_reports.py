@@ -15,16 +15,17 @@ from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.render import HEADER, Ratio, compare, differing, overall, write_reports
 from kimi_k2.bench.results import Settings, load_results
 from kimi_k2.bench.sweep import run_sweep
+from kimi_k2.files import Json
 
 SETTINGS = Settings(model="tiny", backend="cpu", output_lengths=[3, 5], prompt_lengths=[4], batch_sizes=[1], runs=4)
 
 
 @pytest.fixture
-def results(backend: Any, clock: Any, tmp_path: Path) -> dict[str, Any]:
+def results(backend: Any, clock: Any, tmp_path: Path) -> Json:
     return run_sweep(SETTINGS, backend, tmp_path / "sweep.json", clock=clock)
 
 
-def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+def set_to(*path: Any, value: Any) -> Callable[[Json], None]:
     def change(content: Any) -> None:
         for key in path[:-1]:
             content = content[key]
@@ -53,9 +54,7 @@ def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (set_to("environment", value=None), "environment: Input should be a valid dictionary"),
     ],
 )
-def test_damaged_results_are_named(
-    results: dict[str, Any], tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str
-) -> None:
+def test_damaged_results_are_named(results: Json, tmp_path: Path, change: Callable[[Json], None], says: str) -> None:
     broken = copy.deepcopy(results)
     change(broken)
     path = tmp_path / "broken.json"
@@ -77,7 +76,7 @@ def test_garbage_is_a_clear_error(tmp_path: Path, content: str) -> None:
         load_results(tmp_path / "absent.json")
 
 
-def scaled(results: dict[str, Any], factors: list[float]) -> dict[str, Any]:
+def scaled(results: Json, factors: list[float]) -> Json:
     """The same sweep with run i's times multiplied by factors[i]."""
     other = copy.deepcopy(results)
     for cell in other["cells"]:
@@ -87,7 +86,7 @@ def scaled(results: dict[str, Any], factors: list[float]) -> dict[str, Any]:
     return other
 
 
-def test_a_real_difference_and_noise_are_told_apart(results: dict[str, Any]) -> None:
+def test_a_real_difference_and_noise_are_told_apart(results: Json) -> None:
     base = scaled(results, [1.0, 1.02, 0.98, 1.01])
     for ratio in compare(base, scaled(results, [0.5, 0.51, 0.49, 0.5])):
         assert ratio.ratio == pytest.approx(0.5 / 1.005)
@@ -116,7 +115,7 @@ def test_ratios_are_averaged_geometrically() -> None:
     assert overall([*ratios, Ratio(8, 1, 8, "ttft", 0.25, 0.25, 0.25)]) == pytest.approx({"tpot": 1, "ttft": 0.25})
 
 
-def test_comparison_names_what_differs_and_needs_common_cells(results: dict[str, Any], tmp_path: Path) -> None:
+def test_comparison_names_what_differs_and_needs_common_cells(results: Json, tmp_path: Path) -> None:
     other = copy.deepcopy(results)
     other["environment"]["torch_threads"] = 77
     assert [line for line in differing(results, other) if "torch_threads" in line]
@@ -130,7 +129,7 @@ def test_comparison_names_what_differs_and_needs_common_cells(results: dict[str,
         compare(results, other)
 
 
-def test_markdown_has_a_row_a_cell_and_the_plots(results: dict[str, Any], tmp_path: Path) -> None:
+def test_markdown_has_a_row_a_cell_and_the_plots(results: Json, tmp_path: Path) -> None:
     written = write_reports(results, tmp_path)
     assert [path.name for path in written] == ["sweep.md", "tpot.png", "ttft.png", "throughput.png"]
     text = written[0].read_text()

@@ -13,6 +13,7 @@ from command import kimi
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.tools import OUTCOMES, Endpoint, Outcome, judge, problem, read_outcomes, summarize, verify
+from kimi_k2.files import Json
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
           "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -20,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHE
          {"type": "function", "function": {"name": "now"}}]  # fmt: skip
 
 
-def call(name: str, arguments: str) -> dict[str, Any]:
+def call(name: str, arguments: str) -> Json:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -35,7 +36,7 @@ def test_problems(name: str, arguments: str, wrong: str | None) -> None:
     assert found is None if wrong is None else wrong in str(found)
 
 
-def answer(reason: str, *calls: dict[str, Any]) -> dict[str, Any]:
+def answer(reason: str, *calls: Json) -> Json:
     return {"choices": [{"finish_reason": reason, "message": {"content": None, "tool_calls": list(calls)}}]}
 
 

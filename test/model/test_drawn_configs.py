@@ -17,6 +17,7 @@ import torch
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import Json
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -61,8 +62,8 @@ EXTRA: dict[str, list[Any]] = {
 }
 
 
-def drawn_rope(random_: random.Random) -> dict[str, Any]:
-    rope: dict[str, Any] = {"type": "yarn", "original_max_position_embeddings": random_.choice([16, 64, 4096])}
+def drawn_rope(random_: random.Random) -> Json:
+    rope: Json = {"type": "yarn", "original_max_position_embeddings": random_.choice([16, 64, 4096])}
     rope["factor"] = random_.choice([1.0, 2.0, 32, 64.0, 0.5])
     choices: dict[str, list[Any]] = {
         "beta_fast": [1.0, 32.0, 0.3],
@@ -87,12 +88,12 @@ def drawn_rope(random_: random.Random) -> dict[str, Any]:
     return rope
 
 
-def drawn(seed: int) -> dict[str, Any]:
+def drawn(seed: int) -> Json:
     """A config.json of a model of two layers."""
     random_ = random.Random(seed)
     experts = random_.choice([4, 8])
     groups = random_.choice([1, 1, 2])
-    raw: dict[str, Any] = {
+    raw: Json = {
         "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": experts,
         "n_shared_experts": random_.choice([1, 1, 2]), "num_experts_per_tok": random_.choice([1, 2]),
@@ -117,7 +118,7 @@ def drawn(seed: int) -> dict[str, Any]:
     return raw
 
 
-def reference(raw: dict[str, Any], seed: int) -> Any:
+def reference(raw: Json, seed: int) -> Any:
     """transformers' model of random weights; None if it takes no such file."""
     torch.manual_seed(seed)
     try:

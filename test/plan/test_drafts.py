@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from command import kimi
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import Json
 from kimi_k2.plan.cost import decode_counts, roofline
 from kimi_k2.plan.deployment import load_target
 from kimi_k2.plan.drafts import Head
@@ -25,13 +26,13 @@ from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 MODEL, PRESET = "kimi-k2-instruct-0905", "trn2-tp32-ep2-nki-layers"
 
 
-def planned(*options: object) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(kimi("plan", MODEL, "--preset", PRESET, "--json", *options).stdout)
+def planned(*options: object) -> Json:
+    report: Json = json.loads(kimi("plan", MODEL, "--preset", PRESET, "--json", *options).stdout)
     return report
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
+def plain() -> Json:
     return planned()
 
 
@@ -60,7 +61,7 @@ def test_a_step_of_four_positions_reads_four_tokens_experts(checkpoints: dict[st
 
 
 @pytest.mark.parametrize("form", get_args(Form))
-def test_effective_tpot_adds_the_heads_runs(form: Form, plain: dict[str, Any]) -> None:
+def test_effective_tpot_adds_the_heads_runs(form: Form, plain: Json) -> None:
     report = planned("--draft", form)
     drafts = report["drafts"]
     assert plain["drafts"] is None
@@ -96,7 +97,7 @@ NCCOM = {
 PROFILE = {"summary": [{"hbm_read_bytes": 400, "hbm_write_bytes": 4 * 28.8, "dma_active_time": 1e-9, "total_time": 1}]}
 
 
-def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: Json) -> None:
     for name, content in (("nccom.json", NCCOM), ("profile.json", PROFILE)):
         (tmp_path / name).write_text(json.dumps(content))
     report = planned("--measured", tmp_path / "nccom.json", "--measured", tmp_path / "profile.json")
@@ -137,7 +138,7 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: dict[st
         ({"dma_active_time": 1e-3, "hbm_read_bytes": 9e9, "hbm_write_bytes": 1}, "at most 725 GB/s"),
     ],
 )
-def test_other_files_are_refused_by_field(tmp_path: Path, content: dict[str, Any], says: str) -> None:
+def test_other_files_are_refused_by_field(tmp_path: Path, content: Json, says: str) -> None:
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=says):
