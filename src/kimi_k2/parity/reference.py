@@ -190,6 +190,7 @@ def transformers_tower(directory: str | Path, dtype: torch.dtype = torch.float32
 
 
 def _library() -> Any:
+    _import("transformers")
     try:
         from transformers.models import kimi_k25
     except ImportError:
