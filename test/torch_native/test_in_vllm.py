@@ -10,18 +10,14 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import engines
 import line
 import pytest
-import torch
 from in_vllm import write_platform
 from processes import run_together
 
 engines.need("vllm")
-import test_vllm_grammar as grammar  # noqa: E402
-from test_vllm_grammar import grammars, through_vllm  # noqa: E402, F401
 
 WORKER = Path(__file__).with_name("in_vllm.py")
 
@@ -53,26 +49,3 @@ def test_vllm_takes_the_model_and_its_groups_serve_it(
         assert answer["worker"] == "vllm_neuron.vllm.worker.neuron_worker.NeuronWorker"
         assert answer["class"] == "kimi_k2.neuron.torch_native.model.KimiK2ForVllmNeuron"
         assert answer["groups"] == "GroupCoordinator"
-
-
-class OnDevice(grammar.Sampler):
-    """What the line's sampler makes of logits that want what the grammar forbids."""
-
-    def pick(self, allowed: Any, draft: int | None) -> int:
-        wished = super().pick(allowed, draft)
-        if allowed.all():
-            return wished
-        mask = torch.from_numpy(allowed.copy()).unsqueeze(0)
-        logits = torch.randn(mask.shape) + 8.0 * ~mask
-        logits[0, wished] += 6.0
-        line.HERE.step = self.tokens
-        sampler = line.Sampler(line.SAMPLED["on_device_sampling_config"])
-        return int(sampler(logits, torch.tensor([[-1.0, 0.95, 1.0]]), mask))
-
-
-@pytest.mark.parametrize("choice", ["required", "named"])
-def test_calls_sampled_on_the_device_are_valid(choice: str, monkeypatch: Any, request: pytest.FixtureRequest) -> None:
-    """By jsonschema, as that test has it; KIMI_K2_DRAWS=200 draws so many schemas."""
-    monkeypatch.setattr(grammar, "Sampler", OnDevice)
-    given = (request.getfixturevalue(name) for name in ("through_vllm", "grammars"))
-    grammar.test_a_reply_beside_vllms_reasoner(choice, False, *given)
