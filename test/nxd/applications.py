@@ -4,8 +4,9 @@ A job is a mapping:
     checkpoint: its directory; neuron_config: options of NxDI.
     scripts: what is run, each from empty caches: an object with `run(app, **more)`; `more` goes to every call.
     folder: the module of the folder of contrib/models, in place of the package's class.
-    draft: directory of a head that drafts in the graph.
-    preset: the name of a deployment, brought down to CPU mode, in place of options.
+    draft: directory of a head that drafts in the graph; of a preset's, `draft_tokens`.
+    preset: the name of a deployment, brought down to CPU mode by the arguments of `deployment` (with `sampling` on the
+        device), in place of options; `overrides` are further ones. Of executed graphs `ranks` too.
     without_kernel: operations stand for the kernel of whole layers.
     dtypes: whether `dtypes` are answered too.
     carry_on: whether an error is an answer.
@@ -28,7 +29,7 @@ import torch
 from faults import FAULTS, patch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.plan.deployment import Deployment
+from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 from nki_emulator.launch import Kernel
 
 Job = Mapping[str, Any]
@@ -41,14 +42,7 @@ def application(job: Job) -> Any:
         environment.leave_out_the_kernel()  # which XLA cannot execute
     directory = str(job["checkpoint"])
     if "preset" in job:
-        from kimi_k2.neuron.application import cpu_deployment
-        from kimi_k2.neuron.compile import build_application
-
-        preset = Deployment.load(job["preset"])
-        if torch.distributed.is_initialized():  # an application before this one took it away
-            os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
-        tiny = cpu_deployment(preset, length=64, batch_size=preset.batch_size)
-        return build_application(tiny, KimiK2Config.from_pretrained(directory), directory, on_cpu=True)
+        return of_preset(job, directory)
     options = {"torch_dtype": "bfloat16" if environment.executed() else "float32", **job["neuron_config"]}
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
     if "folder" in job:
@@ -60,6 +54,27 @@ def application(job: Job) -> Any:
     if "draft" in job:
         inference = environment.contrib("draft_head").with_draft(inference, job["draft"])
     return modeling.NeuronKimiK2ForCausalLM(directory, inference)
+
+
+def of_preset(job: Job, directory: str) -> Any:
+    """The same of a preset."""
+    from kimi_k2.neuron.application import cpu_deployment
+    from kimi_k2.neuron.compile import build_application, draft_options
+
+    preset, executed = Deployment.load(job["preset"]), environment.executed()
+    given = {"length": 64, "batch_size": preset.batch_size, **job.get("deployment", {})}
+    if "sampling" in job:
+        given["sampling"] = OnDeviceSampling(**job["sampling"])
+    if executed or torch.distributed.is_initialized():  # an application before this one took it away
+        ranks = job["ranks"] if executed else torch.distributed.get_world_size()
+        os.environ["WORLD_SIZE"] = str(ranks)
+    tiny = cpu_deployment(preset, **given)
+    if executed:
+        del os.environ["WORLD_SIZE"]
+    options = {"disable_argmax_kernel": True} if executed else {"on_cpu": True}
+    options |= (draft_options(job["draft_tokens"]) if "draft" in job else {}) | job.get("overrides", {})
+    config = KimiK2Config.from_pretrained(directory)
+    return build_application(tiny, config, directory, draft=job.get("draft"), **options)
 
 
 def build(job: Job) -> Any:

@@ -6,7 +6,6 @@ one that it drafts behind that. What the head would have drafted is noted all th
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +15,9 @@ import environment
 import schedule
 import torch
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
-from kimi_k2.neuron.compile import build_application, draft_options
-from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
+from kimi_k2.neuron.application import NeuronApplication
 
 Asked = Mapping[str, Any]
 
@@ -51,30 +47,6 @@ class Oracle:
             drafted[row] = self.batch["table"].get(str(token), 0)
         self.notes.append((at, own.flatten().tolist(), drafted.flatten().tolist()))
         return drafted
-
-
-def load(job: Asked) -> NeuronApplication:
-    """An application: `checkpoint`, `preset`, `deployment` (arguments of cpu_deployment), `overrides` of options.
-
-    With `draft` a head is in the graph, which drafts `draft_tokens`.
-    """
-    executed, deployment = environment.executed(), dict(job["deployment"])
-    if "sampling" in job:
-        deployment["sampling"] = OnDeviceSampling(**job["sampling"])
-    if executed:
-        os.environ["WORLD_SIZE"] = str(job["ranks"])
-    preset = cpu_deployment(Deployment.load(job["preset"]), **deployment)
-    options = {**(draft_options(job["draft_tokens"]) if "draft" in job else {}), **job.get("overrides", {})}
-    if not executed:
-        return NeuronApplication.load(job["checkpoint"], preset, None, draft=job.get("draft"), **options)
-    import executed as graphs
-
-    del os.environ["WORLD_SIZE"]
-    environment.leave_out_the_kernel()  # XLA executes none
-    config, options = KimiK2Config.from_pretrained(job["checkpoint"]), {**options, "disable_argmax_kernel": True}
-    app = build_application(preset, config, str(job["checkpoint"]), draft=job["draft"], **options)
-    graphs.load(app)
-    return NeuronApplication(app, "executed graphs")
 
 
 def speak(app: NeuronApplication, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Any:
@@ -142,7 +114,7 @@ def sampled(job: Asked, prompt: list[int], params: list[list[float]]) -> list[tu
 
 def generations(job: Asked, batches: Sequence[Asked]) -> list[dict[str, Any]]:
     """A job: of each batch the replies, drafts, what was accepted, and the adapter's tokens where it is asked for."""
-    app = load(job)
+    app = NeuronApplication(applications.build(job), job["preset"])
     models = {} if environment.executed() else {id(model.model): model.model for model in app.app.models}
     oracles = [Oracle(model.draft_model) for model in models.values() if "draft" in job]
     answers = []

@@ -64,6 +64,13 @@ def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def no_farther(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Our distances to float32 beside those of transformers in BF16, in the median; both are printed."""
+    figures = [f"{float(errors.median()):.4f} ({float(errors.max()):.3f})" for errors in (ours, theirs)]
+    print(f"\n{name}: relative L2, median (largest): ours {figures[0]}, transformers in BF16 {figures[1]}")
+    assert float(ours.median()) <= float(theirs.median())
+
+
 def launch(
     job: Callable[..., Any], *given: Any, ranks: int = 1, way: str = "CPU mode", timeout: float = 400, **named: Any
 ) -> Any:

@@ -13,7 +13,7 @@ import schedule
 import torch
 from applications import Answer, answers
 from cases import ODD, Case, Stored, job, model_of
-from harness import SLOW, distances, launch, ranks_of
+from harness import SLOW, distances, launch, no_farther, ranks_of
 from reference import reference
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -92,6 +92,4 @@ def test_no_farther_from_float32_than_transformers(stored: Stored, name: str) ->
         distances(logits, script.expected(held)) for script, logits in zip(scripts, answer["logits"], strict=True)
     ])  # fmt: skip
     theirs = torch.cat([distances(script.expected(rounded), script.expected(exact)) for script in scripts])
-    figures = [f"{float(errors.median()):.4f} ({float(errors.max()):.3f})" for errors in (ours, theirs)]
-    print(f"\n{name}: relative L2, median (largest): ours {figures[0]}, transformers in BF16 {figures[1]}")
-    assert float(ours.median()) <= float(theirs.median())
+    no_farther(name, ours, theirs)
