@@ -19,8 +19,8 @@ from . import test_layers_real_widths as widths
 
 
 def mutant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of our kernels with one piece of its text replaced, at small sizes: its functions get the code."""
-    module = importlib.import_module(f"{kernels.__name__}.{file}")
+    """A module (of our kernels by its name alone) with one piece of its text replaced: its functions get the code."""
+    module = importlib.import_module(file if "." in file else f"{kernels.__name__}.{file}")
     text = inspect.getsource(module)
     assert text.count(old) == 1, f"expected {old!r} once in {file}.py, found {text.count(old)}"
     changed = dict(vars(module))
@@ -46,6 +46,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "fp8": lambda: layers.test_layers_in_float32(Case(2, group=2, stored="fp8")),
 }
 
+ARGUMENTS, SHARDING = "kimi_k2.neuron.layer_arguments", "kimi_k2.sharding"
 # (file, text, what stands there instead, the check that sees it)
 FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("columns", "scale=1.0 / size", "scale=1.0 / BLOCK", "whole"),
@@ -103,6 +104,33 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("layer_attention", "part = mine if nl.program_id() == core", "part = mine if core == 0", "grouped"),
     ("layer_attention", "src=in_rows)", "src=turned[:, 0:1])", "grouped"),
     ("layer_attention", "op0=nl.multiply, operand0=total", "op0=nl.multiply, operand0=top", "grouped"),
+    # In what both classes give it, and in the ranks' files.
+    (ARGUMENTS, "config.softmax_scale", "config.qk_head_dim**-0.5", "whole"),
+    (ARGUMENTS, "config.routed_scaling_factor", "1.0", "whole"),
+    (ARGUMENTS, "config.latent_norm_eps", "config.rms_norm_eps", "whole"),
+    (ARGUMENTS, "\"eps\": config.rms_norm_eps", "\"eps\": config.latent_norm_eps", "whole"),
+    (ARGUMENTS, "(-sines, sines)", "(sines, -sines)", "whole"),
+    (ARGUMENTS, "((cosines, cosines), (-sines, sines))", "((sines, sines), (-cosines, cosines))", "whole"),
+    (ARGUMENTS, "_NORMS.items()", "{**_NORMS, 'q_norm': _NORMS['kv_norm']}.items()", "fp8"),
+    (ARGUMENTS, "_NORMS.items()", "{**_NORMS, 'norm': 'input_layernorm'}.items()", "whole"),
+    (ARGUMENTS, "\"bias\": held[\"mlp.router", "\"bias\": 0 * held[\"mlp.router", "whole"),
+    *(
+        (ARGUMENTS, "field: held[name] for field", f"field: held[name] * (field != '{field}') for field", "whole")
+        for field in ("early_residual", "early_heads", "next_residual", "next_experts", "next_shared")
+    ),
+    (ARGUMENTS, "made[field].squeeze(0)  # a stack", "made[field].squeeze(0).flip(-1)  # a stack", "whole"),
+    *(
+        (ARGUMENTS, "weight = held[f\"{name}.weight\"]",
+            f"weight = (lambda w: w.flip(0) if field == '{field}' else w)(held[f\"{{name}}.weight\"])", "grouped")
+        for field in ("q_b", "w_uk")
+    ),
+    (f"{SHARDING}.attention_tiles", "w_uk, w_uv = weight", "w_uv, w_uk = weight", "whole"),
+    (f"{SHARDING}.attention_tiles", ".permute(2, 1, 0), factors", ".permute(2, 1, 0).flip(1), factors", "whole"),
+    (f"{SHARDING}.early_router", "* gamma.to(DTYPE)", "", "whole"),
+    (f"{SHARDING}.early_router", "weight.to(DTYPE).T", "torch.ones_like(weight).to(DTYPE).T", "whole"),
+    (f"{SHARDING}.early_qkv_a", ".mul_(gamma)", "", "whole"),
+    (f"{SHARDING}.convert", "self.config, layer + 1, self.tensors_of", "self.config, layer, self.tensors_of", "whole"),
+    (f"{SHARDING}.early_qkv_a", "down.T", "torch.ones_like(down).T", "whole"),
 )  # fmt: skip
 
 
@@ -119,5 +147,7 @@ def test_sound_kernels_pass_at_small_sizes(check: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("file", "old", "new", "check"), FAULTS[:: 1 if ALL else 5])
 def test_a_fault_is_seen(file: str, old: str, new: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(file, old, new, monkeypatch)
+    if SHARDING in file:  # the files are made anew
+        monkeypatch.setattr(layers, "converted", layers.converted.__wrapped__)
     with pytest.raises((AssertionError, NkiError)):
         CHECKS[check]()

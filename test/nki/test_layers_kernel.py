@@ -34,7 +34,7 @@ BEHIND = 128  # slots of a cache that a step does not read
 SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "first_k_dense_replace": 0, "hidden_size": 512, "num_attention_heads": RANKS,
     "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 32 * RANKS, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-3,
 }  # fmt: skip
 Q_RANKS = {"bf16": 128, "fp8": 256}  # of the first a core has no whole block of the next layer's down projections
 
