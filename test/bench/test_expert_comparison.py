@@ -17,17 +17,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from kimi_k2.bench.kernels import tune
 from kimi_k2.bench.kernels.expert_formats import (
     RandomExperts,
-    bf16_experts,
     checkpoint,
-    fp8_experts,
-    int4_experts,
-    random_fp8,
-    random_int4,
+    drawn,
 )
 from kimi_k2.bench.kernels.expert_peers import DEEP_GEMM_PAIRS, Peer, peers
 from kimi_k2.bench.kernels.experts import TOKENS, Selection, drawn_cases, errors_of, run, sections
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
+from kimi_k2.kernels.experts.entries import fp8_tensors
 
 EXPERTS, INTER, HIDDEN = 4, 256, 512
 
@@ -35,26 +32,24 @@ EXPERTS, INTER, HIDDEN = 4, 256, 512
 def stored(name: str) -> tuple[RandomExperts, list[tuple[Tensor, Tensor]]]:
     """Experts of a format and, from libraries' own code, their float64 gate_up_proj and down_proj."""
     torch.manual_seed(0)
+    experts = drawn(name, EXPERTS, INTER, HIDDEN, device="cpu")
+    first, second = experts.stored.gate_up.tensors, experts.stored.down.tensors
     if name == "BF16":
-        made = torch.randn(EXPERTS, 2 * INTER, HIDDEN).bfloat16(), torch.randn(EXPERTS, HIDDEN, INTER).bfloat16()
-        return bf16_experts(made), [(made[0][e].double(), made[1][e].double()) for e in range(EXPERTS)]
-    if name == "FP8":
-        fp8 = random_fp8(EXPERTS, INTER, HIDDEN, device="cpu")
-        blocks = [torch.kron(scale.double(), torch.ones(1, 128, 128, dtype=torch.float64)) for scale in fp8[1::2]]
-        return fp8_experts(fp8), [
-            (fp8[0][e].double() * blocks[0][e], fp8[2][e].double() * blocks[1][e]) for e in range(EXPERTS)
-        ]
-    int4 = random_int4(EXPERTS, INTER, HIDDEN, device="cpu")
-    packed = checkpoint(int4, slice(None))
+        return experts, [(first["weight"][e].double(), second["weight"][e].double()) for e in range(EXPERTS)]
 
-    def whole(words: Tensor, scale: Tensor) -> Tensor:
+    def fp8(weight: Tensor, scale_inv: Tensor) -> Tensor:
+        return weight.double() * torch.kron(scale_inv.double(), torch.ones(128, 128, dtype=torch.float64))
+
+    def int4(words: Tensor, scale: Tensor) -> Tensor:
         values = unpack_from_int32(words, 4, torch.Size((words.shape[0], words.shape[1] * 8)))
         scaled: Tensor = values.double() * scale.double().repeat_interleave(32, 1)
         return scaled
 
-    return int4_experts(int4), [
-        (whole(packed[0][e], packed[1][e]), whole(packed[2][e], packed[3][e])) for e in range(EXPERTS)
-    ]
+    whole, tensors = (
+        (fp8, fp8_tensors(experts.stored)) if name == "FP8" else (int4, checkpoint(experts, range(EXPERTS)))
+    )
+    up, up_scale, down, down_scale = tensors
+    return experts, [(whole(up[e], up_scale[e]), whole(down[e], down_scale[e])) for e in range(EXPERTS)]
 
 
 @pytest.mark.parametrize("name", ["FP8", "INT4", "BF16"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from on_hopper import NEEDS_HOPPER
 
-from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts, Shape, draw_inputs
+from kimi_k2.bench.kernels.expert_formats import FORMATS, RandomExperts, Shape, draw_inputs, drawn
 from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
 from kimi_k2.bench.kernels.experts import Beside, case_of, errors_of
 from kimi_k2.bench.kernels.harness import Captures
@@ -20,15 +20,15 @@ SHAPE = Shape(48, 256, 8)
 LARGEST = {name: 0.05 if name == "FP8" else 6e-3 for name in FORMATS}
 
 
-@pytest.fixture(scope="module", params=list(FORMATS))
+@pytest.fixture(scope="module", params=FORMATS)
 def experts(request: pytest.FixtureRequest) -> RandomExperts:
     torch.manual_seed(0)
-    return FORMATS[request.param](SHAPE.experts, SHAPE.inter)
+    return drawn(request.param, SHAPE.experts, SHAPE.inter)
 
 
 def errors(experts: RandomExperts, tokens: int, routing: str = "uniform", *known: Peer) -> dict[str, float]:
     inputs = draw_inputs(SHAPE, Routing.parse(routing), tokens, tokens, experts.bytes_each)[0]
-    calls = {"ours": experts.ours(tokens, SHAPE.top_k)} | {one.name: one.call for one in known if one.takes(tokens, 8)}
+    calls = {"ours": experts.ours()} | {one.name: one.call for one in known if one.takes(tokens, 8)}
     return errors_of(calls, experts, inputs, pytest.fail)
 
 

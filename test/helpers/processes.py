@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from subprocess import PIPE
 
 from forked import python
 
@@ -19,3 +22,18 @@ def run_together(commands: Iterable[Sequence[object]], timeout: float = 120.0) -
     finally:
         for process in processes:
             process.kill()
+
+
+def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A command's end, within ten minutes; torchrun then ends its ranks, which would outlive it if it were killed."""
+    words, environment = [str(word) for word in command], {**os.environ, "OMP_NUM_THREADS": "1"}
+    if path := environment.get("PYTHONPATH"):  # may be relative to where the tests were started
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, env=environment, cwd=cwd) as process:
+        try:
+            out, errors = process.communicate(timeout=600)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.communicate(timeout=60)
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, errors)

@@ -105,8 +105,8 @@ class Experts(NamedTuple):
 def of(stored: ExpertWeights) -> Experts:
     """The operation that takes any number of tokens."""
     if "weight_scale_inv" in stored.gate_up.tensors:
-        return Experts(moe_fp8, entries._fp8_experts(stored), {}, stored)
+        return Experts(moe_fp8, entries.fp8_tensors(stored), {}, stored)
     if stored.gate_up.quantization is None:
         return Experts(moe_bf16, (stored.gate_up.tensors["weight"], stored.down.tensors["weight"]), {}, stored)
-    packed = prepare_w4a16(*entries._four_bit_experts(stored))
+    packed = prepare_w4a16(*entries.four_bit_tensors(stored))
     return Experts(moe_w4a16, packed, entries._scales_of_all(stored), stored)

@@ -8,9 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import flash_prefill
+from kimi_k2.kernels.attention import flash_prefill, mla_cuda
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.kernels.common import hardware
 from kimi_k2.ops.mla import Ragged
 
@@ -72,3 +73,34 @@ def test_flash_attention_is_named_where_it_is_missing(monkeypatch: pytest.Monkey
     with pytest.raises(KernelError, match="FlashAttention 3 is not installed"):
         q, rows = torch.zeros(4, 2, 192), Ragged((4,), torch.tensor([0, 4]))
         flash_prefill.attend_ragged(q, q, q[..., :128], rows, rows, 0.1)
+
+
+@pytest.mark.parametrize("splits", [0, 129])
+def test_splits_beyond_the_joins_reach_are_refused(splits: int) -> None:
+    unread = torch.empty(1)
+    with pytest.raises(KernelError, match="splits 1 to 128"):
+        mla_cuda.run(unread, unread, unread, 0.1, None, splits)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_queries_are_folded_into_requests(tokens: int, heads: int) -> None:
+    """Every query once, in order, as many rows together as there is room for; a request's last one sees its length."""
+    fold = mla.folding(tokens, heads)
+    assert fold.rows in HEADS and fold.rows == fold.tokens * heads
+    assert fold.requests * fold.tokens == fold.padding + tokens and 0 <= fold.padding < 2 * fold.tokens
+    assert fold.requests == 1 or fold.rows == 64
+    lengths = mla.request_lengths(torch.tensor([100, 2], dtype=torch.int32), tokens, heads).view(2, -1)
+    assert lengths.dtype == torch.int32
+    for request in range(fold.requests):
+        behind = (fold.requests - 1 - request) * fold.tokens
+        assert lengths[:, request].tolist() == [100 - behind, max(0, 2 - behind)]
+
+
+@pytest.mark.parametrize("scales", [(-0.1, 1.0), (0.1, 0.0), (float("nan"), 1.0)])
+def test_rounded_queries_want_positive_scales(scales: tuple[float, float]) -> None:
+    """The largest score is found before it is multiplied."""
+    q, cache = torch.empty(1, 8, 576, dtype=torch.bfloat16), torch.empty(1, 64, 576, dtype=torch.float8_e4m3fn)
+    lengths, plan = torch.ones(1, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32)
+    with pytest.raises(KernelError, match="positive"):
+        mla_cuda.run_planned(q, cache, lengths, scales[0], None, plan, scales[1], terms=1)

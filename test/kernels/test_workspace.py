@@ -85,14 +85,6 @@ def test_a_flag_of_one_shape_is_never_a_counter_of_another(stand_on: Place, modu
     assert flagged and counted and not flagged & counted
 
 
-def test_what_launches_leave_behind_is_in_the_control_words() -> None:
-    """Counters that wrap around to zero; slabs' counters, which do not, are data that the launch clears itself."""
-    fused, prepared = CHOICES[0], CHOICES[2]
-    assert set(layouts(moe_fp8, 16, fused)[0].counters) == {"count1", "count2"}
-    assert set(layouts(moe_fp8, 16, prepared)[0].counters) == {"count1"}
-    assert set(layouts(moe_w4a16, 16, prepared)[0].counters) == {"xq", "count1", "count2"}
-
-
 def test_a_stream_keeps_its_words(stand_on: Place) -> None:
     first = workspace.control(100, 100, CPU)
     first[0] = 5

@@ -11,15 +11,13 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 import torch.nn.functional as F
+from stored_experts import drawn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2 import ops
 from kimi_k2.errors import KernelError
 from kimi_k2.ops import linear, registry
-from kimi_k2.ops.experts import ExpertWeights, noaux_tc_gate, silu_and_mul
-from kimi_k2.ops.linear import Weight
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat
-from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.ops.experts import noaux_tc_gate, silu_and_mul
 
 
 @pytest.fixture(autouse=True)
@@ -200,13 +198,6 @@ def test_names_are_unique(halved: registry.Operation[[torch.Tensor], torch.Tenso
         registry.operation(halved.plain.call)
 
 
-def test_a_provider_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_loaded", False)
-    monkeypatch.setattr(registry, "PROVIDERS", ("kimi_k2.kernels.entries", "kimi_k2.no_such_kernels"))
-    with pytest.raises(KernelError, match="no_such_kernels, which offers kernels"):
-        registry.load_providers()
-
-
 @pytest.mark.parametrize("joins", [{"route": "ruter"}, {"ruote": ""}])
 def test_a_join_that_names_nothing_is_refused(
     joins: dict[str, str], halved: registry.Operation[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
@@ -217,11 +208,14 @@ def test_a_join_that_names_nothing_is_refused(
         registry.load_providers()
 
 
-def test_other_packages_offer_kernels_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [EntryPoint("theirs", "no_such_package.kernels", registry.PROVIDER_GROUP)]
+@pytest.mark.parametrize("group", [registry.PROVIDER_GROUP, None])
+def test_a_provider_that_cannot_be_imported_is_named(group: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's, which an entry point names, or one of ours."""
+    found = [EntryPoint("theirs", "no_such.kernels", group)] if group else []
     monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(registry, "PROVIDERS", (*registry.PROVIDERS, *(() if group else ("no_such.kernels",))))
     monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in found if point.group == group])
-    with pytest.raises(KernelError, match=r"no_such_package\.kernels"):
+    with pytest.raises(KernelError, match=r"no_such\.kernels, which offers kernels"):
         registry.load_providers()
 
 
@@ -252,20 +246,9 @@ def test_every_expert_kernel_takes_what_the_plain_gate_returns(name: str) -> Non
     scores = torch.randn(70, 16, dtype=torch.float64)
     indices, weights = noaux_tc_gate(scores, torch.zeros(16), 4)
     assert not indices.is_contiguous()
-    hidden, inter, count = 1024, 128, 16
-
-    def stored(rows: int, columns: int) -> Weight:
-        if name == "moe_w4a16":
-            packed = torch.empty(count, rows, columns // 8, dtype=torch.int32)
-            scale = torch.empty(count, rows, columns // 32, dtype=torch.bfloat16)
-            return Weight({"weight_packed": packed, "weight_scale": scale}, Int4GroupFormat())
-        values = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(count, rows // 128, columns // 128)
-        return Weight({"weight": values, "weight_scale_inv": scale}, Fp8BlockFormat())
-
+    experts = drawn("int4" if name == "moe_w4a16" else "fp8", 16, 128, 1024, device="cpu")
     registry.load_providers()
     call = next(entry.call for entry in registry.TABLE["routed_experts"].entries if entry.name == name)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        experts = ExpertWeights(stored(2 * inter, hidden), stored(hidden, inter))
-        x = torch.empty(70, hidden, dtype=torch.bfloat16)
+        x = torch.empty(70, 1024, dtype=torch.bfloat16)
         assert call(x, experts, indices, weights).shape == x.shape

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from forked import python
-from processes import KIMI, TORCHRUN
+from processes import KIMI, TORCHRUN, run
 
 from kimi_k2.bench.results import load_results
 from kimi_k2.checkpoint.index import header_bytes
@@ -52,19 +50,6 @@ def one(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def converted(source: Path, out: Path, moe_tp: int, moe_ep: int = 1) -> Path:
     Presharder(source, out, Layout(moe_tp, moe_ep, target="cuda", experts="stored")).run()
     return out
-
-
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [str(word) for word in command]
-    with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, env=environment) as process:
-        try:
-            out, errors = process.communicate(timeout=600)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks, which would outlive it if it were killed
-            process.communicate(timeout=60)
-            raise
-    return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 
 def test_text_is_that_of_one_process(wide: Path, halves: Path, run_here: Command) -> None:

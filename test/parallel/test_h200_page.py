@@ -5,7 +5,6 @@ Only these words are replaced: number of ranks, device, paths and layers; and ge
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import python
-from processes import KIMI, TORCHRUN
+from processes import KIMI, TORCHRUN, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "h200.md"
@@ -31,14 +30,6 @@ SHORT = {
 @pytest.fixture
 def page_commands(shell_commands: ShellCommands) -> list[list[str]]:
     return shell_commands(PAGE.read_text(encoding="utf-8"))
-
-
-def run(command: list[str], where: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if path := environment.get("PYTHONPATH"):  # may be relative to where the tests were started
-        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
 
 
 def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: Path, run_here: Command) -> None:
@@ -59,10 +50,8 @@ def test_on_two_cpu_ranks(page_commands: list[list[str]], wide: Path, tmp_path: 
         if arguments[:2] in TIMERS:
             continue  # times kernels: see below
         arguments += SHORT.get(called, [])
-        if words[0] == "torchrun":
-            run([*TORCHRUN, *KIMI, *arguments], tmp_path)
-        else:
-            assert run_here(*arguments).returncode == 0
+        done = run(*TORCHRUN, *KIMI, *arguments, cwd=tmp_path) if words[0] == "torchrun" else run_here(*arguments)
+        assert done.returncode == 0, (arguments, done.stdout[-2000:], done.stderr[-2000:])
         ran.append(called)
     assert ran == ["convert", "generate", "bench", "capture"]
 
@@ -81,4 +70,5 @@ def test_tuning_and_timing_say_that_they_need_a_gpu(page_commands: list[list[str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_one_gpu(page_commands: list[list[str]]) -> None:
     stand_in = next(words for words in page_commands if "--stand-in" in words)
-    run([*python(), *stand_in[1:], "--layers", "2"], ROOT)
+    done = run(*python(), *stand_in[1:], "--layers", "2", cwd=ROOT)
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])

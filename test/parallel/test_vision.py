@@ -18,7 +18,7 @@ from kimi_k2.vision_config import Grid
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[list[Any]]:
+def encode(source: Path, work: Path, where: str, *groups: int) -> list[list[Any]]:
     """What each rank of groups of so many ranks saved; all run at once."""
     outs = [[work / f"{ranks}-{rank}.pt" for rank in range(ranks)] for ranks in groups]
     commands = [
@@ -30,16 +30,15 @@ def encode(source: Path | str, work: Path, where: str, *groups: int) -> list[lis
     return [[torch.load(out) for out in group] for group in outs]
 
 
-def compare(source: Path | str, work: Path, where: str, ranks: int) -> float:
-    ((expected, _, distance),), found = encode(source, work, where, 1, ranks)
-    for results, _, _ in found:
+def compare(source: Path, work: Path, where: str, ranks: int) -> None:
+    ((expected, _),), found = encode(source, work, where, 1, ranks)
+    for results, _ in found:
         for result, other in zip(results, expected, strict=True):
             assert len(result) == len(other)
             assert all(torch.equal(a, b) for a, b in zip(result, other, strict=True))
     # Each image was run by one rank, and 16 of them by more than one.
-    assert [sum(packs[place] for _, packs, _ in found) for place in range(3)] == [1, 3, 16]
-    assert sum(packs[2] > 0 for _, packs, _ in found) == ranks
-    return float(distance)
+    assert [sum(packs[place] for _, packs in found) for place in range(3)] == [1, 3, 16]
+    assert sum(packs[2] > 0 for _, packs in found) == ranks
 
 
 def test_two_ranks_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -50,14 +49,6 @@ def test_two_ranks_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     compare(checkpoints["k2.5"], tmp_path, "cuda:bfloat16", 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_tower_of_the_real_size_on_two_gpus(tmp_path: Path) -> None:
-    distance = compare("real", tmp_path, "cuda:bfloat16", 2)
-    print(f"BF16 to float32, 1, 3 and 16 images: relative L2 {distance:.1e}")
-    assert 0 < distance < 0.03
 
 
 def test_packs_do_not_depend_on_ranks() -> None:

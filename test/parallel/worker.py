@@ -3,8 +3,7 @@
 - generate: loads its file, generates from two prompts; rank 0 saves all logits, in one dtype after the other.
 - read_prompts: prompts of many sizes, captured and launched one by one; says what it captured. On CPUs a stand-in for a
   graph computes again what it was made of.
-- encode: 1, 3 and 16 images with the others; saves all embeddings, and what it ran itself. On GPUs one rank computes
-  the same in float32 too. The source `real` is a tower of the published size with random weights, and larger images.
+- encode: 1, 3 and 16 images with the others; saves all embeddings, and what it ran itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from torch.nn.functional import pad
 
 import kimi_k2.parallel.vision as parallel_vision
 from kimi_k2.bench.kernels.model import decide_routes
-from kimi_k2.bench.kernels.vision import random_model
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
@@ -114,59 +112,38 @@ SLOTS = 600
 
 
 class Read:
-    """A PromptStep that tells what became of each prompt.
+    """A PromptStep that tells what it holds behind each prompt.
 
     Attributes:
         refuses: a capture of so many columns fails here; 0 for none.
-        told: `replay`, `capture` or `refusal` with its size, in their order.
+        told: each prompt's size, and the sizes that graphs are held of behind it.
     """
 
     def __init__(self, model: KimiK2ForCausalLM, reduce: AllReduce, refuses: int, device: torch.device) -> None:
-        gather, self.refuses = partial(gather_last, group=None), refuses
-        graph = device.type == "cuda"
+        gather, graph = partial(gather_last, group=None), device.type == "cuda"
         steps = [
             DecodeStep(model, new_cache(model, 2, SLOTS), reduce=reduce, gather=gather, graph=graph) for _ in range(2)
         ]
-        self.step, self.launched, self.device = PromptStep(steps[0]), PromptStep(steps[1]), device
-        self.told: list[tuple[str, Size]] = []
-        self.capturing = False
+        self.step, self.launched = map(PromptStep, steps)
+        self.device, self.refuses, self.told = device, refuses, list[tuple[Size, list[Size]]]()
         self.size: Size = (0, 0, False)
-        self.graphs, steps[0].record = steps[0].record, self.recorded  # type: ignore[assignment]
-        self.capture, self.run = self.step._capture, self.step.run
-        self.step._capture = self.captured  # type: ignore[method-assign]
-        self.step.run = self.ran  # type: ignore[method-assign]
+        self.graphs, steps[0].record = steps[0].record, self.record  # type: ignore[assignment]
 
-    def captured(self, size: Size, ids: Tensor, positions: Tensor, last: Tensor) -> bool:
-        """`_capture`, whose size `recorded` tells."""
-        self.size = size
-        return self.capture(size, ids, positions, last)
-
-    def ran(
-        self, ids: Tensor, positions: Tensor, last: Tensor, length: int, whole: bool = False, media: Any = None
-    ) -> Tensor:
-        """Nothing that a graph can hold, where the other rank records all its sums."""
-        if ids.shape[1] == self.refuses and self.capturing:
-            raise RuntimeError("refused by rank 1")
-        return self.run(ids, positions, last, length, whole)
-
-    def recorded(self, work: Work) -> Any:
+    def record(self, work: Work) -> Any:
         """As GraphRecorder, with a stand-in on a CPU."""
-        self.capturing = True
-        try:
-            if self.graphs is not None:
-                found: Any = self.graphs(work)
-            elif self.size[0] == self.refuses:
-                raise RuntimeError("refused by rank 1")
-            else:
-                logits = torch.empty(2, self.step.model.config.vocab_size)
-                found = SimpleNamespace(replay=lambda: logits.copy_(work()[0]), made=(logits,))
-                found.reset = partial(setattr, found, "replay", None)  # a call from now on fails
-        except RuntimeError:
-            self.told.append(("refusal", self.size))
-            raise
-        finally:
-            self.capturing = False
-        self.told.append(("capture", self.size))
+
+        def refused() -> Any:
+            raise RuntimeError("refused by rank 1")
+
+        # Nothing that a graph can hold, where the other rank records all its sums.
+        work = refused if self.size[0] == self.refuses else work
+        if self.graphs is not None:
+            return self.graphs(work)
+        if work is refused:
+            refused()
+        logits = torch.empty(2, self.step.model.config.vocab_size)
+        found = SimpleNamespace(replay=lambda: logits.copy_(work()[0]), made=(logits,))
+        found.reset = partial(setattr, found, "replay", None)  # a call from now on fails
         return found
 
     def prompts(self, lengths: Sequence[int]) -> None:
@@ -179,12 +156,12 @@ class Read:
             positions[1, last[1] + 1 :] = -1
             wide = padded_width(length)
             whole = length == wide and bool((positions >= 0).all())
-            if (wide, wide, whole) in self.step._captured:
-                self.told.append(("replay", (wide, wide, whole)))
+            self.size = wide, wide, whole
             found = self.step(ids, positions, last).clone()
+            self.told.append((self.size, list(self.step._captured)))
             extra = 0, wide - length
             ids, positions = pad(ids, extra).to(self.device), pad(positions, extra, value=-1).to(self.device)
-            if held := self.step._captured.get((wide, wide, whole)):
+            if held := self.step._captured.get(self.size):
                 assert all(map(torch.equal, held.given, (ids, positions)))
             wanted = self.launched.run(ids, positions, last.to(self.device), wide, whole)
             self.compare(found, wanted, f"{length} tokens, {self.told[-1:]}")
@@ -214,7 +191,7 @@ def read_prompts(rank: int, source: str, rendezvous: str, out: str, where: str, 
                     warnings.simplefilter("always")
                     read.prompts(lengths)
                 warned = sum("launched one by one, not captured" in str(warning.message) for warning in caught)
-                saved.append((read.told, list(read.step._captured), read.step._refused.copy(), warned))
+                saved.append((read.told, read.step._refused.copy(), warned))
                 read.step.close()
                 assert not read.step._captured
         torch.save(saved, f"{out}-{rank}")
@@ -223,37 +200,21 @@ def read_prompts(rank: int, source: str, rendezvous: str, out: str, where: str, 
 COUNTS = (1, 3, 16)
 
 
-def drawn_media(count: int, longest: int = 16) -> list[Media]:
-    """Images of uneven sizes up to `longest` patches a side, one of every five a video chunk."""
+def drawn_media(count: int) -> list[Media]:
+    """Images of uneven sizes up to 16 patches a side, one of every five a video chunk."""
     generator = torch.Generator().manual_seed(count)
     media = []
     for number in range(count):
-        height, width = (2 * int(side) for side in torch.randint(1, longest // 2 + 1, (2,), generator=generator))
+        height, width = (2 * int(side) for side in torch.randint(1, 9, (2,), generator=generator))
         grid = Grid(3 if number % 5 == 4 else 1, height, width)
         pixels = torch.randint(0, 256, (grid.patches, 3, 14, 14), dtype=torch.uint8, generator=generator)
         media.append(Media(grid, pixels))
     return media
 
 
-def wide_distance(model: VisionModel, results: list[list[Tensor]], longest: int) -> float:
-    """Relative L2 distance of the results to the same model's in float32."""
-    config = KimiK2Config.from_preset("kimi-k2.5") if longest > 16 else None
-    if config is None:
-        return 0.0
-    torch.backends.cuda.matmul.allow_tf32 = False
-    wide = VisionModel(config, dtype=torch.float32).to(model.device).eval()
-    wide.load_state_dict(model.state_dict())
-    media = [one for count in COUNTS for one in drawn_media(count, longest)]
-    wanted = torch.cat([run_pack(wide, [one]).cpu() for one in media])
-    found = torch.cat([rows for own in results for rows in own]).float()
-    return float((found - wanted).norm() / wanted.norm())
-
-
 def encode(rank: int, size: str, source: str, rendezvous: str, out: str, where: str) -> None:
     """One rank is what the others are held to."""
-    ranks = int(size)
-    kind, _, dtype = where.partition(":")
-    longest, pack_patches = (64, 4096) if source == "real" else (16, 256)
+    ranks, (kind, _, dtype) = int(size), where.partition(":")
     ran: list[int] = []
 
     def counted(model: VisionModel, pack: Sequence[Media]) -> Tensor:
@@ -261,20 +222,16 @@ def encode(rank: int, size: str, source: str, rendezvous: str, out: str, where: 
         return run_pack(model, pack)
 
     with group(rank, ranks, rendezvous, kind):
-        if source == "real":
-            model = random_model(getattr(torch, dtype), kind)
-        else:
-            model = VisionModel.from_pretrained(source, dtype=getattr(torch, dtype), device=kind)
+        model = VisionModel.from_pretrained(source, dtype=getattr(torch, dtype), device=kind)
         parallel_vision.run_pack = counted  # type: ignore[attr-defined]
-        encoder = VisionEncoder(model, pack_patches=pack_patches, cache_bytes=0)
-        if ranks > 1:
-            encoder = parallel_vision.data_parallel(model, pack_patches=pack_patches, cache_bytes=0)
+        make = parallel_vision.data_parallel if ranks > 1 else VisionEncoder
+        encoder = make(model, pack_patches=256, cache_bytes=0)
         results, packs = [], []
         for count in COUNTS:
             ran.clear()
-            results.append([rows.cpu() for rows in encoder.encode(drawn_media(count, longest))])
+            results.append([rows.cpu() for rows in encoder.encode(drawn_media(count))])
             packs.append(sum(ran))
-        torch.save((results, packs, wide_distance(model, results, longest) if ranks == 1 else None), out)
+        torch.save((results, packs), out)
 
 
 if __name__ == "__main__":

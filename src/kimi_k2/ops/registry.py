@@ -22,6 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -43,6 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One implementation of an operation.
 
@@ -58,21 +60,14 @@ class Entry:
         calls: how often it was chosen.
     """
 
-    __slots__ = ("batch_invariant", "call", "calls", "joins", "name", "optional", "prepare", "takes")
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., Any],
-        takes: Callable[..., bool],
-        prepare: Callable[..., Any] | None,
-        joins: Mapping[str, str],
-        optional: bool = False,
-        batch_invariant: str = "",
-    ) -> None:
-        self.name, self.call, self.takes, self.prepare, self.joins = name, call, takes, prepare, joins
-        self.optional, self.batch_invariant = optional, batch_invariant
-        self.calls = 0
+    name: str
+    call: Callable[..., Any]
+    takes: Callable[..., bool]
+    prepare: Callable[..., Any] | None = None
+    joins: Mapping[str, str] = field(default_factory=dict)
+    optional: bool = False
+    batch_invariant: str = ""
+    calls: int = 0
 
 
 class Operation(Generic[P, R]):
@@ -87,7 +82,7 @@ class Operation(Generic[P, R]):
     def __init__(self, plain: Callable[P, R], batch_invariant: str = "") -> None:
         functools.update_wrapper(self, plain)
         self.name = plain.__name__
-        self.plain = Entry(PLAIN, plain, lambda *_, **__: True, None, {}, batch_invariant=batch_invariant)
+        self.plain = Entry(PLAIN, plain, lambda *_, **__: True, batch_invariant=batch_invariant)
         self.entries: list[Entry] = []
         self._allowed: dict[bool, tuple[Entry, ...]] = {}  # by whether the mode is batch-invariant
         self._pin: str | None = None

@@ -6,44 +6,37 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from kimi_k2.bench.kernels.routing import Routing
-from kimi_k2.kernels.experts import fp8_decode
-from kimi_k2.kernels.experts.bf16 import moe_bf16
+from kimi_k2.kernels.experts.entries import W4A16_ORDERS, four_bit_tensors, fp8_tensors
 from kimi_k2.kernels.experts.fp8 import BLOCK, moe_fp8
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 from kimi_k2.kernels.experts.w4a16 import moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import FORMATS as W4A16_FORMATS
-from kimi_k2.kernels.experts.w4a16_layout import INT4, FourBits, PreparedW4A16, restore_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import FourBits
+from kimi_k2.ops.experts import ExpertWeights, routed_experts
+from kimi_k2.ops.linear import Weight, dequantize
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.quantization.mxfp4 import CompressedMxfp4Format
 from kimi_k2.quantization.nvfp4 import Nvfp4Format
-from kimi_k2.quantization.stored import StoredFormat
 
 HIDDEN = 7168
 # FP8 experts that differ; the others repeat them, as drawing 17 GB of a layer at TP1 takes seconds.
 DIFFERENT = 7
 MOVED = 4e8  # bytes that a case's inputs read together at least, or as many sets as there are: several times the L2
 
-FOUR_BITS: dict[str, tuple[FourBits, StoredFormat]] = dict(
-    zip(
-        ("INT4", "MXFP4", "NVFP4", "INT4-64", "INT4-128"),
-        zip(
-            W4A16_FORMATS,
-            (
-                Int4GroupFormat(), CompressedMxfp4Format(), Nvfp4Format(), Int4GroupFormat(group_size=64),
-                Int4GroupFormat(group_size=128),
-            ),
-            strict=True,
-        ),
-        strict=True,
-    )
+_SCHEMES = (
+    Int4GroupFormat(), CompressedMxfp4Format(), Nvfp4Format(), Int4GroupFormat(group_size=64),
+    Int4GroupFormat(group_size=128),
 )  # fmt: skip
+_NAMES = ("INT4", "MXFP4", "NVFP4", "INT4-64", "INT4-128")
+FOUR_BITS = dict(zip(_NAMES, zip(W4A16_FORMATS, _SCHEMES, strict=True), strict=True))
+FORMATS = ("FP8", "BF16", *FOUR_BITS)
 # x [T, H], indices [T, k], weights [T, k] to [T, H].
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -64,42 +57,52 @@ class Shape:
 
     def draw(self) -> RandomExperts:
         """Random experts of the dtype, which has a tuning file."""
-        if self.dtype == "fp8_e4m3":
-            return draw_fp8(self.experts, self.inter)
-        return int4_experts(random_int4(self.experts, self.inter, w2_bf16=self.dtype == "int4_w2_bf16"))
+        experts = drawn("FP8" if self.dtype == "fp8_e4m3" else "INT4", self.experts, self.inter)
+        if self.dtype != "int4_w2_bf16":
+            return experts
+        dense = _normal(self.experts, HIDDEN, self.inter)
+        down = Weight({"weight": dense}, None, W4A16_ORDERS[1])
+        return RandomExperts("INT4", ExpertWeights(experts.stored.gate_up, down))
 
 
 @dataclass(frozen=True)
 class RandomExperts:
-    """Experts of a rank, [E, 2I, H] and [E, H, I], stored in one format.
+    """Experts of a rank, [E, 2I, H] and [E, H, I], in the order that our kernels take.
 
     Attributes:
         name: of the format.
-        weights: and their scales, in the order that our operation takes them.
-        operation: by tokens, experts a token and pinned choice the one of ours that the model would take.
-        dequantized: by number an expert's gate_up_proj [2I, H] and down_proj [H, I] in float64.
+        stored: as the model holds them.
     """
 
     name: str
-    weights: Sequence[Tensor | None]
-    operation: Callable[[int, int, list[int] | None], Callable[..., Tensor]]
-    dequantized: Callable[[int], tuple[Tensor, Tensor]]
+    stored: ExpertWeights
 
-    def ours(self, tokens: int, top_k: int, choice: ExpertChoice | None = None) -> Operation:
-        """Our operation for so many tokens; with a launch of its own where `choice` is given."""
-        operation = self.operation(tokens, top_k, None if choice is None else [int(v) for v in astuple(choice)])
-        return lambda x, indices, weights: operation(x, *self.weights, indices, weights)
+    def ours(self, choice: ExpertChoice | None = None) -> Operation:
+        """What the model calls; of FP8 and INT4 with a launch of its own where `choice` is given."""
+        if choice is None:
+            return lambda x, indices, weights: routed_experts(x, self.stored, indices, weights)
+        how = [int(value) for value in astuple(choice)]
+        if self.name == "FP8":
+            return lambda x, *routing: moe_fp8(x, *fp8_tensors(self.stored), *routing, choice=how)
+        return lambda x, *routing: moe_w4a16(x, *four_bit_tensors(self.stored), *routing, choice=how)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(experts, intermediate size)."""
-        assert self.weights[0] is not None
-        return self.weights[0].shape[0], self.weights[0].shape[1] // 2
+        first = next(iter(self.stored.gate_up.tensors.values()))
+        return first.shape[0], first.shape[1] // 2
 
     @property
     def bytes_each(self) -> float:
         """Bytes of one expert's weights and scales."""
-        return sum(weight[0].numel() * weight.element_size() for weight in self.weights if weight is not None)
+        both = *self.stored.gate_up.tensors.values(), *self.stored.down.tensors.values()
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in both)
+
+    def dequantized(self, number: int) -> tuple[Tensor, Tensor]:
+        """An expert's gate_up_proj [2I, H] and down_proj [H, I] in float64."""
+        both = self.stored.gate_up, self.stored.down
+        first, second = (dequantize(weight.expert(number), torch.float32).double() for weight in both)
+        return first, second
 
     def reference(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """float64 [T, H] of a few tokens."""
@@ -112,115 +115,52 @@ class RandomExperts:
         return out
 
 
-def fp8_experts(weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> RandomExperts:
-    """e4m3 with a scale a block of 128x128; `weights` as `random_fp8` makes them."""
-    gate_up, gate_up_scale, down, down_scale = weights
-    _, hidden, inter = down.shape
-
-    def operation(tokens: int, top_k: int, choice: list[int] | None) -> Callable[..., Tensor]:
-        if choice is None and fp8_decode.supports(tokens, top_k, hidden, inter, gate_up.device):
-            return fp8_decode.moe_decode
-        return partial(moe_fp8, choice=choice)
-
-    def whole(weight: Tensor, scale: Tensor) -> Tensor:
-        return weight.double() * scale.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-
-    return RandomExperts(
-        "FP8", weights, operation, lambda e: (whole(gate_up[e], gate_up_scale[e]), whole(down[e], down_scale[e]))
-    )
+def checkpoint(experts: RandomExperts, some: range) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some INT4 experts' packed weights and scales as a checkpoint holds them."""
+    found: list[Tensor] = []
+    for weight in (experts.stored.gate_up, experts.stored.down):
+        assert weight.order is not None
+        restored = [weight.order.restore(weight.expert(number).tensors) for number in some]
+        found += [
+            torch.stack([tensors[suffix] for tensors in restored]) for suffix in ("weight_packed", "weight_scale")
+        ]
+    first, first_scale, second, second_scale = found
+    return first, first_scale, second, second_scale
 
 
-def int4_experts(weights: PreparedW4A16, name: str = "INT4") -> RandomExperts:
-    """Four-bit weights of `random_int4` in our kernel's order, in a format of FOUR_BITS."""
-    kind, scheme = FOUR_BITS[name]
-    count, rows = weights.gate_up_proj_packed.shape[:2]
-    wholes: list[Tensor] = []
-    if kind.scale == torch.float8_e4m3fn:
-        sizes = rows, weights.down_proj_packed.shape[1]
-        wholes = [torch.full((count, size, 1), 2.0**-16, device=weights.gate_up_proj_packed.device) for size in sizes]
-    more = dict(zip(("gate_up_proj_all", "down_proj_all"), wholes, strict=False))
-
-    def dequantized(expert: int) -> tuple[Tensor, Tensor]:
-        stored = [part[0] for part in checkpoint(weights, slice(expert, expert + 1))]
-        first, second = (
-            scheme.dequantize(
-                dict(
-                    zip(
-                        scheme.suffixes,
-                        (*stored[at : at + 2], *(whole[expert] for whole in wholes[at // 2 :])),
-                        strict=False,
-                    )
-                ),
-                torch.float32,
-            ).double()
-            for at in (0, 2)
-        )
-        return first, second
-
-    return RandomExperts(name, weights, lambda _tokens, _k, choice: partial(moe_w4a16, choice=choice, **more),
-                         dequantized)  # fmt: skip
+def drawn(name: str, experts: int, inter: int, hidden: int = HIDDEN, device: str = "cuda") -> RandomExperts:
+    """Of one of FORMATS, weights of deviation about 0.02; of four bits any words are in our kernel's order."""
+    weights = []
+    for shape, order in zip(((experts, 2 * inter, hidden), (experts, hidden, inter)), W4A16_ORDERS, strict=True):
+        if name == "BF16":
+            weights.append(Weight({"weight": _normal(*shape, device=device)}))
+        elif name == "FP8":
+            few = random_fp8(min(experts, DIFFERENT), *shape[1:], device)
+            tensors = [part.repeat(-(-experts // len(part)), 1, 1)[:experts] for part in few]
+            weights.append(Weight(dict(zip(("weight", "weight_scale_inv"), tensors, strict=True)), Fp8BlockFormat()))
+        else:
+            kind, scheme = FOUR_BITS[name]
+            packed = [*random_packed(*shape, device, kind)]
+            if kind.scale == torch.float8_e4m3fn:
+                packed.append(torch.full((*shape[:2], 1), 2.0**-16, device=device))
+            weights.append(Weight(dict(zip(scheme.suffixes, packed, strict=False)), scheme, order))
+    return RandomExperts(name, ExpertWeights(*weights))
 
 
-def checkpoint(weights: PreparedW4A16, experts: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some experts' packed weights and scales as a checkpoint holds them."""
-    assert weights.down_proj_scale is not None
-    return restore_w4a16(PreparedW4A16(*(weight[experts] for weight in weights if weight is not None)))
+def _normal(*shape: int, device: str = "cuda") -> Tensor:
+    return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(std=0.02)
 
 
-def bf16_experts(weights: tuple[Tensor, Tensor]) -> RandomExperts:
-    """Not quantized."""
-    return RandomExperts(
-        "BF16", weights, lambda *_: moe_bf16, lambda e: (weights[0][e].double(), weights[1][e].double())
-    )
+def random_fp8(experts: int, rows: int, columns: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Random e4m3 matrices and their scales, one a block of 128x128."""
+    weight = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
+    for matrix in weight:
+        matrix.copy_((torch.randn(rows, columns, device=device) * 60).clamp(-448, 448))
+    scale = torch.rand(experts, rows // BLOCK, columns // BLOCK, device=device) + 0.5
+    return weight, scale * (0.02 / 60)
 
 
-def draw_fp8(experts: int, inter: int) -> RandomExperts:
-    """On the GPU, DIFFERENT ones repeated."""
-    few = random_fp8(min(experts, DIFFERENT), inter, HIDDEN)
-    first, first_scale, second, second_scale = (
-        part.repeat(-(-experts // part.shape[0]), 1, 1)[:experts] for part in few
-    )
-    return fp8_experts((first, first_scale, second, second_scale))
-
-
-def draw_bf16(experts: int, inter: int) -> RandomExperts:
-    """On the GPU."""
-    sizes = (experts, 2 * inter, HIDDEN), (experts, HIDDEN, inter)
-    first, second = (torch.empty(size, device="cuda", dtype=torch.bfloat16).normal_(std=0.02) for size in sizes)
-    return bf16_experts((first, second))
-
-
-def draw_four_bits(name: str, experts: int, inter: int) -> RandomExperts:
-    """On the GPU, in a format of FOUR_BITS."""
-    return int4_experts(random_int4(experts, inter, kind=FOUR_BITS[name][0]), name)
-
-
-# By format: experts and intermediate size to weights of deviation about 0.02 on the GPU.
-FORMATS: dict[str, Callable[[int, int], RandomExperts]] = {
-    "FP8": draw_fp8,
-    "BF16": draw_bf16,
-    **{name: partial(draw_four_bits, name) for name in FOUR_BITS},
-}
-
-
-def random_fp8(experts: int, inter: int, hidden: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random gate_up_proj, its scales, down_proj, its scales, in the shapes that `moe_fp8` takes."""
-
-    def weight(rows: int, columns: int) -> Tensor:
-        made = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
-        for expert in made:
-            expert.copy_((torch.randn(rows, columns, device=device) * 60).clamp(-448, 448))
-        return made
-
-    def scale(rows: int, columns: int) -> Tensor:
-        return (torch.rand(experts, rows // BLOCK, columns // BLOCK, device=device) + 0.5) * (0.02 / 60)
-
-    return weight(2 * inter, hidden), scale(2 * inter, hidden), weight(hidden, inter), scale(hidden, inter)
-
-
-def random_packed(
-    experts: int, rows: int, columns: int, device: str = "cuda", kind: FourBits = INT4
-) -> tuple[Tensor, Tensor]:
+def random_packed(experts: int, rows: int, columns: int, device: str, kind: FourBits) -> tuple[Tensor, Tensor]:
     """Random words, every stored nibble in 1..15, and scales that make weights of deviation about 0.02.
 
     NVFP4's are those times 2^16, for which its scale of all makes up.
@@ -233,17 +173,6 @@ def random_packed(
     if kind.scale == torch.float8_e4m3fn:
         return packed, (scale * 448 / 1.5).to(kind.scale)
     return packed, (scale * (0.02 / 4.3)).bfloat16()
-
-
-def random_int4(
-    experts: int, inter: int, hidden: int = HIDDEN, w2_bf16: bool = False, device: str = "cuda", kind: FourBits = INT4
-) -> PreparedW4A16:
-    """Random four-bit weights taken as already prepared: any words are."""
-    first = random_packed(experts, 2 * inter, hidden, device, kind)
-    if not w2_bf16:
-        return PreparedW4A16(*first, *random_packed(experts, hidden, inter, device, kind))
-    dense = torch.empty(experts, hidden, inter, dtype=torch.bfloat16, device=device).normal_(std=0.02)
-    return PreparedW4A16(*first, dense, None)
 
 
 def draw_inputs(

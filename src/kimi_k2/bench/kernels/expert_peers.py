@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.expert_formats import HIDDEN, Operation, RandomExperts, checkpoint
 from kimi_k2.bench.kernels.harness import without
-from kimi_k2.kernels.experts.w4a16_layout import GROUP, PreparedW4A16
+from kimi_k2.kernels.experts.entries import fp8_tensors
+from kimi_k2.kernels.experts.w4a16_layout import GROUP
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
@@ -52,10 +53,11 @@ def triton(experts: RandomExperts) -> Peer:
     """vLLM's fused MoE kernel over e4m3 blocks or BF16 weights."""
     fused_moe, config = _module(f"{FUSED_MOE}.fused_moe"), _module(f"{FUSED_MOE}.config")
     fp8 = experts.name == "FP8"
-    gate_up, down = experts.weights[::2] if fp8 else experts.weights
+    first, second = experts.stored.gate_up.tensors, experts.stored.down.tensors
+    gate_up, down = first["weight"], second["weight"]
     quantized = None
     if fp8:
-        scales = {"w1_scale": experts.weights[1], "w2_scale": experts.weights[3]}
+        scales = {"w1_scale": first["weight_scale_inv"], "w2_scale": second["weight_scale_inv"]}
         quantized = config.fp8_w8a8_moe_quant_config(**scales, block_shape=[128, 128])
 
     def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ def deep_gemm(experts: RandomExperts) -> Peer:
     fp8 = _module(f"{QUANTIZATION}.fp8_utils")
     if not gemms.is_deep_gemm_supported():
         raise ImportError("DeepGEMM is not supported here")
-    gate_up, gate_up_scale, down, down_scale = experts.weights
+    gate_up, gate_up_scale, down, down_scale = fp8_tensors(experts.stored)
     count, inter = experts.shape
 
     def run(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -107,9 +109,8 @@ def marlin(experts: RandomExperts) -> Peer:
         return tiles, utils.marlin_moe_permute_scales(scale.mT.contiguous(), words * 8, rows, GROUP)
 
     parts = []
-    assert isinstance(experts.weights, PreparedW4A16)
     for begin in range(0, experts.shape[0], PART):
-        packed, scale, down, down_scale = checkpoint(experts.weights, slice(begin, begin + PART))
+        packed, scale, down, down_scale = checkpoint(experts, range(begin, min(begin + PART, experts.shape[0])))
         parts.append((*ordered(packed, scale), *ordered(down, down_scale)))
     first, first_scale, second, second_scale = (torch.cat(each) for each in zip(*parts, strict=True))
     kind = types.scalar_types.uint4b8.id

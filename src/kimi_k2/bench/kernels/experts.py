@@ -24,6 +24,7 @@ from kimi_k2.bench.kernels.expert_formats import (
     Shape,
     distinct,
     draw_inputs,
+    drawn,
 )
 from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
 from kimi_k2.bench.kernels.harness import Captures, Case, without
@@ -135,7 +136,7 @@ def case_of(
     """
     count, inter = experts.shape
     sets = draw_inputs(Shape(count, inter, top_k), Routing.parse(routing), tokens, tokens, experts.bytes_each)
-    calls = {"ours": experts.ours(tokens, top_k)}
+    calls = {"ours": experts.ours()}
     calls |= {peer.name: peer.call for peer in beside.peers if peer.takes(tokens, top_k)}
     errors = errors_of(calls, experts, sets[0], beside.say)
     replays = 6 if tokens <= 64 else 4 if tokens <= 4096 else 2
@@ -200,7 +201,7 @@ def run(
         ]
         if not left:
             continue
-        experts = FORMATS[name](shape.experts, shape.inter)
+        experts = drawn(name, shape.experts, shape.inter)
         beside = Beside(list(peers(experts, say)) if wanted.with_peers else [], Captures(), say)
         for tokens, routing in left:
             if time.monotonic() < until:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,44 +74,56 @@ def deep_gemm(weight: Tensor, scale: Tensor) -> Iterator[tuple[str, Way]]:
     yield "DeepGEMM with quantization", run
 
 
-def cases(with_peers: bool) -> Iterator[Case]:
-    """Each shape at 1 to 8192 tokens, by the table's choice and with e4m3 pinned."""
-    for name, (count, columns) in SHAPES.items():
-        sets = max(8, min(64, 2**28 // (count * columns)))
-        weights = [(torch.randn(count, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
-        scale = torch.rand(-(-count // BLOCK), columns // BLOCK, device="cuda") * 1e-3
-        norm = torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None
-        others = dict(deep_gemm(weights[0], scale)) if with_peers else {}
-        for tokens in TOKENS:
-            x = torch.randn(tokens, columns, device="cuda").bfloat16()
-            used = weights[: sets if tokens <= FEW else 8 if tokens < 1024 else 2]
-            ways = _ours(x, used, scale, norm) | (_cublas(x, used, scale, norm) if with_peers else {})
-            ways |= {label: [partial(way, x, weight) for weight in used] for label, way in others.items()}
-            kind = "FP8 GEMM" if norm is None else "norm + FP8 GEMM"
-            yield Case(kind, f"{name}, T={tokens}", ways, count * columns, 2 * tokens * count * columns)
+class Operands(NamedTuple):
+    """Weights e4m3 [N, K] with their scales, and the norm before them, if one comes."""
 
+    weights: list[Tensor]
+    scale: Tensor
+    norm: Tensor | None
 
-def _ours(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) -> Ways:
-    def call(pins: str | None, weight: Tensor) -> None:
+    @classmethod
+    def drawn(cls, name: str, sets: int) -> Operands:
+        """Of a shape by name."""
+        rows, columns = SHAPES[name]
+        weights = [(torch.randn(rows, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
+        scale = torch.rand(-(-rows // BLOCK), columns // BLOCK, device="cuda") * 1e-3
+        return cls(weights, scale, torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None)
+
+    def ours(self, x: Tensor, pins: str | None, weight: Tensor) -> None:
+        """By the table's choice, or as pinned."""
         registry.pin(pins)
-        project(x, Weight({"weight": weight, "weight_scale_inv": scale}, Fp8BlockFormat()), norm)
+        project(x, Weight({"weight": weight, "weight_scale_inv": self.scale}, Fp8BlockFormat()), self.norm)
         registry.pin()
 
-    return {
-        name: [partial(call, pins, weight) for weight in weights]
-        for name, pins in (("ours", None), ("ours, e4m3", E4M3))
-    }
+    def dequantized(self, x: Tensor, weight: Tensor) -> None:
+        """cuBLAS behind the norm, on a weight that is dequantized before."""
+        rows = x if self.norm is None else row_norm(x, self.norm, 1e-6)
+        torch.mm(rows, fp8_block_to_bf16(weight, self.scale).t())
 
 
-def _dequantized(x: Tensor, scale: Tensor, norm: Tensor | None, weight: Tensor) -> None:
-    torch.mm(x if norm is None else row_norm(x, norm, 1e-6), fp8_block_to_bf16(weight, scale).t())
+def cases(with_peers: bool) -> Iterator[Case]:
+    """Each shape at 1 to 8192 tokens, by the table's choice and with e4m3 pinned.
 
-
-def _cublas(x: Tensor, weights: list[Tensor], scale: Tensor, norm: Tensor | None) -> Ways:
-    """On BF16 weights for few tokens, without the norm; for more on weights dequantized before, behind the norm."""
-    if len(x) <= FEW:
-        return {"cuBLAS BF16": [partial(torch.mm, x, weight.bfloat16().t()) for weight in weights]}
-    return {"dequantized, cuBLAS": [partial(_dequantized, x, scale, norm, weight) for weight in weights]}
+    cuBLAS on BF16 weights for few tokens, without the norm; for more behind it.
+    """
+    for name, (count, columns) in SHAPES.items():
+        sets = max(8, min(64, 2**28 // (count * columns)))
+        given = Operands.drawn(name, sets)
+        others = dict(deep_gemm(given.weights[0], given.scale)) if with_peers else {}
+        for tokens in TOKENS:
+            x = torch.randn(tokens, columns, device="cuda").bfloat16()
+            used = given.weights[: sets if tokens <= FEW else 8 if tokens < 1024 else 2]
+            ways: Ways = {
+                label: [partial(given.ours, x, pins, weight) for weight in used]
+                for label, pins in (("ours", None), ("ours, e4m3", E4M3))
+            }
+            if with_peers and tokens <= FEW:
+                ways["cuBLAS BF16"] = [partial(torch.mm, x, weight.bfloat16().t()) for weight in used]
+            elif with_peers:
+                ways["dequantized, cuBLAS"] = [partial(given.dequantized, x, weight) for weight in used]
+            ways |= {label: [partial(way, x, weight) for weight in used] for label, way in others.items()}
+            kind = "FP8 GEMM" if given.norm is None else "norm + FP8 GEMM"
+            yield Case(kind, f"{name}, T={tokens}", ways, count * columns, 2 * tokens * count * columns)
 
 
 def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Callable[[], object]]]:
@@ -120,16 +132,13 @@ def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Call
     In two terms cuBLAS too, behind the norm and on a weight that is dequantized each time.
     """
     rows, columns = SHAPES[name]
-    sets = 8 if tokens < 1024 else 2
-    weights = [(torch.randn(rows, columns, device="cuda") * 60).to(torch.float8_e4m3fn) for _ in range(sets)]
-    scale = torch.rand(-(-rows // BLOCK), columns // BLOCK, device="cuda") * 1e-3
-    norm = torch.ones(columns, device="cuda").bfloat16() if name in NORMED else None
+    given = Operands.drawn(name, 8 if tokens < 1024 else 2)
     x = torch.randn(tokens, columns, device="cuda").bfloat16()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def call(choice: LinearChoice, weight: Tensor) -> None:
         gemm = wide_gemm.wide_gemm if choice.kernel == "wide" else block_gemm.block_gemm
-        gemm(*block_gemm.quantize_groups(x, norm, terms=terms), weight, scale, choice.launch)
+        gemm(*block_gemm.quantize_groups(x, given.norm, terms=terms), weight, given.scale, choice.launch)
 
     choices = [
         LinearChoice("block", *tile, cluster)
@@ -148,7 +157,7 @@ def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Call
         )
     ]  # fmt: skip
     ways: dict[LinearChoice, list[Callable[[], object]]]
-    ways = {choice: [partial(call, choice, weight) for weight in weights] for choice in choices}
+    ways = {choice: [partial(call, choice, weight) for weight in given.weights] for choice in choices}
     if terms == 2:
-        ways[LinearChoice("cublas")] = [partial(_dequantized, x, scale, norm, weight) for weight in weights]
+        ways[LinearChoice("cublas")] = [partial(given.dequantized, x, weight) for weight in given.weights]
     return ways

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
 from kimi_k2.kernels.attention import flash_prefill
-from kimi_k2.kernels.attention.mla_prefill import LAUNCH, NOPE, RANK, ROPE, VALUE, run
+from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, run
 from kimi_k2.ops.mla import Ragged
 
 SHAPES = (
@@ -49,7 +49,7 @@ def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, C
     nope, rope = q.split([NOPE, ROPE], dim=-1)
     expanded = expand(cache, kv_b)
     ways: dict[str, Callable[[], object]] = {
-        "ours": partial(run, nope, rope, expanded, cache, positions, SOFTMAX_SCALE, LAUNCH)
+        "ours": partial(run, nope, rope, expanded, cache, positions, SOFTMAX_SCALE)
     }
     if flash_prefill.flash_attention() is not None:
         ready = flash_prefill.join(nope[0], rope[0]), *flash_prefill.keys_and_values(cache[0], kv_b)

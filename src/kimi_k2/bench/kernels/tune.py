@@ -177,8 +177,7 @@ def tune_experts(
             }
             calls = {
                 routing: {
-                    choice: [partial(experts.ours(count, case.top_k, choice), *one) for one in own]
-                    for choice in candidates(case, count)
+                    choice: [partial(experts.ours(choice), *one) for one in own] for choice in candidates(case, count)
                 }
                 for routing, own in sets.items()
             }

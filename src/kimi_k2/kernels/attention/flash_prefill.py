@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, kernels, supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, supports_mla_naive_attention
+from kimi_k2.kernels.common.launch import triton_kernels
 from kimi_k2.ops.mla import Ragged
 
 # Below so many queries, or queries times slots, joining the parts costs more than the faster attention saves.
@@ -65,7 +66,7 @@ def join(left: Tensor, right: Tensor) -> Tensor:
         return left.as_strided((*left.shape[:2], NOPE + ROPE), left.stride())
     tokens, heads, _ = left.shape
     out = left.new_empty(tokens, heads, NOPE + ROPE)
-    kernels().join[(-(-tokens // BLOCK), heads)](
+    triton_kernels("attention/mla_prefill").join[(-(-tokens // BLOCK), heads)](
         left, right, out, tokens, heads, *left.stride()[:2], *right.stride()[:2], BLOCK=BLOCK, num_warps=WARPS
     )
     return out
@@ -86,7 +87,7 @@ def keys_and_values(slots: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
     latent = slots[:, :RANK].expand(heads, count, RANK)
     for out, weight in zip((keys[..., :NOPE], values), kv_b.mT.split([NOPE, VALUE], dim=2), strict=True):
         torch.bmm(latent, weight, out=out.transpose(0, 1))
-    kernels().spread[(-(-count // BLOCK), heads)](
+    triton_kernels("attention/mla_prefill").spread[(-(-count // BLOCK), heads)](
         slots[:, RANK:], keys, count, heads, slots.stride(0), BLOCK=BLOCK, num_warps=WARPS
     )
     return keys, values

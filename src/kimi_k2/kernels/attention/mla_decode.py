@@ -80,17 +80,10 @@ def request_lengths(seq_lens: Tensor, tokens: int, heads: int) -> Tensor:
     return (seq_lens[:, None] - behind).clamp_min(0).flatten()
 
 
-def _check_queries(S: tuple[int, ...], H: int) -> None:
-    """A folding of several queries."""
-    if len(S) == 2:
-        folding(S[1], H)
-
-
 @kernel_operation(
     "mla_decode",
     f"q bf16[*S,H,{ROW}], {CACHED}, lse f32[*S,H]? -> out bf16[*S,H,{LATENT}]; len(S) < 3 and S[:1] == (B,);"
-    f" lse is None or len(S) == 1; {LIMITS}",
-    also=_check_queries,
+    f" 1 <= S[len(S) - 1] <= {MAX_TOKENS} or len(S) == 1; lse is None or len(S) == 1; {LIMITS}",
     mutates_args=("lse",),
 )
 def mla_decode(

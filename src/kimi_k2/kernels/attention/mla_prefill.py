@@ -7,14 +7,11 @@ position p see slots 0..p, so a chunk of a prompt attends to what earlier chunks
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import has_triton, is_hopper
+from kimi_k2.kernels.common.launch import triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.linear import dense_gemm
 from kimi_k2.ops.registry import batch_invariant
@@ -70,13 +67,7 @@ def mla_naive_attention(
     expanded = expanded.view(batch, slots, heads, -1).transpose(1, 2)
     if slots * expanded.stride(2) >= 2**31:  # the kernel reckons offsets of slots in 32 bits
         expanded = expanded.contiguous()
-    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH, enable_fp_fusion=False)
-
-
-@functools.cache
-def kernels() -> Any:
-    """Those of Triton, which is imported when one is launched."""
-    return importlib.import_module("kimi_k2.kernels.attention.mla_prefill_triton")
+    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, enable_fp_fusion=False)
 
 
 # Within a head, the kernel reckons offsets of slots in 32 bits.
@@ -104,7 +95,7 @@ def mla_prefill(
         positions: slots 0..p are seen, all of them from p = T - 1 on; padding (negative) sees slot 0.
         softmax_scale: multiplies the scores.
     """
-    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale, LAUNCH)
+    return run(q_nope, q_rope, expanded, cache, positions, softmax_scale)
 
 
 def run(
@@ -114,18 +105,17 @@ def run(
     cache: Tensor,
     positions: Tensor,
     softmax_scale: float,
-    launch: tuple[int, int, int, int],
     **options: bool,
 ) -> Tensor:
-    """`mla_prefill` with the launch pinned and options of Triton's compiler, arguments unchecked.
+    """`mla_prefill` with options of Triton's compiler, arguments unchecked.
 
     `expanded` may also be a transposed tensor [B, T, H, 256].
     """
-    (batch, queries, heads), (block_m, block_n, warps, stages) = q_nope.shape[:3], launch
+    (batch, queries, heads), (block_m, block_n, warps, stages) = q_nope.shape[:3], LAUNCH
     out = q_nope.new_empty(batch, queries, heads, VALUE)
     key_row = NOPE + VALUE if expanded.is_contiguous() else expanded.stride(2)
     if out.numel():
-        kernels().attend[(-(-queries // block_m), heads, batch)](
+        triton_kernels("attention/mla_prefill").attend[(-(-queries // block_m), heads, batch)](
             q_nope, q_rope, expanded, cache, positions.contiguous(), out, queries, cache.shape[1],
             softmax_scale * LOG2_E, *q_nope.stride()[:3], *q_rope.stride()[:3], *cache.stride()[:2], heads,
             BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, KEY_ROW=key_row, num_warps=warps, **options,

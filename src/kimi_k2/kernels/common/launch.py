@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 from typing import Any
 
 import torch
@@ -19,6 +21,13 @@ ERRORS = {
     1003: "more requests in flight than the kernel has stages",
     1004: "the first stage is split for many tokens an expert",
 }
+
+
+@functools.cache
+def triton_kernels(module: str) -> Any:
+    """Those of kernels/{module}_triton.py: Triton is imported when one is launched."""
+    return importlib.import_module(f"kimi_k2.kernels.{module.replace('/', '.')}_triton")
+
 
 Argument = Tensor | ctypes.Structure | float | None
 

@@ -10,12 +10,13 @@ import functools
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import capability, has_triton
+from kimi_k2.kernels.common.launch import triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, token_ranges
 from kimi_k2.ops.streams import beside
@@ -159,27 +160,22 @@ def sort_pairs(topk_indices: Tensor, expert_map: Tensor | None, experts: int, pa
     if pairs <= MAX_FEW:
         counts = cursors
         padded = max(16, 1 << (pairs - 1).bit_length())
-        _kernels().sort_few[(experts + 1,)](
+        triton_kernels("experts/bf16").sort_few[(experts + 1,)](
             chosen, lookup, local, order, starts, counts, blocks[0], blocks[-1], most, pairs, known, experts,
             MAPPED=mapped, PAIRS=padded, **sizes, num_warps=4 if padded > 256 else 1,
         )  # fmt: skip
         return Order(local, order, starts, counts, blocks)
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     grid = (-(-pairs // CHUNK),)
-    _kernels().count_pairs[grid](chosen, lookup, local, counts, pairs, known, experts, MAPPED=mapped, CHUNK=CHUNK)
+    triton_kernels("experts/bf16").count_pairs[grid](
+        chosen, lookup, local, counts, pairs, known, experts, MAPPED=mapped, CHUNK=CHUNK
+    )
     bins = 1 << experts.bit_length()
-    _kernels().place_experts[(experts + 1,)](
+    triton_kernels("experts/bf16").place_experts[(experts + 1,)](
         counts, starts, cursors, blocks[0], blocks[-1], most, pairs, experts, BINS=bins, **sizes
     )
-    _kernels().scatter_pairs[grid](local, cursors, order, pairs, experts, CHUNK=CHUNK)
+    triton_kernels("experts/bf16").scatter_pairs[grid](local, cursors, order, pairs, experts, CHUNK=CHUNK)
     return Order(local, order, starts, counts, blocks)
-
-
-@functools.cache
-def _kernels() -> Any:
-    from kimi_k2.kernels.experts import bf16_triton
-
-    return bf16_triton
 
 
 @kernel_operation(
@@ -229,7 +225,7 @@ def run(
     (tokens, top_k), (experts, hidden, inter) = topk_indices.shape, down_proj.shape
     if not tokens:
         return
-    order, kernels = sort_pairs(topk_indices, expert_map, experts, passes), _kernels()
+    order, kernels = sort_pairs(topk_indices, expert_map, experts, passes), triton_kernels("experts/bf16")
     middle, parts = (x.new_empty(tokens * top_k, size) for size in (inter, hidden))
 
     def multiply(one: Pass, blocks: Tensor) -> None:

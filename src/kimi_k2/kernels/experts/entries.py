@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import hopper, is_hopper
+from kimi_k2.kernels.common.hardware import hopper, is_hopper, runs_cuda
 from kimi_k2.kernels.experts import bf16 as moe_bf16
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
 from kimi_k2.kernels.experts import invariant, tuning, w4a16_few
 from kimi_k2.kernels.experts import w4a16 as moe_w4a16
 from kimi_k2.kernels.experts.w4a16_layout import GROUP as W4A16_GROUP
-from kimi_k2.kernels.experts.w4a16_layout import INT4, checkpoint_order, format_of, prepare_w4a16
+from kimi_k2.kernels.experts.w4a16_layout import checkpoint_order, prepare_w4a16
 from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.kernels.rowwise import pairs
 from kimi_k2.ops import experts as ops_experts
@@ -58,7 +58,8 @@ def _routing(topk_indices: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor
     return topk_indices.contiguous(), topk_weights.float().contiguous()
 
 
-def _fp8_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fp8_tensors(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `moe_fp8` takes them."""
     gate_up, down = experts.gate_up.tensors, experts.down.tensors
     return gate_up["weight"], gate_up["weight_scale_inv"], down["weight"], down["weight_scale_inv"]
 
@@ -67,7 +68,7 @@ def _is_fp8(experts: ExpertWeights) -> bool:
     """Blocks of 128x128, whole ones."""
     if experts.gate_up.fp8_block != BLOCK or experts.down.fp8_block != BLOCK:
         return False
-    _, _, down, scale = _fp8_experts(experts)
+    _, _, down, scale = fp8_tensors(experts)
     count, hidden, inter = down.shape
     return tuple(scale.shape) == (count, hidden // BLOCK[0], inter // BLOCK[1])
 
@@ -84,7 +85,7 @@ def _supports_moe_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor
 def routed_experts_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_decode` over the experts that this rank holds."""
     routing = _routing(topk_indices, topk_weights)
-    return moe_decode.moe_decode(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map)
+    return moe_decode.moe_decode(x.contiguous(), *fp8_tensors(experts), *routing, experts.expert_map)
 
 
 def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
@@ -106,7 +107,7 @@ def routed_experts_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, 
     routing = _routing(topk_indices, topk_weights)
     count, hidden, inter = experts.down.tensors["weight"].shape
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), "fp8_e4m3", "128x128", int4=False)
-    return moe_fp8.moe_fp8(x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, choice)
+    return moe_fp8.moe_fp8(x.contiguous(), *fp8_tensors(experts), *routing, experts.expert_map, choice)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _values(tensors: dict[str, Tensor]) -> Tensor:
     return values if values.dtype == torch.bfloat16 else values.view(torch.int32)
 
 
-def _four_bit_experts(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def four_bit_tensors(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `moe_w4a16` takes them."""
     gate_up, down = experts.gate_up.tensors, experts.down.tensors
     return _values(gate_up), gate_up["weight_scale"], _values(down), down.get("weight_scale")
 
@@ -175,7 +177,7 @@ def prepare_w4a16_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertW
         return None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise KernelError("four-bit experts must be prepared before a graph is captured: their order changes")
-    prepare_w4a16(*_four_bit_experts(experts), in_place=True)
+    prepare_w4a16(*four_bit_tensors(experts), in_place=True)
     gate_up, down = (replace(w, order=o) for w, o in zip((experts.gate_up, experts.down), W4A16_ORDERS, strict=True))
     return replace(experts, gate_up=gate_up, down=down)
 
@@ -190,12 +192,14 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
     """In a decode step of batch-invariant mode: what `moe_w4a16_few` takes of INT4 in both stages."""
     if not (batch_invariant() and is_decoding()):
         return False
-    words, scale, _, second = _four_bit_experts(experts)
-    if second is None or format_of(words, scale) is not INT4:
+    words, scale, down, second = four_bit_tensors(experts)
+    if second is None or not runs_cuda(x.device):
         return False
-    top_k, hidden, inter = topk_indices.shape[1], x.shape[1], words.shape[1] // 2
-    splits = invariant.decode_splits(top_k, hidden, inter, int4=True)
-    return w4a16_few.supports(x.shape[0], top_k, hidden, inter, splits, x.device)
+    named = {"gate_up_proj_packed": words, "gate_up_proj_scale": scale, "down_proj_packed": down}
+    splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], words.shape[1] // 2, int4=True)
+    return w4a16_few.moe_w4a16_few.fits(
+        **named, down_proj_scale=second, T=len(x), k=topk_indices.shape[1], splits=splits
+    )
 
 
 @ops_experts.routed_experts.entry(
@@ -204,7 +208,7 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
 def routed_experts_w4a16(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> Tensor:
     """`moe_w4a16` over the experts that this rank holds."""
     routing = _routing(topk_indices, topk_weights)
-    weights = _four_bit_experts(experts)
+    weights = four_bit_tensors(experts)
     count, hidden, inter = weights[0].shape[0], x.shape[1], weights[0].shape[1] // 2
     dtype, block = moe_w4a16.TUNING_DTYPES[weights[3] is None], f"1x{W4A16_GROUP}"
     choice = _fixed_choice(x, topk_indices, (count, hidden, inter), dtype, block, int4=True)
@@ -264,7 +268,7 @@ def with_shared(
         _, hidden, inter = experts.down.tensors["weight"].shape
         first = invariant.decode_splits(topk_indices.shape[1], hidden, inter)
         parts = [first, linear_tuning.parts(2 * inter, hidden), linear_tuning.parts(hidden, inter)]
-    arguments = x.contiguous(), *_fp8_experts(experts), *routing, experts.expert_map, *shared, parts
+    arguments = x.contiguous(), *fp8_tensors(experts), *routing, experts.expert_map, *shared, parts
     return moe_decode.moe_decode(*arguments)
 
 
@@ -278,8 +282,11 @@ def _supports_few(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, *othe
     topk_weights, *shared = others
     if not (batch_invariant() and is_decoding() and _supports_moe_fp8(x, experts, topk_indices, topk_weights)):
         return False
-    slots, (hidden, inter) = topk_indices.shape[1] + 1, experts.down.tensors["weight"].shape[1:]
-    return _like_a_routed_one(experts, *shared) and moe_decode.supports_parts(len(x), slots, hidden, inter, x.device)
+    if not (_like_a_routed_one(experts, *shared) and runs_cuda(x.device)):
+        return False
+    named = {"gate_up_proj": experts.gate_up.tensors["weight"], "down_proj": experts.down.tensors["weight"]}
+    one = {"shared_gate_up": shared[0].tensors["weight"], "k": topk_indices.shape[1]}
+    return moe_decode.moe_decode.fits(**named, **one, T=len(x), parts=[1, 1, 1])
 
 
 ops_experts.routed_experts_with_shared.entry(
@@ -321,7 +328,7 @@ def few_int4_experts(
     inter = experts.gate_up.tensors["weight_packed"].shape[1] // 2
     splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], inter, int4=True)
     shared = shared_gate_up.tensors["weight"], shared_down.tensors["weight"]
-    weights = _four_bit_experts(experts)
+    weights = four_bit_tensors(experts)
     return w4a16_few.moe_w4a16_few(x.contiguous(), *weights, *routing, splits, experts.expert_map, *shared)
 
 

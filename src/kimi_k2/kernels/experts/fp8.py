@@ -8,8 +8,6 @@ launch works. Capture-safe: see common/workspace.py for scratch memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -17,10 +15,10 @@ from torch import Tensor
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
-from kimi_k2.kernels.common.structure import Structure, structure
+from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
-from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, Part, Routing, fill, parts
-from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
+from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, queues
+from kimi_k2.kernels.experts.tuning import ExpertChoice, choices
 
 BLOCK = 128
 SLAB = 256
@@ -68,22 +66,6 @@ def _layout(tokens: int, top_k: int, experts: int, hidden: int, inter: int, choi
     return lay_out(workspace_sizes(tokens, top_k, experts, hidden, inter, choice), counters)
 
 
-def queue_arguments(
-    kind: type[Structure], part: Part, weights: Mapping[str, Tensor | None], sm_count: int
-) -> Structure:
-    """`Arguments`, or what is derived from it, but for the fields that only one of the kernels has.
-
-    Args:
-        weights: by field name; None stays null.
-    """
-    topk_indices, topk_weights, expert_map = part.routing
-    named = {"topk_ids": topk_indices, "topk_weights": topk_weights, "expert_map": expert_map}
-    arguments = fill(kind, part.shape, topk_indices, expert_map, **part.tensors, **weights, **named)
-    fused, arguments.nmax, arguments.splits1, arguments.splits2, arguments.item_slabs = astuple(part.choice)
-    arguments.fused, arguments.grid, arguments.pdl = fused, sm_count, 1
-    return arguments
-
-
 @kernel_operation("moe_fp8", f"x bf16[T,H], {BLOCKS}, {ROUTING} -> out bf16[T,H]; {LIMITS}")
 def moe_fp8(
     x: Tensor,
@@ -111,14 +93,8 @@ def moe_fp8(
         Zeros for a token without a valid local pair.
     """
     shape = (*topk_indices.shape, *down_proj.shape)
-    _, top_k, experts, hidden, inter = shape
-    name, sm_count = hopper(x.device.index, "moe_fp8")
     weights = {"w13": gate_up_proj, "s13": gate_up_proj_scale_inv, "w2": down_proj, "s2": down_proj_scale_inv}
-
-    def tuned(count: int) -> ExpertChoice:
-        return choose(count, top_k, experts, inter, hidden, dtype="fp8_e4m3", block="128x128", device=name)
-
-    routing = Routing(topk_indices, topk_weights, expert_map)
-    for part in parts(x, out, routing, shape, choice, tuned, _layout):
-        arguments = queue_arguments(Arguments, part, weights, sm_count)
-        launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, arguments)
+    tensors = {"x": x, "out": out, "topk_ids": topk_indices, "topk_weights": topk_weights}
+    choice_for = choices(choice, shape, "fp8_e4m3", "128x128", hopper(x.device.index, "moe_fp8")[0])
+    for queue, _ in queues(Arguments, tensors, weights | {"expert_map": expert_map}, shape, choice_for, _layout):
+        launch("experts/fp8", "kimi_moe_fp8", "moe_fp8", x.device, queue)

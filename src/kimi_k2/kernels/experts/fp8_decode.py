@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
 from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
@@ -26,7 +25,7 @@ MAX_TOKENS = 4
 MAX_ROWS = 8192  # of all pairs' intermediates, from two tokens on
 MAX_SLOTS = 17
 # With `parts`: slots, blocks of 128 values of a token's intermediate, widths of an expert's.
-MOST_SLOTS, MOST_BLOCKS, MOST_HIDDEN, WIDTHS = 10, 48, 8192, (128, 256, 512)
+MOST_SLOTS, MOST_BLOCKS, WIDTHS = 10, 48, (128, 256, 512)
 # What a token's intermediate may take of an SM's shared memory.
 SHARED_BYTES = 220_000
 HIDDEN = (1024, 7168)
@@ -46,31 +45,6 @@ def supports(tokens: int, top_k: int, hidden: int, inter: int, device: torch.dev
     )
 
 
-def supports_parts(tokens: int, slots: int, hidden: int, inter: int, device: torch.device) -> bool:
-    """Whether `moe_decode` takes `parts` for these sizes on this device; a shared expert is one of the slots."""
-    return _fits_parts(tokens, slots, hidden, inter) and runs_cuda(device)
-
-
-def _fits_parts(tokens: int, slots: int, hidden: int, inter: int) -> bool:
-    wide = inter in WIDTHS and slots * inter <= MOST_BLOCKS * BLOCK and hidden <= MOST_HIDDEN
-    return wide and slots <= MOST_SLOTS and 0 < tokens <= MAX_TOKENS
-
-
-def _check_parts(
-    T: int, k: int, H: int, down_proj: Tensor, parts: list[int] | None, shared_gate_up: Tensor | None
-) -> None:
-    if parts is None:
-        if H not in HIDDEN or k >= MAX_SLOTS:
-            raise KernelError(f"hidden {H}, top_k {k}: expected hidden in {HIDDEN}, top_k below {MAX_SLOTS}")
-        return
-    inter, slots = down_proj.shape[2], k + (shared_gate_up is not None)
-    if not _fits_parts(T, slots, H, inter) or k < 2 or len(parts) != 3:
-        raise KernelError(
-            f"{T} tokens of {slots} experts, hidden {H}, intermediate {inter}, parts {parts}: expected at"
-            f" most {MAX_TOKENS}, {MOST_SLOTS}, {MOST_HIDDEN}, one of {WIDTHS}, three"
-        )
-
-
 SHARED = (
     "shared_gate_up e4m3[2*I,H]?, shared_gate_up_scale_inv f32[2*I/128,H/128]?, shared_down e4m3[H,I]?,"
     " shared_down_scale_inv f32[H/128,I/128]?"
@@ -81,8 +55,9 @@ TOGETHER = "(shared_gate_up is None) == (shared_gate_up_scale_inv is None) == (s
 @kernel_operation(
     "moe_decode",
     f"x bf16[T,H], {BLOCKS}, {ROUTING}, {SHARED} -> out bf16[T,H]; {LIMITS}; {TOGETHER}"
-    " == (shared_down_scale_inv is None)",
-    also=_check_parts,
+    f" == (shared_down_scale_inv is None); parts is not None or H in {HIDDEN} and k < {MAX_SLOTS};"
+    f" parts is None or len(parts) == 3 and I in {WIDTHS} and T <= {MAX_TOKENS} and 2 <= k;"
+    f" parts is None or k + (shared_gate_up is not None) <= min({MOST_SLOTS}, {MOST_BLOCKS * BLOCK} // I)",
 )
 def moe_decode(
     x: Tensor,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.structure import Structure
-from kimi_k2.kernels.common.workspace import MAX_BYTES, Layout, Scratch, scratch
+from kimi_k2.kernels.common.workspace import MAX_BYTES, Layout, scratch
 from kimi_k2.kernels.experts.tuning import ExpertChoice
 
 Shape = tuple[int, int, int, int, int]  # tokens, top_k, experts, hidden, intermediate
@@ -33,63 +35,39 @@ def token_ranges(tokens: int, needs: Callable[[int], int]) -> list[tuple[int, in
     return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
 
 
-class Routing(NamedTuple):
-    """Of some tokens: indices and weights [T, k], and the map to local experts, None for all of them."""
-
-    topk_indices: Tensor
-    topk_weights: Tensor
-    expert_map: Tensor | None
-
-
-class Part(NamedTuple):
-    """One launch over some of a call's tokens.
-
-    Attributes:
-        shape, choice, routing: of these tokens.
-        memory: scratch memory, to be held until the launch is in its stream.
-        tensors: x, out and the scratch memory, by the argument structure's fields.
-    """
-
-    shape: Shape
-    choice: ExpertChoice
-    routing: Routing
-    memory: Scratch
-    tensors: dict[str, Tensor | int]
-
-
-def parts(
-    x: Tensor,
-    out: Tensor,
-    routing: Routing,
+def queues(
+    kind: type[Structure],
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor | None],
     shape: Shape,
-    pinned: list[int] | None,
-    choose: Callable[[int], ExpertChoice],
+    choice_for: Callable[[int], ExpertChoice],
     lay_out: Callable[..., Layout],
-) -> Iterator[Part]:
-    """The launches of a call, each with its share of the tokens and its scratch memory.
+) -> Iterator[tuple[Structure, ExpertChoice]]:
+    """The launches of a call, each with its share of the tokens and its scratch memory, which is held to the next one.
 
     Args:
-        x, out: [T, H].
+        kind: `Fp8Args`, or what is derived from it, of which the fields are left out that only one of the kernels has.
+        tensors: by field name x and out [T, H], indices and weights [T, k].
+        weights: of the experts, and `expert_map`; None stays null.
         shape: of the whole call.
-        pinned: the fields of the choice for every launch; None asks `choose`.
-        choose: the choice for so many tokens.
+        choice_for: the choice for so many tokens.
         lay_out: the scratch memory of a shape and choice, `lay_out(*shape, choice)`.
 
     Raises:
         KernelError: the shape does not allow the choice.
     """
-    tokens, *sizes = shape
+    (tokens, *sizes), device = shape, tensors["x"].device
     top_k, _, hidden, inter = sizes
-
-    def choice_for(count: int) -> ExpertChoice:
-        return choose(count) if pinned is None else ExpertChoice(bool(pinned[0]), *pinned[1:])
-
     choice_for(tokens).check(tokens, top_k, hidden, inter)
     for begin, end in token_ranges(tokens, lambda count: lay_out(count, *sizes, choice_for(count)).bytes):
-        choice, part = choice_for(end - begin), (end - begin, *shape[1:])
-        memory = scratch(lay_out(*part, choice), x.device)
-        mine = Routing(routing.topk_indices[begin:end], routing.topk_weights[begin:end], routing.expert_map)
-        yield Part(part, choice, mine, memory, {**memory.addresses, "x": x[begin:end], "out": out[begin:end]})
+        count, choice = end - begin, choice_for(end - begin)
+        memory = scratch(lay_out(count, *sizes, choice), device)
+        own = {name: tensor[begin:end] for name, tensor in tensors.items()}
+        part = count, *shape[1:]
+        queue = fill(kind, part, own["topk_ids"], weights["expert_map"], **memory.addresses, **own, **weights)
+        queue.fused, queue.nmax, queue.splits1, queue.splits2, queue.item_slabs = astuple(choice)
+        queue.grid, queue.pdl = hopper(device.index, "routed experts")[1], 1
+        yield queue, choice
 
 
 def fill(

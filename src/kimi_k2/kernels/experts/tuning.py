@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def choose(
     allowed = {sizes: choice for sizes, choice in table.items() if _allowed(choice, tokens, top_k, hidden, inter)}
     chosen = FILES.nearest(allowed, tokens)
     return default_choice(tokens, top_k, experts, inter, hidden) if chosen is None else chosen
+
+
+def choices(
+    pinned: list[int] | None, shape: tuple[int, ...], dtype: str, block: str, device: str
+) -> Callable[[int], ExpertChoice]:
+    """The choice for so many tokens of a call of this shape: the fields of one, in order, or else `choose`'s."""
+    if pinned is not None:
+        fixed = ExpertChoice(bool(pinned[0]), *pinned[1:])
+        return lambda _: fixed
+    _, top_k, experts, hidden, inter = shape
+    return lambda count: choose(count, top_k, experts, inter, hidden, dtype=dtype, block=block, device=device)
 
 
 def _allowed(choice: ExpertChoice, tokens: int, top_k: int, hidden: int, inter: int) -> bool:

@@ -25,8 +25,8 @@ from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.common.workspace import Layout, lay_out
 from kimi_k2.kernels.experts import fp8 as moe_fp8
 from kimi_k2.kernels.experts import fp8_decode as moe_decode
-from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, Routing, fill, parts
-from kimi_k2.kernels.experts.tuning import ExpertChoice, choose
+from kimi_k2.kernels.experts.launch import MAPPED, ROUTING, fill, queues
+from kimi_k2.kernels.experts.tuning import ExpertChoice, choices
 from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, CHUNK_ROWS, FORMATS, GROUP, INT4, format_of
 
 MAX_EXPERTS = moe_fp8.MAX_EXPERTS
@@ -60,34 +60,18 @@ PACKED = (
     "x bf16[T,H], gate_up_proj_packed i32[E,F,H/8], gate_up_proj_scale bf16|u8|e4m3[E,F,G],"
     f" down_proj_packed i32|bf16[E,H,D], down_proj_scale bf16|u8|e4m3[E,H,S]?, {ROUTING}"
 )
-LIMITS = f"H % {CHUNK_ROWS} == 0; F > 0; F % {2 * CHUNK_COLUMNS} == 0; 0 < E <= {MAX_EXPERTS}; {MAPPED}"
+# down_proj as gate_up_proj: packed, with a scale as often, or BF16 beside INT4 in groups of 32.
+LIMITS = (
+    f"H % {CHUNK_ROWS} == 0; F > 0; F % {2 * CHUNK_COLUMNS} == 0; 0 < E <= {MAX_EXPERTS}; {MAPPED};"
+    " F // 2 == D * (1 if down_proj_packed.dtype == bf16 else 8);"
+    " (down_proj_packed.dtype == bf16) == (down_proj_scale is None);"
+    " down_proj_scale is None or F // 2 * G == S * H and gate_up_proj_scale.dtype == down_proj_scale.dtype;"
+    f" down_proj_scale is not None or gate_up_proj_scale.dtype == bf16 and G * {GROUP} == H"
+)
 
 
-def check_packed(
-    gate_up_proj_packed: Tensor,
-    gate_up_proj_scale: Tensor,
-    down_proj_packed: Tensor,
-    down_proj_scale: Tensor | None,
-    gate_up_proj_all: Tensor | None,
-    down_proj_all: Tensor | None,
-) -> dict[str, int]:
-    """What one format decides: dtypes and widths of down_proj, and that NVFP4 alone has scales of all."""
-    inter = gate_up_proj_packed.shape[1] // 2
-    kind, dtype, width = format_of(gate_up_proj_packed, gate_up_proj_scale), torch.int32, inter // 8
-    if down_proj_scale is None and kind is INT4:
-        dtype, width = torch.bfloat16, inter
-    if down_proj_packed.dtype != dtype or down_proj_packed.shape[2] != width:
-        actual = f"{down_proj_packed.dtype} {list(down_proj_packed.shape)}"
-        raise KernelError(f"down_proj_packed is {actual}, expected {dtype} of {width} columns")
-    if dtype == torch.int32 and (
-        down_proj_scale is None
-        or (down_proj_scale.dtype, down_proj_scale.shape[2]) != (kind.scale, inter // kind.group)
-    ):
-        raise KernelError(f"down_proj_scale: expected {kind.scale} of {inter // kind.group} columns")
-    for name, whole in (("gate_up", gate_up_proj_all), ("down", down_proj_all)):
-        if (whole is None) != (kind.scale != torch.float8_e4m3fn):
-            raise KernelError(f"{name}_proj_all: expected scales of all with e4m3 scales, and with no others")
-    return {}
+def _known(gate_up_proj_packed: Tensor, gate_up_proj_scale: Tensor) -> None:
+    format_of(gate_up_proj_packed, gate_up_proj_scale)
 
 
 def supports(hidden: int, inter: int, experts: int, device: torch.device) -> bool:
@@ -151,8 +135,10 @@ def takes_decode(tokens: int, top_k: int, local_top_k: float, hidden: int, inter
 
 @kernel_operation(
     "moe_w4a16",
-    f"{PACKED}, gate_up_proj_all f32[E,F,1]?, down_proj_all f32[E,H,1]? -> out bf16[T,H]; {LIMITS}",
-    also=check_packed,
+    f"{PACKED}, gate_up_proj_all f32[E,F,1]?, down_proj_all f32[E,H,1]? -> out bf16[T,H]; {LIMITS};"
+    " (gate_up_proj_all is None) == (gate_up_proj_scale.dtype != e4m3);"
+    " (gate_up_proj_all is None) == (down_proj_all is None)",
+    also=_known,
 )
 def moe_w4a16(
     x: Tensor,
@@ -191,7 +177,6 @@ def moe_w4a16(
     kind, shape = format_of(gate_up_proj_packed, gate_up_proj_scale), (*topk_indices.shape, len(down_proj_packed))
     shape = *shape, x.shape[1], gate_up_proj_packed.shape[1] // 2
     tokens, top_k, experts, hidden, inter = shape
-    name, sm_count = hopper(x.device.index, "moe_w4a16")
     w2_bf16 = down_proj_scale is None
     packed = gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale
     share = 1.0 if expert_map is None else experts / expert_map.shape[0]
@@ -202,17 +187,13 @@ def moe_w4a16(
         arguments.format, arguments.divides = FORMATS.index(kind), divides
         launch("experts/w4a16_decode", "kimi_w4a16_decode", "moe_w4a16", x.device, arguments)
         return
-    weights = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True))
+    weights = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True)) | {"expert_map": expert_map}
     weights |= {"all13": gate_up_proj_all, "all2": down_proj_all}
-    dtype = TUNING_DTYPES[w2_bf16]
-
-    def tuned(count: int) -> ExpertChoice:
-        return choose(count, top_k, experts, inter, hidden, dtype=dtype, block=f"1x{GROUP}", device=name)
-
-    routing = Routing(topk_indices, topk_weights, expert_map)
-    for part in parts(x, out, routing, shape, choice, tuned, _layout):
-        check_choice(part.choice)
-        queue = moe_fp8.queue_arguments(Arguments, part, weights, sm_count)
-        queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[part.choice.max_tokens], unpaired
+    tensors = {"x": x, "out": out, "topk_ids": topk_indices, "topk_weights": topk_weights}
+    name = hopper(x.device.index, "moe_w4a16")[0]
+    choice_for = choices(choice, shape, TUNING_DTYPES[w2_bf16], f"1x{GROUP}", name)
+    for queue, chosen in queues(Arguments, tensors, weights, shape, choice_for, _layout):
+        check_choice(chosen)
+        queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[chosen.max_tokens], unpaired
         queue.most_items, queue.inner, queue.divides = 0 if unpaired else MOST_ITEMS, inner, divides
         launch(kind.library, "kimi_w4a16", "moe_w4a16", x.device, queue)

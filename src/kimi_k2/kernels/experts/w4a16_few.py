@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 from kimi_k2.kernels.experts.launch import fill
-from kimi_k2.kernels.experts.w4a16 import LIMITS, PACKED, check_packed
-from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, GROUP, INT4, format_of
+from kimi_k2.kernels.experts.w4a16 import LIMITS, PACKED
+from kimi_k2.kernels.experts.w4a16_layout import CHUNK_COLUMNS, GROUP
 from kimi_k2.kernels.linear import dense_gemm
 
 MAX_TOKENS, MAX_TOP_K, MAX_SPLITS = 4, 16, 8
@@ -35,16 +34,6 @@ SHARED_PARTS, MAX_SHARED, MAX_SHARED_TILES = 8, 256, 32
 Arguments = structure("experts/csrc/w4a16_few.cu", "FewArguments")
 
 
-def _fits(tokens: int, top_k: int, hidden: int, inter: int, splits: int) -> bool:
-    tiles, blocks = top_k * (inter // CHUNK_COLUMNS), -(-hidden // CHUNK_COLUMNS // splits)
-    return 0 < tokens <= MAX_TOKENS and 2 <= top_k <= MAX_TOP_K and tiles <= MAX_TILES and blocks <= MAX_BLOCKS
-
-
-def supports(tokens: int, top_k: int, hidden: int, inter: int, splits: int, device: torch.device) -> bool:
-    """Whether the kernel takes these sizes on this device."""
-    return _fits(tokens, top_k, hidden, inter, splits) and runs_cuda(device)
-
-
 def has_room(tokens: int, top_k: int, inter: int) -> bool:
     """Whether a shared expert joins so many tokens of routed ones."""
     return tokens in SHARED_RING and top_k * (inter // CHUNK_COLUMNS) <= MAX_SHARED_TILES
@@ -58,39 +47,26 @@ def supports_shared(gate_up: Tensor, down: Tensor) -> bool:
     return fits and rows == 2 * inter and gate_up.dtype == down.dtype == torch.bfloat16
 
 
-def _check_sizes(
-    x: Tensor, gate_up_proj_packed: Tensor, gate_up_proj_scale: Tensor, down_proj_packed: Tensor,
-    down_proj_scale: Tensor, k: int, splits: int, shared_gate_up: Tensor | None, shared_down: Tensor | None,
-) -> None:  # fmt: skip
-    check_packed(gate_up_proj_packed, gate_up_proj_scale, down_proj_packed, down_proj_scale, None, None)
-    if format_of(gate_up_proj_packed, gate_up_proj_scale) is not INT4:
-        raise KernelError(f"gate_up_proj_scale: expected that of INT4 in groups of {GROUP}")
-    (tokens, hidden), inter = x.shape, gate_up_proj_packed.shape[1] // 2
-    if not (0 < splits <= MAX_SPLITS and _fits(tokens, k, hidden, inter, splits)):
-        raise KernelError(
-            f"{tokens} tokens of {k} experts, hidden {hidden}, intermediate {inter}, {splits} parts: expected at"
-            f" most {MAX_TOKENS}, {MAX_TOP_K}, {MAX_BLOCKS} blocks of {CHUNK_COLUMNS} columns a part,"
-            f" {MAX_TILES * CHUNK_COLUMNS} values of a token's experts, {MAX_SPLITS}"
-        )
+def _check_shared(T: int, k: int, F: int, shared_gate_up: Tensor | None, shared_down: Tensor | None) -> None:
     if shared_gate_up is None or shared_down is None:
         return
-    if not supports_shared(shared_gate_up, shared_down):
+    if not (supports_shared(shared_gate_up, shared_down) and has_room(T, k, F // 2)):
         raise KernelError(
-            f"shared expert {list(shared_gate_up.shape)}, {list(shared_down.shape)}: expected I a multiple of 64 up to"
-            f" {MAX_SHARED}, in {SHARED_PARTS} parts and one"
-        )
-    if not has_room(tokens, k, inter):
-        raise KernelError(
-            f"{tokens} tokens of {k} experts, intermediate {inter}: expected at most {max(SHARED_RING)} and"
-            f" {MAX_SHARED_TILES * CHUNK_COLUMNS} values of a token's experts with a shared one"
+            f"{T} tokens of {k} experts, intermediate {F // 2}, shared expert {list(shared_gate_up.shape)},"
+            f" {list(shared_down.shape)}: expected at most {max(SHARED_RING)} tokens,"
+            f" {MAX_SHARED_TILES * CHUNK_COLUMNS} values of a token's experts, I a multiple of 64 up to {MAX_SHARED},"
+            f" in {SHARED_PARTS} parts and one"
         )
 
 
 @kernel_operation(
     "moe_w4a16_few",
     f"{PACKED}, shared_gate_up bf16[2*J,H]?, shared_down bf16[H,J]? -> out bf16[T,H]; {LIMITS};"
+    f" gate_up_proj_scale.dtype == bf16 and G * {GROUP} == H and down_proj_scale is not None;"
+    f" T <= {MAX_TOKENS} and 2 <= k <= {MAX_TOP_K}; k * (F // {2 * CHUNK_COLUMNS}) <= {MAX_TILES};"
+    f" 0 < splits <= {MAX_SPLITS} and H / {CHUNK_COLUMNS} / splits <= {MAX_BLOCKS};"
     " (shared_gate_up is None) == (shared_down is None)",
-    also=_check_sizes,
+    also=_check_shared,
 )
 def moe_w4a16_few(
     x: Tensor,

@@ -1,7 +1,7 @@
 """Order of four-bit expert weights in memory for `kimi_k2::moe_w4a16`: each thread's words next to each other.
 
 A chunk is 256 rows by 128 columns (16 KB of words, and their scales). The layout is a permutation of the checkpoint's
-nibbles and scales: shapes, dtypes and bytes stay the same, and `restore_w4a16` undoes it bit for bit.
+nibbles and scales: shapes, dtypes and bytes stay the same, and `checkpoint_order` undoes it bit for bit.
 
 Rows are cut into blocks of 4 tiles of 4 warps of 16 rows: in gate_up_proj the 16 are 8 gate rows and the same 8 up
 rows; in down_proj row 4a + 2h + b of 16 is row 2a + b of half h. Columns are cut into chunks of 2 x 4 steps of
@@ -213,17 +213,3 @@ def prepare_w4a16(
         weight = dequantize_int4_group(packed, scale, GROUP, torch.bfloat16)
         target.copy_(_DENSE.put(weight, False))
     return PreparedW4A16(*first, dense, None)
-
-
-def restore_w4a16(prepared: PreparedW4A16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The checkpoint's packed weights and scales again.
-
-    Raises:
-        KernelError: the second stage is in bfloat16, which no longer holds the packed weights.
-    """
-    words13, scale13, words2, scale2 = prepared
-    if scale2 is None:
-        raise KernelError("down_proj_packed is bfloat16: its packed form is gone")
-    scales = _scales(CHUNK_COLUMNS // format_of(words13, scale13).group)
-    first = _each(_words_back, words13, True), _each(scales.back, scale13, True)
-    return *first, _each(_words_back, words2, False), _each(scales.back, scale2, False)

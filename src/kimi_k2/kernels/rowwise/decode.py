@@ -6,14 +6,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import has_triton, runs_cuda
-from kimi_k2.kernels.common.launch import launch
+from kimi_k2.kernels.common.launch import launch, triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 
 NOPE, ROPE, RANK = 128, 64, 512
@@ -31,13 +28,6 @@ def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 def supports_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
     """Whether `add_norm` takes them: BF16 on a Hopper GPU with nvcc."""
     return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and runs_cuda(x.device)
-
-
-@functools.cache
-def _kernels() -> Any:
-    from kimi_k2.kernels.rowwise import decode_triton
-
-    return decode_triton
 
 
 @kernel_operation(
@@ -79,7 +69,7 @@ def absorb_and_store(
     stored = 1.0 / cache_scale if cache.dtype == torch.float8_e4m3fn else 1.0
     apart = batch >= ABSORB_APART and not invariant
     jobs = 0 if apart else heads * (RANK // ABSORB_WIDTH)
-    _kernels().absorb[(jobs + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
+    triton_kernels("rowwise/decode").absorb[(jobs + ABSORB_TOKENS, -(-batch // ABSORB_TOKENS))](
         q, kv_a, kv_norm, cos, sin, slots, w_uk, query, cache, batch, kv_a.stride(0), capacity, eps, stored,
         HEADS=heads, NOPE=NOPE, ROPE=ROPE, RANK=RANK, WIDTH=ABSORB_WIDTH, TOKENS=ABSORB_TOKENS, OVERLAP=True, JOBS=jobs,
         num_warps=4, launch_pdl=True,

@@ -6,25 +6,16 @@ table for their plain functions.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import capability, has_triton
+from kimi_k2.kernels.common.launch import triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
 E4M3_TOP = 448.0
 _TILE_ROWS = 32
-
-
-@functools.cache
-def _kernels() -> Any:
-    from kimi_k2.kernels.rowwise import prefill_triton
-
-    return prefill_triton
 
 
 def _runs(*tensors: Tensor) -> bool:
@@ -70,7 +61,7 @@ def fp8_block_to_bf16(weight: Tensor, weight_scale_inv: Tensor, *, out: Tensor) 
     """Every block times its scale, formed in float32 and rounded once: the plain function's bits."""
     rows, columns = weight.shape
     grid = (-(-rows // _TILE_ROWS), -(-columns // BLOCK))
-    _kernels().dequantize[grid](
+    triton_kernels("rowwise/prefill").dequantize[grid](
         weight, weight_scale_inv, out, rows, columns, weight_scale_inv.shape[1], ROWS=_TILE_ROWS, WIDTH=BLOCK
     )
 
@@ -87,7 +78,9 @@ def row_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor) -> None:
     tokens, size = rows.shape
     width = _power_of_two(size)
     warps = max(1, min(width // 512, 16))
-    _kernels().norm[(tokens,)](rows, weight, out, rows.stride(0), size, eps, WIDTH=width, num_warps=warps)
+    triton_kernels("rowwise/prefill").norm[(tokens,)](
+        rows, weight, out, rows.stride(0), size, eps, WIDTH=width, num_warps=warps
+    )
 
 
 def supports_apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -126,7 +119,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     batch, tokens, heads, size = x.shape
     if x.numel():
         strides = *x.stride()[:3], *out.stride()[:3]
-        _kernels().rotate[(batch * tokens,)](
+        triton_kernels("rowwise/prefill").rotate[(batch * tokens,)](
             x, cos, sin, out, tokens, heads, *strides, PAIRS=size // 2, HEADS=_power_of_two(heads)
         )
 
@@ -168,7 +161,9 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     if batch * tokens:
         top = E4M3_TOP if cache.dtype == torch.float8_e4m3fn else float("inf")
         given = entries.contiguous(), positions.contiguous(), cache
-        _kernels().store[(batch * tokens,)](*given, tokens, cache.shape[1], size, top, WIDTH=_power_of_two(size))
+        triton_kernels("rowwise/prefill").store[(batch * tokens,)](
+            *given, tokens, cache.shape[1], size, top, WIDTH=_power_of_two(size)
+        )
 
 
 def supports_embedding(input_ids: Tensor, weight: Tensor, first: int | None = None) -> bool:
@@ -185,6 +180,6 @@ def held_rows(input_ids: Tensor, weight: Tensor, first: int, *, out: Tensor) -> 
     """
     rows, size = weight.shape
     width = _power_of_two(size)
-    _kernels().embed[(input_ids.numel(),)](
+    triton_kernels("rowwise/prefill").embed[(input_ids.numel(),)](
         input_ids, weight, out, first, rows, size, WIDTH=width, num_warps=max(1, min(width // 512, 8))
     )

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import has_triton
+from kimi_k2.kernels.common.launch import triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 
 KINDS = "bf16|f16|f32"
-
-
-@functools.cache
-def _kernels() -> Any:
-    from kimi_k2.kernels.vision import rowwise_triton
-
-    return rowwise_triton
 
 
 def supports_add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
@@ -38,7 +29,9 @@ def add_layer_norm(
     """`ops.vision.add_layer_norm`; the sum is rounded before the norm is taken of it, as the plain function does."""
     tokens, size = x.shape
     width = 1 << (size - 1).bit_length()
-    _kernels().add_layer_norm[(tokens,)](x, delta, weight, bias, normed, total, size, eps, WIDTH=width, num_warps=4)
+    triton_kernels("vision/rowwise").add_layer_norm[(tokens,)](
+        x, delta, weight, bias, normed, total, size, eps, WIDTH=width, num_warps=4
+    )
 
 
 def supports_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
