@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from command import kimi
 from forked import python
 from processes import KIMI, TORCHRUN, run
 
@@ -34,8 +33,6 @@ from kimi_k2.sharding.manifest import MANIFEST, _own_checksum, made_layout, rank
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
 
 @pytest.fixture(scope="module")
 def halves(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,15 +49,15 @@ def converted(source: Path, out: Path, moe_tp: int, moe_ep: int = 1) -> Path:
     return out
 
 
-def test_text_is_that_of_one_process(wide: Path, halves: Path, run_here: Command) -> None:
+def test_text_is_that_of_one_process(wide: Path, halves: Path) -> None:
     options = ["generate", wide, "-p", "What is MLA?", "-p", "Hello", "--max-new-tokens", 6, "--temperature", 0.5]
-    alone, together = run_here(*options), run(*TORCHRUN, *KIMI, *options, "--ranks", halves)
-    assert alone.returncode == together.returncode == 0, together.stderr[-3000:]
+    alone, together = kimi(*options), run(*TORCHRUN, *KIMI, *options, "--ranks", halves)
+    assert together.returncode == 0, together.stderr[-3000:]
     assert alone.stdout == together.stdout
     assert together.stderr.count("TTFT") == 1
 
 
-def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path, run_here: Command) -> None:
+def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path) -> None:
     """Threads of gloo that run while the interpreter ends abort it, seldom, after everything went well."""
     counted = (
         "import sys, time; from pathlib import Path; from kimi_k2.parallel import ranks; old = ranks.leave_ranks\n"
@@ -74,7 +71,7 @@ def test_nothing_of_the_group_outlives_it(wide: Path, halves: Path, run_here: Co
     options = ["generate", wide, "-p", "Hello", "--max-new-tokens", 6]
     done = run(*TORCHRUN, *python(), "-c", counted, *options, "--ranks", halves, "--draft", "ngram")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == run_here(*options).stdout  # drafts change nothing
+    assert done.stdout == kimi(*options).stdout  # drafts change nothing
     assert done.stderr.count("gloo: True 0") == 2, done.stderr[-3000:]
 
 
@@ -132,14 +129,12 @@ def test_a_lost_rank_ends_the_sweep(wide: Path, halves: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("moe_tp", "moe_ep"), [(2, 1), (1, 2)])
-def test_golden_files_of_ranks(
-    wide: Path, halves: Path, tmp_path: Path, run_here: Command, moe_tp: int, moe_ep: int
-) -> None:
+def test_golden_files_of_ranks(wide: Path, halves: Path, tmp_path: Path, moe_tp: int, moe_ep: int) -> None:
     """Every point, put together from the ranks, is one process's; captured by either, compared with the other."""
     ranks = halves if moe_ep == 1 else converted(wide, tmp_path / "ranks", moe_tp, moe_ep)
     options = ["--prompt-length", 9, "--steps", 2]
     alone, together = tmp_path / "alone", tmp_path / "together"
-    assert run_here("parity", "capture", wide, alone, *options).returncode == 0
+    kimi("parity", "capture", wide, alone, *options)
     done = run(*TORCHRUN, *KIMI, "parity", "capture", wide, together, *options, "--ranks", ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = load_golden(alone).trace.values, load_golden(together).trace.values
@@ -148,17 +143,14 @@ def test_golden_files_of_ranks(
         assert (second[point].double() - value.double()).norm() <= 2e-5 * value.double().norm() + 1e-6, point
     compared = run(*TORCHRUN, *KIMI, "parity", "compare", alone, wide, "--backend", "cpu", "--ranks", ranks)
     assert compared.returncode == 0, compared.stdout[-3000:]
-    refused = run_here("parity", "compare", alone, wide, "--backend", "transformers", "--ranks", ranks)
-    assert refused.returncode == 1
-    assert "--ranks are of the plain model" in refused.stderr
+    refused = kimi("parity", "compare", alone, wide, "--backend", "transformers", "--ranks", ranks, status=1)
+    assert "--ranks are of the plain model" in str(refused.exception)
 
 
-def test_another_number_of_processes_is_refused(wide: Path, halves: Path, run_here: Command) -> None:
-    done = run_here("generate", wide, "-p", "Hello", "--ranks", halves)
-    assert done.returncode == 1
-    assert "2 ranks in" in done.stderr
-    assert "but 1 processes" in done.stderr
-    assert run_here("generate", wide, "--ranks", halves).returncode == 2  # no prompt
+def test_another_number_of_processes_is_refused(wide: Path, halves: Path) -> None:
+    said = str(kimi("generate", wide, "-p", "Hello", "--ranks", halves, status=1).exception)
+    assert "2 ranks in" in said and "but 1 processes" in said
+    kimi("generate", wide, "--ranks", halves, status=2)  # no prompt
 
 
 def test_layout_of_a_conversion(halves: Path, tmp_path: Path) -> None:
