@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
+from kimi_k2.bench.kernels.routing import DrawnLayerStep, Routing, drawn_layers
 from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
+from kimi_k2.engine.layer_step import alone
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 
@@ -52,7 +53,7 @@ def test_other_words_are_refused(text: str) -> None:
 def test_a_step_takes_the_drawn_experts(wide: Path) -> None:
     model = KimiK2ForCausalLM.from_pretrained(wide, keep_quantized=True)
     now = torch.zeros(2, dtype=torch.int64)
-    step = DrawnDecodeStep(model, new_cache(model, 2, 4), Routing.parse("same"))
+    step = DecodeStep(model, new_cache(model, 2, 4), layers=drawn_layers(model, alone, Routing.parse("same")))
     layer = next(layer for layer in step.layers if layer.moe is not None)
     assert isinstance(layer, DrawnLayerStep)
     x = torch.randn(2, model.config.hidden_size)

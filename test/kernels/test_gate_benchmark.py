@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from kimi_k2.bench.kernels import harness, report, table
+from kimi_k2.bench.kernels.gate import plain_gate, random_logits
 from kimi_k2.bench.kernels.harness import Case, Row, in_turns
 from kimi_k2.errors import KernelError
+from kimi_k2.ops.experts import noaux_tc_gate
 
 
 def test_a_row_says_rates_and_share() -> None:
@@ -97,3 +99,11 @@ def test_a_slower_case_is_timed_in_turns_that_begin_with_others() -> None:
     once = {"ours": iter([1.05]), "peer": iter([1.0]), "failed": iter([math.inf])}
     times.update(once)
     assert in_turns({name: partial(timer, name) for name in once})["ours"] == 1.05 and asked == list(once)
+
+
+def test_the_gate_that_torch_compile_is_given_is_the_same_operation() -> None:
+    logits, bias = random_logits(50, 384, device="cpu")
+    wanted = noaux_tc_gate(logits, bias, 8, routed_scaling_factor=2.827)
+    got = plain_gate(logits, bias)
+    assert torch.equal(got[0].long(), wanted[0])
+    torch.testing.assert_close(got[1], wanted[1])

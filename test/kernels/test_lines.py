@@ -67,7 +67,9 @@ PLAN = [((2 * 3 + 132 // 4 + 1 + 3 + 132, 4), I32)]  # three contexts, 132 block
 CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "absorb": (ENTRY, [(2, 4, 576)], []),
     "absorb_and_store": (ENTRY, [(2, 4, 576)], [{"H": 3}]),
-    "add": ({"S": (3, 5, 16)}, [(3, 5, 16)], [{"S": (3, 4)}]),
+    "add": (
+        {"S": (3, 5, 16)}, [(3, 5, 16)], [{"S": (3, 4)}, {"b": lambda: torch.empty(241).bfloat16()[1:].view(3, 5, 16)}]
+    ),
     "add_norm": (TOKENS, [(3, 512)] * 2, WHOLE),
     "add_norm_apart": (TOKENS, [(3, 512), (3, 512), ((3,), F32)], WHOLE),
     "add_norm_route": (
@@ -148,7 +150,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     ),
     "router_gemm": ({"T": 3, "H": 512, "E": 64}, [((3, 64), F32)], [{"H": 384}, {"E": 48}]),
     "row_norm": ({**TOKENS, "S": (3, 5)}, [(3, 5, 512)], [{"H": 8200}, {"S": ()}]),
-    "silu_and_mul": ({"S": (3, 5), "G": 32}, [(3, 5, 16)], [{"G": 24}]),
+    "silu_and_mul": ({"S": (3, 5), "G": 32}, [(3, 5, 16)], [
+        {"G": 24}, {"gate_up": lambda: torch.empty(481).bfloat16()[1:].view(3, 5, 32)},
+    ]),
     "value_rows": ({"B": 3, "H": 8, "V": 20}, [(3, 160)], []),
     "vision_add_layer_norm": (
         {"T": 3, "D": 64, "eps": 1e-5}, [(3, 64), (3, 64)],

@@ -75,17 +75,11 @@ class DecodeStep:
         model.prepare()
         self.model, self.cache, self.aux_layers = model, cache, aux_layers
         self.reduce, self.gather = reduce, gather
-        self.layers: list[LayerStep] = list(layers or ())
-        for layer in () if layers else model.model.layers:
-            assert isinstance(layer, DecoderLayer)
-            self.layers.append(self.make_layer(layer, reduce))
+        own = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+        self.layers = list(layers or [LayerStep(layer, reduce) for layer in own])
         self.head_weight = Weight({"weight": model.lm_head.weight})
         self.record: Recorder | None = GraphRecorder() if graph else None
         self._captured: dict[torch.Size, Captured] = {}
-
-    def make_layer(self, layer: DecoderLayer, reduce: Reduce) -> LayerStep:
-        """The step of the model's next layer."""
-        return LayerStep(layer, reduce)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """int64 [B] and int64 [B], inside the cache, to logits [B, vocab_size], which the next call overwrites."""

@@ -144,7 +144,7 @@ def drawn(name: str, experts: int, inter: int, hidden: int = HIDDEN, device: str
             if kind.scale == torch.float8_e4m3fn:
                 packed.append(torch.full((*shape[:2], 1), 2.0**-16, device=device))
             weights.append(Weight(dict(zip(scheme.suffixes, packed, strict=False)), scheme, order))
-    return RandomExperts(name, ExpertWeights(*weights))
+    return RandomExperts(name, ExpertWeights(weights[0], weights[1]))
 
 
 def _normal(*shape: int, device: str = "cuda") -> Tensor:

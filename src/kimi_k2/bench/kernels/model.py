@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import event_times, graph_median
-from kimi_k2.bench.kernels.routing import DrawnDecodeStep, DrawnLayerStep, Routing
+from kimi_k2.bench.kernels.routing import DrawnLayerStep, Routing, drawn_layers
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
@@ -161,11 +161,8 @@ def _step(
     gather = partial(gather_last, group=None) if communicate else (lambda x: x)
     device = cache.data.device
     graph = device.type == "cuda"
-    step: DecodeStep
-    if routing is None:
-        step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=graph)
-    else:
-        step = DrawnDecodeStep(model, cache, routing, reduce=reduce, gather=gather, graph=graph)
+    layers = None if routing is None else drawn_layers(model, reduce, routing)
+    step = DecodeStep(model, cache, reduce=reduce, gather=gather, graph=graph, layers=layers)
     return step, torch.arange(len(contexts), device=device), torch.tensor(contexts, device=device) - 1
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import PagedCache
-from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.layer_step import LayerStep, Reduce
 from kimi_k2.engine.layer_step import Routing as Chosen
 from kimi_k2.errors import ConfigError
@@ -107,22 +105,8 @@ class DrawnLayerStep(LayerStep):
         return super().feed_forward(x, self.drawn(x))
 
 
-class DrawnDecodeStep(DecodeStep):
-    """A decode step over `DrawnLayerStep`; arguments as DecodeStep's."""
-
-    def __init__(
-        self,
-        model: KimiK2ForCausalLM,
-        cache: PagedCache,
-        routing: Routing,
-        *,
-        reduce: Reduce = lambda x: x,
-        gather: Reduce = lambda x: x,
-        graph: bool = False,
-    ) -> None:
-        self.routing = routing
-        super().__init__(model, cache, reduce=reduce, gather=gather, graph=graph)
-
-    def make_layer(self, layer: DecoderLayer, reduce: Reduce) -> LayerStep:
-        """The next layer, which draws by its number."""
-        return DrawnLayerStep(layer, reduce, self.routing, len(self.layers))
+def drawn_layers(model: KimiK2ForCausalLM, reduce: Reduce, routing: Routing) -> list[LayerStep]:
+    """A decode step's, each of which draws by its number."""
+    model.prepare()
+    layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+    return [DrawnLayerStep(layer, reduce, routing, number) for number, layer in enumerate(layers)]

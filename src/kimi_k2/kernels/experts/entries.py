@@ -64,21 +64,19 @@ def fp8_tensors(experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return gate_up["weight"], gate_up["weight_scale_inv"], down["weight"], down["weight_scale_inv"]
 
 
-def _is_fp8(experts: ExpertWeights) -> bool:
-    """Blocks of 128x128, whole ones."""
-    if experts.gate_up.fp8_block != BLOCK or experts.down.fp8_block != BLOCK:
+def _is_fp8(x: Tensor, experts: ExpertWeights) -> bool:
+    """Blocks of 128x128 kept as stored, in sizes that the kernels take, and BF16 tokens."""
+    if x.dtype != torch.bfloat16 or not experts.gate_up.fp8_block == experts.down.fp8_block == BLOCK:
         return False
-    _, _, down, scale = fp8_tensors(experts)
-    count, hidden, inter = down.shape
-    return tuple(scale.shape) == (count, hidden // BLOCK[0], inter // BLOCK[1])
+    names = "gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"
+    return moe_fp8.moe_fp8.fits(**dict(zip(names, fp8_tensors(experts), strict=True)))
 
 
 def _supports_moe_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
-    """FP8 blocks of 128x128 kept as stored, BF16 tokens, few of them."""
-    if x.dtype != torch.bfloat16 or not _is_fp8(experts):
-        return False
-    _, hidden, inter = experts.down.tensors["weight"].shape
-    return moe_decode.supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
+    """FP8 blocks, few tokens."""
+    _, hidden, inter = next(iter(experts.down.tensors.values())).shape
+    few = moe_decode.supports(x.shape[0], topk_indices.shape[1], hidden, inter, x.device)
+    return few and _is_fp8(x, experts)
 
 
 @ops_experts.routed_experts.entry("moe_decode", takes=_supports_moe_decode)
@@ -89,16 +87,8 @@ def routed_experts_decode(x: Tensor, experts: ExpertWeights, topk_indices: Tenso
 
 
 def _supports_moe_fp8(x: Tensor, experts: ExpertWeights, topk_indices: Tensor, topk_weights: Tensor) -> bool:
-    """FP8 blocks of 128x128 kept as stored, BF16 tokens."""
-    if x.dtype != torch.bfloat16 or not is_hopper(x.device) or not _is_fp8(experts):
-        return False
-    count, hidden, inter = experts.down.tensors["weight"].shape
-    return (
-        hidden % moe_fp8.SLAB == 0
-        and inter % moe_fp8.BLOCK == 0
-        and max(hidden, inter) <= 64 * moe_fp8.BLOCK
-        and count <= moe_fp8.MAX_EXPERTS
-    )
+    """FP8 blocks."""
+    return is_hopper(x.device) and _is_fp8(x, experts)
 
 
 @ops_experts.routed_experts.entry("moe_fp8", takes=_supports_moe_fp8, batch_invariant=FIXED_PARTS)

@@ -189,10 +189,10 @@ def moe_w4a16(
         return
     weights = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True)) | {"expert_map": expert_map}
     weights |= {"all13": gate_up_proj_all, "all2": down_proj_all}
-    tensors = {"x": x, "out": out, "topk_ids": topk_indices, "topk_weights": topk_weights}
+    cut = {"x": x, "out": out, "topk_ids": topk_indices, "topk_weights": topk_weights}
     name = hopper(x.device.index, "moe_w4a16")[0]
     choice_for = choices(choice, shape, TUNING_DTYPES[w2_bf16], f"1x{GROUP}", name)
-    for queue, chosen in queues(Arguments, tensors, weights, shape, choice_for, _layout):
+    for queue, chosen in queues(Arguments, cut, weights, shape, choice_for, _layout):
         check_choice(chosen)
         queue.w2_bf16, queue.in_flight, queue.unpaired = w2_bf16, IN_FLIGHT[chosen.max_tokens], unpaired
         queue.most_items, queue.inner, queue.divides = 0 if unpaired else MOST_ITEMS, inner, divides

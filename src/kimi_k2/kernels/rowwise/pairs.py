@@ -5,7 +5,6 @@ They are `torch.ops.kimi_k2.add` and `silu_and_mul`, with the bits of PyTorch.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kimi_k2.kernels.common.hardware import runs_cuda
@@ -16,29 +15,29 @@ GROUP = 8  # values that a thread makes
 MOST = 2**31
 
 
-def _whole(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0 and 0 < x.numel() < MOST
-
-
 def supports_add(a: Tensor, b: Tensor) -> bool:
-    """Whether `add` takes them: BF16 of one shape on a Hopper GPU, contiguous, whole groups."""
-    same = a.is_cuda and a.device == b.device and a.shape == b.shape and a.numel() % GROUP == 0
-    return same and _whole(a) and _whole(b) and runs_cuda(a.device)
+    """Whether `add` takes them, on a Hopper GPU."""
+    return a.is_cuda and 0 < a.numel() < MOST and add.fits(a=a, b=b) and runs_cuda(a.device)
 
 
 def supports_silu_and_mul(gate_up: Tensor) -> bool:
-    """Whether `silu_and_mul` takes it: BF16 [..., 2I] on a Hopper GPU, contiguous, I whole groups."""
-    whole = gate_up.is_cuda and gate_up.dim() > 0 and gate_up.shape[-1] % (2 * GROUP) == 0 and _whole(gate_up)
-    return whole and runs_cuda(gate_up.device)
+    """Whether `silu_and_mul` takes it, on a Hopper GPU."""
+    few = gate_up.is_cuda and 0 < gate_up.numel() < MOST
+    return few and silu_and_mul.fits(gate_up=gate_up) and runs_cuda(gate_up.device)
 
 
-@kernel_operation("add", "a bf16[*S], b bf16[*S] -> out bf16[*S]; a.numel() % 8 == 0")
+@kernel_operation(
+    "add",
+    "a bf16[*S], b bf16[*S] -> out bf16[*S]; a.numel() % 8 == 0; (a.storage_offset() | b.storage_offset()) % 8 == 0",
+)
 def add(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     """a + b."""
     launch("rowwise/pairs", "kimi_pairs", "add", a.device, a, b, out, a.numel() // GROUP, 1)
 
 
-@kernel_operation("silu_and_mul", "gate_up bf16[*S,G] -> out bf16[*S,G/2]; G % 16 == 0")
+@kernel_operation(
+    "silu_and_mul", "gate_up bf16[*S,G] -> out bf16[*S,G/2]; G % 16 == 0; gate_up.storage_offset() % 8 == 0"
+)
 def silu_and_mul(gate_up: Tensor, *, out: Tensor) -> None:
     """silu(gate) * up, gate first."""
     sizes = out.numel() // GROUP, out.shape[-1] // GROUP
