@@ -1,4 +1,4 @@
-"""`nki.collectives`: all-reduce, all-gather, reduce-scatter and all-to-all between emulated ranks.
+"""`nki.collectives`: all-reduce, all-gather and all-to-all between emulated ranks.
 
 Contract: aws-neuron-sdk `nki/api/nki/collectives/__init__.py` (NKI 0.7.0). Tensors lie all in HBM or all in SBUF. In
 SBUF each core of LNC=2 exchanges its own tile with the same core of the other ranks; in HBM both cores call, and it is
@@ -60,8 +60,9 @@ def all_reduce(
 ) -> None:
     """Sum, minimum or maximum over the group, in float32 and in the order of its ranks."""
     call = Call("all_reduce", "collective", "nki.collectives.")
-    reduction = _reduction(call, op)
-    _run(call, srcs, dsts, replica_group, lambda size: size, lambda parts, _: _reduce(reduction, parts))
+    if not isinstance(op, Operator) or op.name not in _REDUCTIONS:
+        raise call.fail("op", "nl.add, nl.minimum or nl.maximum", op, NkiError)
+    _run(call, srcs, dsts, replica_group, lambda size: size, lambda arrays, _: _reduce(op, arrays))
 
 
 def all_gather(
@@ -82,26 +83,6 @@ def all_gather(
     )  # fmt: skip
 
 
-def reduce_scatter(
-    srcs: list[NkiTensor],
-    dsts: list[NkiTensor],
-    replica_group: ReplicaGroup,
-    collective_dim: int,
-    op: Any,
-    priority: int | None = None,
-    name: str | None = None,
-) -> None:
-    """This rank's share, along dimension 0, of the reduction over the group."""
-    call = Call("reduce_scatter", "collective", "nki.collectives.")
-    _need_dim(call, collective_dim, (0,))
-    reduction = _reduction(call, op)
-    count = _pieces(call, srcs[0], replica_group)
-    _run(
-        call, srcs, dsts, replica_group, lambda size: size // count,
-        lambda parts, place: np.split(_reduce(reduction, parts), count)[place],
-    )  # fmt: skip
-
-
 def all_to_all(
     srcs: list[NkiTensor],
     dsts: list[NkiTensor],
@@ -116,17 +97,12 @@ def all_to_all(
     for tensor in (*srcs, *dsts):
         if tensor.buffer.on_chip:
             raise call.fail("srcs", "in HBM", tensor.buffer.value, PlaceError)
-    count = _pieces(call, srcs[0], replica_group)
+    count = len(replica_group.of(call.core.launch.rank))
+    call.need(srcs[0].shape[0] % count == 0, "srcs", f"a multiple of {count} in dimension 0", srcs[0].shape)
     _run(
         call, srcs, dsts, replica_group, lambda size: size,
-        lambda parts, place: np.concatenate([np.split(part, count)[place] for part in parts]),
+        lambda arrays, rank: np.concatenate([np.split(array, count)[rank] for array in arrays]),
     )  # fmt: skip
-
-
-def _reduction(call: Call, op: Any) -> Operator:
-    if not isinstance(op, Operator) or op.name not in _REDUCTIONS:
-        raise call.fail("op", "nl.add, nl.minimum or nl.maximum", op, NkiError)
-    return op
 
 
 def _reduce(reduction: Operator, arrays: list[Array]) -> Array:
@@ -140,13 +116,6 @@ def _reduce(reduction: Operator, arrays: list[Array]) -> Array:
 def _need_dim(call: Call, dim: int, allowed: tuple[int, ...]) -> None:
     if dim not in allowed:
         raise call.fail("collective_dim", " or ".join(map(str, allowed)), dim, NkiError)
-
-
-def _pieces(call: Call, src: NkiTensor, groups: ReplicaGroup) -> int:
-    """Ranks of this one's group, each of which gets a piece along dimension 0."""
-    count = len(groups.of(call.core.launch.rank))
-    call.need(src.shape[0] % count == 0, "srcs", f"a multiple of {count} in dimension 0", src.shape)
-    return count
 
 
 def _run(

@@ -129,11 +129,6 @@ def zeros(shape: Sequence[int], dtype: Any, buffer: Region = sbuf, name: str = "
     return full(shape, 0, dtype, buffer, name)
 
 
-def ones(shape: Sequence[int], dtype: Any, buffer: Region = sbuf, name: str = "") -> NkiTensor:
-    """A new tensor of ones."""
-    return full(shape, 1, dtype, buffer, name)
-
-
 def full(shape: Sequence[int], value: float, dtype: Any, buffer: Region = sbuf, name: str = "") -> NkiTensor:
     """A new tensor of one value."""
     from nki_emulator.isa.copies import memset
@@ -230,27 +225,9 @@ def _number(value: Any) -> int:
     return value.value if isinstance(value, VirtualRegister) else int(value)
 
 
-def device_print(print_prefix: str, tensor: NkiTensor) -> None:
-    """Print a tensor's values."""
-    from nki_emulator.access import Call
-
-    values = Call("device_print", "dma", prefix="nki.language.").read32("tensor", tensor)
-    print(print_prefix, values)  # noqa: T201 - what the function is for
-
-
 def is_hbm(buffer: Region) -> bool:
     """Whether a memory is HBM."""
     return not buffer.on_chip
-
-
-def is_on_chip(buffer: Region) -> bool:
-    """Whether a memory is SBUF or PSUM."""
-    return buffer.on_chip
-
-
-def is_psum(buffer: Region) -> bool:
-    """Whether a memory is PSUM."""
-    return buffer is psum
 
 
 def is_sbuf(buffer: Region) -> bool:

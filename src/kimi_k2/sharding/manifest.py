@@ -137,15 +137,15 @@ def _check_same(recorded: Mapping[str, Any], actual: Mapping[str, Any], file: Pa
     for name, before in recorded.items():
         now = actual[name]
         hashed = "sha256" in before and "sha256" in now
-        for key in ("size", "header_sha256", *(("sha256",) if hashed else ())):
-            if before.get(key) != now[key]:
-                what = "other bytes" if key == "sha256" else f"another {key}"
-                raise ConfigError(f"made from another source: {name} has {what}", file=file)
-        if not hashed and (key := _changed(before, now, _CIRCUMSTANCES)):
+        key = _changed(before, now, ("size", "header_sha256", *(("sha256",) if hashed else _CIRCUMSTANCES)))
+        if key in _CIRCUMSTANCES:
             way = "give an empty directory (a run with --verify-source can be resumed from a copy)"
             if "sha256" in before:
                 way = "--verify-source compares its bytes"
             raise ConfigError(f"{name} was changed or copied since (its {key} differs); {way}", file=file)
+        if key:
+            difference = "other bytes" if key == "sha256" else f"another {key}"
+            raise ConfigError(f"made from another source: {name} has {difference}", file=file)
 
 
 def check_source(directory: Path, checkpoint: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from nki_emulator.errors import NkiError as NkiValidationError
 from nki_emulator.errors import UnsupportedError
-from nki_emulator.isa import constants, copies, dma, elementwise, matmul, reductions  # noqa: F401 - INSTRUCTIONS
-from nki_emulator.isa.cores import get_nc_sub_version, get_nc_version, register_alloc, register_move
-from nki_emulator.isa.gathers import topk
+from nki_emulator.isa import constants, copies, dma, elementwise, gathers, matmul, reductions  # noqa: F401 - INSTRUCTIONS
+from nki_emulator.isa.cores import get_nc_version, register_alloc
 from nki_emulator.isa.operands import INSTRUCTIONS
 from nki_emulator.registers import VirtualRegister
 
@@ -37,6 +36,5 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "NkiValidationError", "VirtualRegister", "get_nc_sub_version", "get_nc_version", "register_alloc", "register_move",
-    "topk", *INSTRUCTIONS, *_ENUMERATIONS,
+    "NkiValidationError", "VirtualRegister", "get_nc_version", "register_alloc", *INSTRUCTIONS, *_ENUMERATIONS,
 ]  # fmt: skip

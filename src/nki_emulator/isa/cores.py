@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.access import Call
-from nki_emulator.errors import DtypeError, NkiError, PlaceError
+from nki_emulator.errors import NkiError, PlaceError
 from nki_emulator.isa.constants import dma_engine as dma_engines
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import nc_version
@@ -18,7 +18,7 @@ from nki_emulator.storage import Region
 from nki_emulator.tensor import NkiTensor
 
 
-@instruction("dma")
+@instruction("dma", like=("src", "dst"))
 def sendrecv(
     call: Call,
     src: NkiTensor,
@@ -31,8 +31,6 @@ def sendrecv(
     """Exchange tiles with the other core."""
     for operand, tensor in (("src", src), ("dst", dst)):
         call.need_region(operand, tensor, Region.sbuf)
-    if src.dtype != dst.dtype:
-        raise call.fail("dst", f"dtype {src.dtype} of src", dst.dtype, DtypeError)
     call.need(src.shape[0] == dst.shape[0] and src.size == dst.size, "dst", f"shape {src.shape} of src", dst.shape)
     other = 1 - call.core.number
     if call.core.launch.cores != 2 or send_to_rank != other or recv_from_rank != other:
@@ -73,11 +71,6 @@ def register_alloc(x: int | None = None) -> VirtualRegister:
     return VirtualRegister(x)
 
 
-def register_move(dst: VirtualRegister, src: Any) -> None:
-    """Set a register."""
-    dst.value = src.value if isinstance(src, VirtualRegister) else int(src)
-
-
 @instruction("sync", tiles=())
 def register_load(call: Call, dst: VirtualRegister, src: NkiTensor) -> None:
     """Set a register from one element in memory."""
@@ -85,18 +78,6 @@ def register_load(call: Call, dst: VirtualRegister, src: NkiTensor) -> None:
     dst.value = int(call.read("src", src).reshape(-1)[0])
 
 
-@instruction("sync", tiles=())
-def register_store(call: Call, dst: NkiTensor, src: VirtualRegister) -> None:
-    """Write a register to one element in memory."""
-    call.need(dst.size == 1, "dst", "one element", dst.shape)
-    call.write("dst", dst, np.full(dst.shape, src.value, np.int64))
-
-
 def get_nc_version() -> nc_version:
     """NeuronCore-v3: Trainium2."""
     return nc_version.gen3
-
-
-def get_nc_sub_version() -> int:
-    """First revision."""
-    return 0

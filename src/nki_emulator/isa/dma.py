@@ -97,7 +97,7 @@ def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None
         _copy(call, operands["dst"], operands["src"])
 
 
-@instruction("dma", check=_reachable)
+@instruction("dma", check=_reachable, like=("src", "dst"))
 def dma_transpose(
     call: Call,
     dst: NkiTensor,
@@ -111,8 +111,6 @@ def dma_transpose(
     order = _PERMUTATIONS.get(src.ndim)
     if order is None or (axes is not None and tuple(axes) != order):
         raise call.fail("axes", "(1, 0), (2, 1, 0) or (3, 1, 2, 0) by the dimensions of src", axes)
-    if src.dtype != dst.dtype:
-        raise call.fail("dst", f"dtype {src.dtype} of src", dst.dtype, DtypeError)
     if src.itemsize not in (2, 4):
         raise call.fail("src", "a dtype of 2 or 4 bytes", src.dtype, DtypeError)
     indirect = src.indirect_place is not None and src.indirect_place.a_partition

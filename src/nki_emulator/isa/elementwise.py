@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.access import Call
-from nki_emulator.dtypes import INTEGERS, NUMPY
-from nki_emulator.errors import DtypeError, NkiError
+from nki_emulator.dtypes import NUMPY
+from nki_emulator.errors import NkiError
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.constants import reduce_cmd as commands
 from nki_emulator.isa.operands import (
@@ -226,35 +226,6 @@ def affine_select(
     chosen = apply(need_operator(call, "cmp_op", cmp_op), affine(call, dst, pattern, offset, channel_multiplier), 0)
     values = shaped(call.read32("on_true_tile", on_true_tile), dst)
     call.write("dst", dst, np.where(chosen != 0, values, np.float32(on_false_value)))
-
-
-@instruction("vector", tiles=("dst", "on_true_tile"), alike=True)
-def range_select(
-    call: Call,
-    dst: NkiTensor,
-    on_true_tile: NkiTensor,
-    comp_op0: Any,
-    comp_op1: Any,
-    bound0: NkiTensor,
-    bound1: NkiTensor,
-    reduce_cmd: Any = commands.reset_reduce,
-    reduce_res: NkiTensor | None = None,
-    reduce_op: Any = OPERATORS["maximum"],
-    range_start: int = 0,
-    on_false_value: float = float(np.finfo(np.float32).min),
-) -> None:
-    """on_true_tile where its column compares with both bounds, the least float32 elsewhere; optionally the maximum."""
-    call.need(on_false_value == float(np.finfo(np.float32).min), "on_false_value", "FP32_MIN", on_false_value)
-    if on_true_tile.dtype in INTEGERS:
-        raise call.fail("on_true_tile", "a float dtype", on_true_tile.dtype, DtypeError)
-    low = vector_operand(call, "bound0", bound0, on_true_tile)
-    high = vector_operand(call, "bound1", bound1, on_true_tile)
-    positions = np.float32(range_start) + np.arange(on_true_tile.free_size, dtype=np.float32)[None, :]
-    first, second = need_operator(call, "comp_op0", comp_op0), need_operator(call, "comp_op1", comp_op1)
-    chosen = (apply(first, positions, low) != 0) & (apply(second, positions, high) != 0)
-    result = np.where(chosen, rows(call.read32("on_true_tile", on_true_tile)), np.float32(on_false_value))
-    call.write("dst", dst, shaped(result, dst))
-    accumulate(call, result, reduce_op, reduce_cmd, None, reduce_res)
 
 
 def accumulate(

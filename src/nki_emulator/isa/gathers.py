@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from nki_emulator.access import Call
-from nki_emulator.errors import DtypeError, NkiError, PlaceError
+from nki_emulator.errors import PlaceError
 from nki_emulator.isa.operands import instruction, rows, same_sizes, shaped
 from nki_emulator.tensor import NkiTensor
 
 _CORE = 16  # partitions of one of the eight GpSimd cores
 
 
-@instruction("gpsimd")
+@instruction("gpsimd", like=("src_buffer", "dst"))
 def local_gather(
     call: Call,
     dst: NkiTensor,
@@ -25,8 +25,6 @@ def local_gather(
 ) -> None:
     """Gather within groups of 16 partitions: one list of indices a group, read partition first."""
     call.need_dtype("index", index, ("uint16",))
-    if dst.dtype != src_buffer.dtype:
-        raise call.fail("dst", f"dtype {src_buffer.dtype} of src_buffer", dst.dtype, DtypeError)
     partitions = src_buffer.shape[0]
     holds = partitions == index.shape[0] and partitions % _CORE == 0
     call.need(holds, "index", f"{partitions} partitions, a multiple of {_CORE}", index.shape)
@@ -46,12 +44,10 @@ def local_gather(
     call.write("dst", dst, shaped(out, dst))
 
 
-@instruction("gpsimd")
+@instruction("gpsimd", like=("data", "dst"))
 def nc_n_gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor) -> None:
     """Gather within each partition."""
     call.need_dtype("indices", indices, ("uint32",))
-    if dst.dtype != data.dtype:
-        raise call.fail("dst", f"dtype {data.dtype} of data", dst.dtype, DtypeError)
     same_sizes(call, dst=dst, indices=indices)
     call.need(data.shape[0] == dst.shape[0], "data", f"{dst.shape[0]} partitions", data.shape)
     positions = rows(call.read("indices", indices)).astype(np.int64)
@@ -60,12 +56,10 @@ def nc_n_gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor)
     call.write("dst", dst, shaped(np.take_along_axis(rows(call.read("data", data)), positions, 1), dst))
 
 
-@instruction("vector")
+@instruction("vector", like=("src", "dst"))
 def nc_stream_shuffle(call: Call, dst: NkiTensor, src: NkiTensor, shuffle_mask: Sequence[int]) -> None:
     """Move partitions within each group of 32: output i comes from mask[i]; 255 leaves it as it was."""
     call.need(len(shuffle_mask) == 32, "shuffle_mask", "32 elements", len(shuffle_mask))
-    if dst.dtype != src.dtype:
-        raise call.fail("dst", f"dtype {src.dtype} of src", dst.dtype, DtypeError)
     call.need(dst.free_size == src.free_size, "dst", f"{src.free_size} elements a partition", dst.shape)
     active = -(-max(dst.shape[0], src.shape[0]) // 32) * 32
     for operand, tensor in (("src", src), ("dst", dst)):
@@ -167,8 +161,3 @@ def nonzero_with_count(
         out[0, -1] = len(indices)
         target = dst[partition : partition + 1]
         call.write("dst", target, shaped(out, target))
-
-
-def topk(val_dst: NkiTensor, idx_dst: NkiTensor, src: NkiTensor, n: int, name: str | None = None) -> None:
-    """Not on the way of any kernel here: the layout over partitions is documented for one case only."""
-    raise NkiError("nki.isa.topk", "operation", "max8 and nc_find_index8: topk is not emulated (README.md)")

@@ -25,6 +25,7 @@ def instruction(
     *allowed: str,
     tiles: tuple[str, ...] | None = None,
     alike: tuple[str, ...] | bool = False,
+    like: tuple[str, str] | None = None,
     check: Callable[[Call, str, Any], Any] = Call.tile,
     default: Callable[[Mapping[str, Any]], str | None] = lambda arguments: None,
 ) -> Callable[[Operation], Operation]:
@@ -36,6 +37,7 @@ def instruction(
         allowed: engines; where there are several, the argument `engine` says which.
         tiles: arguments that `check` is to pass; None: all that are annotated as an NkiTensor.
         alike: of these (True: all tiles), those of as many partitions and elements a partition.
+        like: an argument, and another that is to have its dtype.
         check: see `tiles`.
         default: of the arguments, the engine where none is asked for; None: the first of `allowed`.
     """
@@ -65,6 +67,8 @@ def instruction(
                     check(call, operand, bound[operand])
             if same:
                 same_sizes(call, **{operand: bound[operand] for operand in same if operand in bound})
+            if like is not None and (dtype := bound[like[0]].dtype) != (other := bound[like[1]].dtype):
+                raise call.fail(like[1], f"dtype {dtype} of {like[0]}", other, DtypeError)
             function(call, *arguments, **named)
 
         INSTRUCTIONS[operation] = run

@@ -52,15 +52,6 @@ def tensor_reduce(
     call.write("dst", dst, shaped(-result if negate else result, dst))
 
 
-@instruction("gpsimd")
-def tensor_partition_reduce(call: Call, dst: NkiTensor, op: Any, data: NkiTensor) -> None:
-    """Reduce over partitions on GpSimd."""
-    operator = need_operator(call, "op", op)
-    call.need(dst.shape[0] == 1 and dst.free_size == data.free_size, "dst", f"(1, {data.free_size})", dst.shape)
-    values = call.read("data", data) if operator.bits else call.read32("data", data)
-    call.write("dst", dst, shaped(operator.reduce(values, (0,)), dst))
-
-
 @instruction("vector", alike=True)
 def tensor_scalar_reduce(
     call: Call,
