@@ -65,15 +65,12 @@ def dequantize_int4_group(
     return out
 
 
-def quantize_int4_group(
-    weight: Tensor, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize symmetrically with scale = amax / 7 a group, rounded to `scale_dtype` before it is used.
+def quantize_int4_group(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize symmetrically with scale = amax / 7 a group, rounded to BF16 before it is used.
 
     Args:
         weight: floating [..., N, K], K a multiple of `group_size`.
         group_size: input columns that share a scale.
-        scale_dtype: of the scales.
 
     Returns:
         (weight_packed int32 [..., N, K / 8], weight_scale [..., N, K / group_size], weight_shape int32 [2]).
@@ -81,7 +78,7 @@ def quantize_int4_group(
     rows, columns = weight.shape[-2:]
     groups = weight.to(torch.float32).unflatten(-1, (-1, group_size))
     amax = groups.abs().amax(dim=-1)
-    scale = torch.where(amax > 0, amax / MAX_VALUE, torch.ones_like(amax)).to(scale_dtype)
+    scale = torch.where(amax > 0, amax / MAX_VALUE, torch.ones_like(amax)).to(torch.bfloat16)
     values = (groups / scale.to(torch.float32).unsqueeze(-1)).round_().clamp_(-MAX_VALUE, MAX_VALUE)
     packed = pack_int4(values.to(torch.int8).flatten(-2))
     return packed, scale, torch.tensor([rows, columns], dtype=torch.int32)

@@ -34,20 +34,19 @@ from kimi_k2.sharding.experts import ExpertFormat
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor, ShardingPlan
 
 
-def make_plan(config: KimiK2Config, layout: Layout, experts: ExpertFormat | None = None) -> ShardingPlan:
+def make_plan(config: KimiK2Config, layout: Layout) -> ShardingPlan:
     """The plan of a model.
 
     Args:
         config: of the model.
         layout: ranks and formats.
-        experts: of the routed experts for neuron; None for the layout's own.
 
     Raises:
         ConfigError: a size does not divide among the ranks, or a rank's slice would cut a scale block.
     """
     _check_divisible(config, layout)
-    if layout.target == "neuron":
-        experts = experts or layout.expert_format(config)
+    experts = layout.expert_format(config) if layout.target == "neuron" else None
+    if experts is not None:
         if layout.layers and experts.shared is None:
             expected = "the shared expert in tiles, of 32 or 64 columns a rank"
             raise ConfigError(f"decode 'layers' needs {expected}", field="decode")
