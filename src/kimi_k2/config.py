@@ -218,7 +218,7 @@ class KimiK2Config(BaseModel):
 
     def format_of_experts(self, projection: str = "experts.0.gate_proj") -> StoredFormat:
         """What a projection of the first layer with experts is stored in."""
-        layer = next((one for one in range(self.num_hidden_layers) if self.is_moe_layer(one)), 0)
+        layer = next((layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer)), 0)
         return format_of(self.quantization, f"model.layers.{layer}.mlp.{projection}")
 
     # -- constructors ------------------------------------------------------------------------------
@@ -299,12 +299,12 @@ class KimiK2Config(BaseModel):
             ConfigError: see `from_dict`.
         """
         raw = {name: value for name, value in hf_config.to_dict().items() if name not in added}
-        for part in (raw, raw.get("text_config")):
+        for holder in (raw, raw.get("text_config")):
             for key in ("quantization_config", "compression_config"):
-                if isinstance(part, dict) and isinstance(quantization := part.get(key), dict):
+                if isinstance(holder, dict) and isinstance(quantization := holder.get(key), dict):
                     if isinstance(said := quantization.get("quantization"), dict):  # hf_quant_config.json's
                         quantization = {"quant_method": "modelopt", **said}
-                    part[key] = {name: value for name, value in quantization.items() if name not in _ADDED_BY_VLLM}
+                    holder[key] = {name: value for name, value in quantization.items() if name not in _ADDED_BY_VLLM}
         return cls.from_dict(raw)
 
     @classmethod

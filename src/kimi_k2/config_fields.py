@@ -83,7 +83,7 @@ _NOTE = re.compile(r"_(info|notes?|comments?|metadata|provenance|history)$")
 def is_note(name: str, value: Any, known: Collection[str]) -> bool:
     """Whether an unknown field is such an account, which can be no number of the model: of its fields it names none."""
     inner = value.keys() if isinstance(value, Mapping) else () if isinstance(value, str) else None
-    return _NOTE.search(name) is not None and inner is not None and not any(one in known for one in inner)
+    return _NOTE.search(name) is not None and inner is not None and not any(field in known for field in inner)
 
 
 def refuse_unknown(
@@ -117,14 +117,14 @@ def refuse_unknown(
             raise ConfigError(
                 "not known, so it may change what the model computes; remove it if it has no effect", field=field
             )
-        if not any(same(value, one) for one in only[name]):
-            allowed = " or ".join(repr(one) for one in only[name])
+        if not any(same(value, option) for option in only[name]):
+            allowed = " or ".join(repr(option) for option in only[name])
             raise ConfigError(f"expected {allowed}, the one thing that is computed, got {value!r:.100}", field=field)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Equal, with true and 1 told apart."""
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def check_architecture(raw: Mapping[str, Any], place: str = "") -> None:
@@ -145,12 +145,12 @@ def check_architecture(raw: Mapping[str, Any], place: str = "") -> None:
     names = raw.get("architectures")
     if names is None:
         return
-    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, (list, tuple)) or not all(isinstance(architecture, str) for architecture in names):
         raise ConfigError(f"expected a list of names, got {names!r:.100}", field=f"{prefix}architectures")
-    for one in names:
-        if one not in ARCHITECTURES:
+    for architecture in names:
+        if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise ConfigError(f"expected one of {known}, got {one!r:.100}", field=f"{prefix}architectures")
+            raise ConfigError(f"expected one of {known}, got {architecture!r:.100}", field=f"{prefix}architectures")
 
 
 def check_limits(config: Any, limits: Mapping[str, tuple[float, float]]) -> None:
@@ -171,10 +171,10 @@ def first_fault(
 ) -> ConfigError:
     """The first thing that pydantic has found; `name` gives a field's name in the file."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(str(step) for step in first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # raised by a validator; pydantic wraps every ValueError
-        message, where = cause.message, ".".join(part for part in (where, cause.field) if part)
+        message, where = cause.message, ".".join(step for step in (where, cause.field) if step)
     else:
         message = "missing" if first["type"] == "missing" else f"{first['msg']}, got {first['input']!r:.200}"
     return ConfigError(message, field=name(where) if where else None, file=file)

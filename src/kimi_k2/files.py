@@ -132,11 +132,11 @@ def parse_json(data: bytes) -> Any:
     """
 
     def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        by_name = dict(pairs)
+        if len(by_name) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r:.100} twice")
-        return made
+        return by_name
 
     try:
         content = json.loads(data.decode("utf-8"), object_pairs_hook=fields)
@@ -146,7 +146,7 @@ def parse_json(data: bytes) -> Any:
     for _ in range(JSON_NESTING + 1):
         if not level:
             return content
-        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        children = (child for value in level for child in (value.values() if isinstance(value, dict) else value))
         level = [child for child in children if isinstance(child, (dict, list))]
     raise ValueError(f"nested more than {JSON_NESTING} deep")
 
@@ -167,10 +167,10 @@ def parse_yaml(data: bytes) -> Any:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            made = super().construct_mapping(node, deep)
-            if len(made) != len(node.value):
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) != len(node.value):
                 raise yaml.MarkedYAMLError(problem="a field twice", problem_mark=node.start_mark)
-            return made
+            return mapping
 
     try:
         if len(data) > YAML_BYTES:
@@ -179,8 +179,8 @@ def parse_yaml(data: bytes) -> Any:
         plain = json.dumps(content, allow_nan=False)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise ValueError(place + " ".join(str(error.problem or error.context).split())) from None
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(where + " ".join(str(error.problem or error.context).split())) from None
     except RecursionError:
         raise ValueError(f"nested more than {JSON_NESTING} deep") from None
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

@@ -110,7 +110,7 @@ def _is_shard(name: str) -> bool:
 
 def _natural(name: str) -> tuple[str | int, ...]:
     """Sort key that puts model-2-of-61 before model-10-of-61: the names are not zero-padded."""
-    return tuple(int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name)))
+    return tuple(int(piece) if number % 2 else piece for number, piece in enumerate(re.split(r"(\d+)", name)))
 
 
 DTYPES: dict[str, torch.dtype] = {

@@ -47,17 +47,18 @@ def routed_format(config: KimiK2Config, experts: str, projection: str) -> Stored
 def _routed_format(
     quantization: StoredFormat | None, n_routed_experts: int, experts: str, projection: str
 ) -> StoredFormat:
-    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-    first = format_of(quantization, f"{experts}.0.{parts[0]}")
+    projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    first = format_of(quantization, f"{experts}.0.{projections[0]}")
     if quantization is None:
         return first
     for expert in range(n_routed_experts):
-        for part in parts:
-            format_ = format_of(quantization, f"{experts}.{expert}.{part}")
+        for name in projections:
+            format_ = format_of(quantization, f"{experts}.{expert}.{name}")
             if format_ is not first and format_ != first:
                 raise ConfigError(
-                    f"{experts}.{expert}.{part} is stored as {format_.name}, {experts}.0.{parts[0]} as {first.name};"
-                    " expected one format to keep as stored: dequantize them, or convert with --experts bf16",
+                    f"{experts}.{expert}.{name} is stored as {format_.name}, {experts}.0.{projections[0]} as"
+                    f" {first.name}; expected one format to keep as stored:"
+                    " dequantize them, or convert with --experts bf16",
                     field="quantization_config",
                 )
     return first
@@ -101,8 +102,8 @@ def layer_specs(config: KimiK2Config, layer: int) -> Iterator[TensorSpec]:
         if name == "mlp.experts":
             count, width, hidden = shape
             for expert in range(count):
-                for part, (rows, columns) in _mlp(f"{module}.{expert}", width, hidden):
-                    yield from linear_specs(config, part, rows, columns)
+                for linear, (rows, columns) in _mlp(f"{module}.{expert}", width, hidden):
+                    yield from linear_specs(config, linear, rows, columns)
         elif len(shape) == 2 and name != "mlp.gate":
             yield from linear_specs(config, module, *shape)
         else:

@@ -150,7 +150,7 @@ class CheckpointReader:
         """The name in the files of a tensor that this reader delivers as `name`, or would."""
         if name in self.tensors or self.spelling == K2 or VISION.match(name):
             return self._stored_names.get(name, name)
-        return next((one for one in spelled(name) if writer([one]) == self.spelling), name)
+        return next((spelling for spelling in spelled(name) if writer([spelling]) == self.spelling), name)
 
     def _check_index(self) -> None:
         indexed = self.index.weight_map

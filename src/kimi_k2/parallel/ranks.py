@@ -62,7 +62,7 @@ def meet(rank: int, ranks: int) -> tuple[PrefixStore, list[str]]:
     Raises:
         RankLostError: some have not come within MEETING seconds of the first that stopped waiting.
     """
-    here, place = socket.gethostname(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    here, address = socket.gethostname(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _connect(MEETING, serve=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
         store.set(f"host/{rank}", here)
@@ -72,14 +72,14 @@ def meet(rank: int, ranks: int) -> tuple[PrefixStore, list[str]]:
                 store.set("ended", "")
                 time.sleep(2 * POLL if rank == 0 else 0)  # until the others have seen it
                 raise RankLostError(
-                    f"rank {rank} on {here}: rank {' and '.join(missing)} of {ranks} did not come to {place} within"
+                    f"rank {rank} on {here}: rank {' and '.join(missing)} of {ranks} did not come to {address} within"
                     f" {MEETING:g} s; start all ranks again"
                 )
             time.sleep(POLL)
         hosts = [store.get(f"host/{other}").decode() for other in range(ranks)]
     except RuntimeError as error:  # subclasses of it: no store there, or not any more
         raise RankLostError(
-            f"rank {rank} on {here}: no answer from rank 0, or what started it, at {place} within {MEETING:g} s"
+            f"rank {rank} on {here}: no answer from rank 0, or what started it, at {address} within {MEETING:g} s"
         ) from error
     store.set_timeout(timedelta(minutes=10))  # as NCCL's own; from here on the watch ends what waits in vain
     return store, hosts
@@ -212,15 +212,15 @@ def join_ranks(device: str) -> tuple[int, torch.device]:
         raise ConfigError(f"expected cpu or cuda, each rank then takes its own, got {device!r}", field="device")
     if device == "cuda" and local >= torch.cuda.device_count():
         raise ConfigError(f"process {local} finds {torch.cuda.device_count()} GPUs", field="device")
-    place = torch.device(device, local) if device == "cuda" else torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     if world_size() > 1 and not dist.is_initialized():
         store, hosts = meet(rank, world_size())
         _WATCHES.append(Watch(rank, hosts))  # before the group, in whose making ranks wait for each other, too
-        backend, device_id = ("nccl", place) if place.type == "cuda" else ("gloo", None)
+        backend, device_id = ("nccl", own_device) if own_device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size(), device_id=device_id)
-    return rank, place
+    return rank, own_device
 
 
 def leave_ranks() -> None:
@@ -258,11 +258,11 @@ def load_ranks(directory: Path, checkpoint: Path, config: KimiK2Config, dtype: t
     started = world_size()
     if started != layout.ranks:
         raise ConfigError(f"{layout.ranks} ranks in {directory}, but {started} processes: torchrun --nproc-per-node")
-    number, place = join_ranks(device)
+    number, own_device = join_ranks(device)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # the other processes of a host see the same files
         check_source(directory, checkpoint)
     try:
-        model = load_rank(directory, config, layout, number, dtype=dtype, device=place)
+        model = load_rank(directory, config, layout, number, dtype=dtype, device=own_device)
     except torch.OutOfMemoryError as error:
         error.add_note(f"a rank's weights have {max(load_manifest(directory)['files'].values()) / 1e9:.1f} GB")
         raise

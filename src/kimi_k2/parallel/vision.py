@@ -30,7 +30,7 @@ def cost(model: VisionModel, pack: Sequence[Media]) -> int:
     """Multiply-adds of a pack's encoder: linears by patches, attention by the square of each image's."""
     config = model.config
     weights = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
-    patches = [one.grid.patches for one in pack]
+    patches = [media.grid.patches for media in pack]
     a_layer = sum(count * weights + 2 * count**2 * config.hidden_size for count in patches)
     return config.num_hidden_layers * a_layer
 
@@ -50,7 +50,7 @@ def data_parallel(
         width, merge = model.text_hidden_size, model.config.merge_kernel_size
         results = []
         for pack, holder in zip(packs, owner, strict=True):  # own packs first, so that ranks work at once
-            tokens = sum(one.grid.tokens(merge) for one in pack)
+            tokens = sum(media.grid.tokens(merge) for media in pack)
             empty = torch.empty(tokens, width, dtype=model.dtype, device=model.device)
             results.append(run_pack(model, pack) if holder == rank else empty)
         for rows, holder in zip(results, owner, strict=True):

@@ -214,12 +214,16 @@ class MixedFormat(StoredFormat):
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as compressed-tensors writes it."""
-        parts = [member.to_hf_dict() for member in self.members]
+        configs = [member.to_hf_dict() for member in self.members]
         groups = {
-            f"group_{number}": {**part["config_groups"]["group_0"], "targets": list(targets), "format": part["format"]}
-            for number, (part, targets) in enumerate(zip(parts, self.targets, strict=True))
+            f"group_{number}": {
+                **config["config_groups"]["group_0"],
+                "targets": list(targets),
+                "format": config["format"],
+            }
+            for number, (config, targets) in enumerate(zip(configs, self.targets, strict=True))
         }
-        return {**parts[0], "format": "mixed-precision", "config_groups": groups}
+        return {**configs[0], "format": "mixed-precision", "config_groups": groups}
 
     def shapes(self, *_: object) -> Any:
         """Not to be called: `of` gives a module's own format."""

@@ -105,8 +105,8 @@ def dequantize_fp8_block(
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     flat, scales = weight.reshape(-1, rows, columns), weight_scale_inv.reshape(-1, *grid[-2:]).to(torch.float32)
     for matrix, scale, target in zip(flat, scales, out.view(-1, rows, columns), strict=True):
-        for part, plain in dequantized_chunks(matrix, scale, block_size):
-            target[part] = plain
+        for rows_here, plain in dequantized_chunks(matrix, scale, block_size):
+            target[rows_here] = plain
     return out
 
 
@@ -129,15 +129,15 @@ def dequantized_chunks(
     step = step // block_rows * block_rows if step > block_rows else step
     wide, scratch = (work_rows(i, min(step, rows), weight, d) for i, d in enumerate((torch.int16, torch.float32)))
     for start, end in _spans(rows, block_rows, step):
-        part = slice(start, end)
+        rows_here = slice(start, end)
         blocks = slice(start // block_rows, -(-end // block_rows))
-        if not is_finite(weight[part]):
-            yield part, _dequantized(weight[part], weight_scale_inv[blocks], block_size)
+        if not is_finite(weight[rows_here]):
+            yield rows_here, _dequantized(weight[rows_here], weight_scale_inv[blocks], block_size)
             continue
-        halves, values = _halves(weight[part], wide[: end - start]), scratch[: end - start]
+        halves, values = _halves(weight[rows_here], wide[: end - start]), scratch[: end - start]
         count = blocks.stop - blocks.start
         torch.mul(halves.unflatten(0, (count, -1)), scales[blocks].unsqueeze(1), out=values.unflatten(0, (count, -1)))
-        yield part, values
+        yield rows_here, values
 
 
 def _dequantized(weight: Tensor, weight_scale_inv: Tensor, block_size: tuple[int, int]) -> Tensor:

@@ -204,7 +204,7 @@ class AwqFormat(_Transposed):
         """As `Int4ZeroFormat`, with scales in float16."""
         codes, zeros, scales = self.codes_of(weight)
         order = torch.tensor(_AWQ_ORDER)
-        packed = (_words(part.unflatten(-1, (-1, VALUES_PER_WORD))[..., order]) for part in (codes, zeros))
+        packed = (_words(nibbles.unflatten(-1, (-1, VALUES_PER_WORD))[..., order]) for nibbles in (codes, zeros))
         return dict(zip(self.suffixes, (*packed, scales), strict=True))
 
 

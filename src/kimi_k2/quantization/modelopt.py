@@ -42,7 +42,12 @@ class ModeloptFormat(StoredFormat, ABC):
         if raw.get("quant_method") != "modelopt":
             return None
         algorithm = str(raw.get("quant_algo")).upper()
-        known = {name: one for one in formats().values() if issubclass(one, ModeloptFormat) for name in one.algorithms}
+        known = {
+            name: format_
+            for format_ in formats().values()
+            if issubclass(format_, ModeloptFormat)
+            for name in format_.algorithms
+        }
         if algorithm not in known:
             expected = ", ".join(sorted(known))
             raise ConfigError(f"expected {expected}, got {raw.get('quant_algo')!r:.100}", field=f"{field}.quant_algo")
@@ -83,9 +88,9 @@ class ModeloptFormat(StoredFormat, ABC):
         refuse_unknown(group, ("weights", "input_activations"), where, only=only, harmless=())
         dynamic = (False, True, "local")
         args = {"num_bits": (cls.bits,), "type": ("float",), "group_size": sizes, "dynamic": dynamic}
-        for part in ("weights", "input_activations"):
-            if group.get(part) is not None:
-                refuse_unknown(group[part], (), f"{where}.{part}", only=args, harmless=())
+        for holder in ("weights", "input_activations"):
+            if group.get(holder) is not None:
+                refuse_unknown(group[holder], (), f"{where}.{holder}", only=args, harmless=())
 
 
 @register

@@ -54,7 +54,7 @@ def module_list(raw: Any, rule: Rule, field: str) -> tuple[str, ...]:
     entries = tuple(raw or ())
     if "Linear" in entries and rule == "compressed":
         raise ConfigError("expected names of modules, got 'Linear', which is all of them", field=field)
-    patterns = [one for entry in entries if (one := _pattern(entry, rule)) is not None]
+    patterns = [pattern for entry in entries if (pattern := _pattern(entry, rule)) is not None]
     if len(patterns) > MODULE_PATTERNS:
         raise ConfigError(f"expected at most {MODULE_PATTERNS} expressions, got {len(patterns)}", field=field)
     for pattern in patterns:
@@ -74,13 +74,17 @@ def _pattern(entry: str, rule: Rule) -> str | None:
     if rule == "compressed":
         return None
     if rule in ("glob", "quark"):
-        return fnmatch.translate(entry) if any(one in entry for one in "*?[") else None
+        return fnmatch.translate(entry) if any(wildcard in entry for wildcard in "*?[") else None
     # A plain name is an expression too, whose dots match anything; a name is found faster as a name.
     return None if re.fullmatch(r"[\w.]*", entry) else rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"
 
 
 def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
-    patterns = [(_matcher(one), "language" in one) for entry in entries if (one := _pattern(entry, rule)) is not None]
+    patterns = [
+        (_matcher(pattern), "language" in pattern)
+        for entry in entries
+        if (pattern := _pattern(entry, rule)) is not None
+    ]
     names = frozenset(plain_module(entry) for entry in entries if _pattern(entry, rule) is None)
     endings, packages = (tuple(names), names) if rule == "transformers" else ((), frozenset())
 
@@ -89,13 +93,13 @@ def _compile(entries: tuple[str, ...], rule: Rule) -> Callable[[str], bool]:
             return True
         if module in names or (endings and module.endswith(endings)):
             return True
-        dots = [index for index, one in enumerate(module) if one == "."] if packages else []
+        dots = [index for index, letter in enumerate(module) if letter == "."] if packages else []
         if any(module[:dot] in packages or module[: dot + 1] in packages for dot in dots):
             return True
         for matches, wrapped in patterns:
             if matches(module):
                 return True
-            if wrapped and any(matches(one.removesuffix(".")) for one in spelled(f"{module}.")):
+            if wrapped and any(matches(other.removesuffix(".")) for other in spelled(f"{module}.")):
                 return True
         return False
 

@@ -48,15 +48,15 @@ def _halve(weight: Tensor) -> tuple[Tensor, npt.NDArray[np.int64]]:
     exponents = np.empty(min(_CHUNK, len(values)), dtype=np.uint8)
     inexact = [np.empty(0, dtype=np.int64)]
     for first in range(0, len(values), _CHUNK):
-        part, halved = values[first : first + _CHUNK], out[first : first + _CHUNK]
+        chunk, halved = values[first : first + _CHUNK], out[first : first + _CHUNK]
         # An exponent less by one; the few values without one to lose, and NaN, are looked up.
-        np.subtract(part, 1 << _MANTISSA_BITS, out=halved)
-        upper = np.bitwise_and(part, _EXPONENT & ~_LINEAR_BITS, out=exponents[: len(part)])
+        np.subtract(chunk, 1 << _MANTISSA_BITS, out=halved)
+        upper = np.bitwise_and(chunk, _EXPONENT & ~_LINEAR_BITS, out=exponents[: len(chunk)])
         if not is_finite(flat[first : first + _CHUNK]):
-            upper[(part & _NAN) == _NAN] = 0
-        if np.count_nonzero(upper) < len(part):
+            upper[(chunk & _NAN) == _NAN] = 0
+        if np.count_nonzero(upper) < len(chunk):
             few = np.flatnonzero(upper == 0)
-            codes = part[few]
+            codes = chunk[few]
             halved[few] = _HALVED[codes]
             inexact.append(few[((codes & 1) == 1) & ((codes & _NAN) != _NAN)] + first)
     return torch.from_numpy(out).view(weight.shape).view(torch.float8_e4m3fn), np.concatenate(inexact)
@@ -117,13 +117,13 @@ def quantize_chunks(
     """
     codes = new_matrix(shape, torch.float8_e4m3fn)
     scale = torch.empty(shape[0], 1, dtype=torch.float32)
-    for part, plain in chunks:
+    for where, plain in chunks:
         work = work_rows(2, len(plain), plain, torch.float32)
         own = torch.abs(plain, out=work).amax(dim=1, keepdim=True).div_(NEURON_E4M3_MAX)
         own.masked_fill_(own == 0, 1.0)
-        scale[part] = own
+        scale[where] = own
         # No quotient is above 240 by more than a rounding of float32, which the conversion rounds away.
-        codes[part] = torch.div(plain, own, out=work)
+        codes[where] = torch.div(plain, own, out=work)
         if observe is not None:
-            observe(plain, codes[part], scale[part])
+            observe(plain, codes[where], scale[where])
     return codes, scale

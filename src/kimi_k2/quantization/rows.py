@@ -51,8 +51,8 @@ def row_chunks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows of [N, K] in float32 with where they lie."""
     step = max(1, CHUNK_VALUES // rows.shape[1])
     for first in range(0, rows.shape[0], step):
-        part = slice(first, first + step)
-        yield part, rows[part].to(torch.float32)
+        where = slice(first, first + step)
+        yield where, rows[where].to(torch.float32)
 
 
 class _Bits(NamedTuple):
@@ -83,8 +83,8 @@ def is_finite(tensor: Tensor) -> bool:
     if bits is None:
         return True
     sign = 1 << (8 * tensor.dtype.itemsize - 1)
-    for part in _parts(tensor):
-        if part.view(bits.signed).max() >= bits.first or part.view(bits.unsigned).max() >= bits.first + sign:
+    for chunk in _parts(tensor):
+        if chunk.view(bits.signed).max() >= bits.first or chunk.view(bits.unsigned).max() >= bits.first + sign:
             return False
     return True
 
@@ -104,5 +104,5 @@ def nonfinite(tensor: Tensor) -> str | None:
     wide = tensor.to(torch.float32)
     nans, infs = int(wide.isnan().sum()), int(wide.isinf().sum())
     first = (~wide.isfinite()).nonzero()[0].tolist()
-    counts = " and ".join(f"{count} {what}" for count, what in ((nans, "NaN"), (infs, "Inf")) if count)
+    counts = " and ".join(f"{count} {kind}" for count, kind in ((nans, "NaN"), (infs, "Inf")) if count)
     return f"{counts} among {tensor.numel()} values, the first at {first}"

@@ -139,10 +139,10 @@ class StoredFormat(BaseModel, ABC):
             ConfigError: its columns do not divide into groups.
         """
         if columns % self.group:
-            place = "config_groups.*.weights." if self.method == "compressed-tensors" else ""
+            where = "config_groups.*.weights." if self.method == "compressed-tensors" else ""
             raise ConfigError(
                 f"{module} has {columns} input columns, which do not divide into groups of {self.group}",
-                field=f"quantization_config.{place}group_size",
+                field=f"quantization_config.{where}group_size",
             )
         for suffix, (dtype, shape) in zip(self.suffixes, self.shapes(rows, columns), strict=True):
             yield TensorSpec(f"{module}.{suffix}", dtype, shape)
@@ -302,7 +302,7 @@ def _known() -> list[type[StoredFormat]]:
 
 def formats() -> Mapping[str, type[StoredFormat]]:
     """All formats that a Linear may be stored in, by name."""
-    return {one.name: one for one in _known() if one.suffixes}
+    return {format_.name: format_ for format_ in _known() if format_.suffixes}
 
 
 @contextmanager
@@ -337,7 +337,7 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
         for candidate in _known():
             if (stored_format := candidate.parse(raw, field)) is not None:
                 return stored_format
-    known = " or ".join(sorted({repr(one.method) for one in formats().values() if one.method}))
+    known = " or ".join(sorted({repr(format_.method) for format_ in formats().values() if format_.method}))
     raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
 
 

@@ -137,12 +137,12 @@ def make_tiles(config: KimiK2Config, layout: Layout, module: str, stored: Stored
     else:
         weight = source.dequantize(stored, layout.dtype)
     bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.dtype.itemsize])
-    made: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for name, (tile, factors) in _tiles_of(config, module, bits, scale, ranks, group).items():
-        made[f"{name}.weight"] = tile.contiguous().view(weight.dtype)
+        by_name[f"{name}.weight"] = tile.contiguous().view(weight.dtype)
         if factors is not None:
-            made[f"{name}.scale"] = factors.contiguous()
-    return made
+            by_name[f"{name}.scale"] = factors.contiguous()
+    return by_name
 
 
 def of_each_rank(tile: Tensor, group: int) -> Tensor:
@@ -202,8 +202,8 @@ def _of_group(config: KimiK2Config, tiles: Made, group: int) -> Made:
     halves = config.num_attention_heads * CORES // group
 
     def apart(tile: Tensor, dim: int) -> Tensor:
-        parts: Tensor = tile.unflatten(dim, (halves, -1)).movedim(dim, 0)
-        return parts
+        halves_first: Tensor = tile.unflatten(dim, (halves, -1)).movedim(dim, 0)
+        return halves_first
 
     name, dims = ("q_b", (2, 1)) if "q_b" in tiles else ("w_uk", (0, 0))
     tile, scale = tiles[name]

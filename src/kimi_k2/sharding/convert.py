@@ -65,12 +65,12 @@ def converted(
     error = ConversionError()
     token = _error.set(error if report else None)
     try:
-        made = module.make(stored)
+        parameters = module.make(stored)
     except ValueError as reason:
         raise CheckpointError(str(reason), tensor=module.sources[0]) from reason
     finally:
         _error.reset(token)
-    return [Parameter(f"{module.name}.{suffix}", tensor, module.expert) for suffix, tensor in made.items()], error
+    return [Parameter(f"{module.name}.{suffix}", tensor, module.expert) for suffix, tensor in parameters.items()], error
 
 
 class NeuronMapping(CheckpointMapping):
@@ -165,12 +165,12 @@ class NeuronMapping(CheckpointMapping):
 
     def _tiles(self, module: str, read: list[Stored]) -> dict[str, Tensor]:
         group = self.layout.query_group
-        made = attention_tiles.make_tiles(self.config, self.layout, module, read[0])
+        tiles = attention_tiles.make_tiles(self.config, self.layout, module, read[0])
         if self.by_rank:
-            return made
+            return tiles
         return {
             name: attention_tiles.of_each_rank(tile, group) if name.split(".")[0] in attention_tiles.OF_GROUP else tile
-            for name, tile in made.items()
+            for name, tile in tiles.items()
         }
 
     def _expert(
@@ -190,7 +190,7 @@ class NeuronMapping(CheckpointMapping):
         )
         error = _error.get() if report else None
         gate, up, down = (held.convert(matrix, self.dtype, error) for matrix in matrices)
-        made = {
+        tensors = {
             f"gate_up_proj.{suffix}": held.fuse(suffix, gate[suffix], up[suffix], parts=parts or 1) for suffix in gate
         }
         behind = {f"down_proj.{suffix}": input_first(down[suffix])[0] for suffix in down}
@@ -200,8 +200,8 @@ class NeuronMapping(CheckpointMapping):
             dimension, sections = self.expert_cuts[name]
             cut = None if tensor.shape[dimension] == 1 else dimension + 1
             planned = PlannedTensor(name, tensor.dtype, (1, *tensor.shape), 0, cut, sections, parts or 1)
-            made[name] = planned.by_rank(tensor)
-        return made if parts else {name: tensor.squeeze(0) for name, tensor in made.items()}
+            tensors[name] = planned.by_rank(tensor)
+        return tensors if parts else {name: tensor.squeeze(0) for name, tensor in tensors.items()}
 
     def _shape(self, module: str) -> tuple[int, int]:
         """Output and input size of an expert's matrix."""

@@ -54,11 +54,11 @@ def scaled_projections(config: KimiK2Config, layer: int, read: Callable[[str], S
     """
     *projections, norm = (f"model.layers.{layer}.{name}" for name in SOURCES)
     gamma = read(norm)["weight"].to(torch.float32)
-    parts = [
+    weights = [
         format_of(config.quantization, projection).dequantize(read(projection), torch.float32)
         for projection in projections
     ]
-    return torch.cat(parts).mul_(gamma)
+    return torch.cat(weights).mul_(gamma)
 
 
 def fold(scaled: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,7 @@ def fold(gate: Tensor, gamma: Tensor, o_proj: Stored, source: StoredFormat) -> t
     scaled = (gate.to(DTYPE) * gamma.to(DTYPE)).T.contiguous()
     folded: Tensor | None = None
     for rows, weight in source.dequantized_rows(o_proj):
-        part = weight.to(DTYPE).T @ scaled[rows]
-        folded = part if folded is None else folded.add_(part)
+        product = weight.to(DTYPE).T @ scaled[rows]
+        folded = product if folded is None else folded.add_(product)
     assert folded is not None
     return scaled, folded

@@ -199,9 +199,9 @@ def expert_formats() -> Mapping[str, type[ExpertFormat]]:
 def format_held(quantization_type: str | None, *, tiles: bool) -> str:
     """Name of the format with NxD's name of its quantization, None for floats, in tiles or not."""
     return next(
-        one.name
-        for one in expert_formats().values()
-        if (one.quantization_type, one.tiles) == (quantization_type, tiles)
+        format_.name
+        for format_ in expert_formats().values()
+        if (format_.quantization_type, format_.tiles) == (quantization_type, tiles)
     )
 
 
@@ -224,12 +224,12 @@ def input_first(*matrices: Tensor, parts: int = 1) -> Tensor:
         _bytes_input_first([matrix.view(torch.uint8) for matrix in matrices], out.view(torch.uint8))
         return out
     target = out.view(bits).numpy()
-    for place, matrix in enumerate(matrices):
+    for number, matrix in enumerate(matrices):
         source = matrix.contiguous().view(bits).numpy().reshape(parts, width, columns)
         # A few rows at a time, so that each cache line is read and written once; torch walks the whole matrix.
         for first in range(0, width, _ROWS):
             some = source[:, first : first + _ROWS]
-            column = place * width + first
+            column = number * width + first
             target[:, :, column : column + some.shape[1]] = some.transpose(0, 2, 1)
     return out
 
@@ -238,17 +238,17 @@ def _bytes_input_first(matrices: list[Tensor], out: Tensor) -> None:
     """`input_first` of uint8, into `out`."""
     parts, columns, together = out.shape
     rows = together // len(matrices)
-    for part in range(parts):
-        slices = [matrix[part * rows : (part + 1) * rows] for matrix in matrices]
+    for rank in range(parts):
+        slices = [matrix[rank * rows : (rank + 1) * rows] for matrix in matrices]
         if together * columns <= _TILE:
-            out[part] = _transposed(torch.cat(slices))
+            out[rank] = _transposed(torch.cat(slices))
             continue
         step = max(1, _TILE // columns)
-        for place, matrix in enumerate(slices):
+        for number, matrix in enumerate(slices):
             for first in range(0, rows, step):
                 tile = _transposed(matrix[first : first + step].contiguous())
-                column = place * rows + first
-                out[part, :, column : column + tile.shape[1]] = tile
+                column = number * rows + first
+                out[rank, :, column : column + tile.shape[1]] = tile
 
 
 def _transposed(tile: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ class TiledExperts(ExpertFormat):
     def fuse(self, suffix: str, gate: Tensor, up: Tensor, *, parts: int) -> Tensor:
         """The parts' tiles."""
         if suffix != "weight":
-            return torch.cat([one.unflatten(0, (parts, -1)) for one in (gate, up)], dim=1)
+            return torch.cat([scale.unflatten(0, (parts, -1)) for scale in (gate, up)], dim=1)
         whole = input_first(gate, up, parts=parts)
         bits: Tensor = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[whole.dtype.itemsize])
         tiles: Tensor = bits.unflatten(1, (-1, PARTITIONS)).transpose(1, 2).contiguous()

@@ -251,7 +251,7 @@ class PlannedTensor:
             return [tuple(whole)]
         section = self.shape[self.dim] // self.stride
         width = section // self.parts
-        starts = (one * section + rank % self.parts * width for one in range(self.stride))
+        starts = (number * section + rank % self.parts * width for number in range(self.stride))
         return [(*whole[: self.dim], slice(start, start + width), *whole[self.dim + 1 :]) for start in starts]
 
 

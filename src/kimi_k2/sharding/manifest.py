@@ -92,10 +92,10 @@ def _sample(path: Path) -> str:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
         for name, entry in read_header(path).items():
             first, end = entry["data_offsets"]
-            place = first + xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass")) % (
+            first_byte = first + xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass")) % (
                 max(end - first - _SAMPLE, 0) + 1
             )
-            digest.update(os.pread(descriptor, min(_SAMPLE, end - place), start + place))
+            digest.update(os.pread(descriptor, min(_SAMPLE, end - first_byte), start + first_byte))
     return digest.hexdigest()
 
 
@@ -170,7 +170,7 @@ def check_source(directory: Path, checkpoint: Path) -> None:
         raise ConfigError(f"converted from another checkpoint: {missing[0]} is not in {checkpoint}", file=file)
     with ThreadPoolExecutor(_READERS) as pool:
         told = list(pool.map(lambda name: _difference(recorded[name], checkpoint / name), recorded))
-    if difference := next((one for one in told if one), None):
+    if difference := next((line for line in told if line), None):
         raise ConfigError(difference, file=file)
 
 
@@ -324,9 +324,9 @@ class Manifest:
             return {**said, "options": None, "source": {**said["source"], "shards": None}}
 
         if changed or rest(made_from) != rest(wanted):
-            what = "holds a conversion" if self.finished else "an unfinished conversion"
+            held = "holds a conversion" if self.finished else "an unfinished conversion"
             reason = "; ".join(changed) or "source"
-            raise ConfigError(f"{what} of another source or other options ({reason})", file=file)
+            raise ConfigError(f"{held} of another source or other options ({reason})", file=file)
         _check_same(made_from["source"]["shards"], wanted["source"]["shards"], file)
         self.content |= {name: found[name] for name in ("made_from", "errors", "checksums")}
         return True
@@ -390,7 +390,7 @@ def tensor_entries(specs: Iterable[TensorSpec]) -> dict[str, Any]:
 def file_layout(entry: Mapping[str, Any]) -> FileLayout:
     """Where the tensors of a manifest, or of its tower's entry, lie in the file."""
     tensors = entry["tensors"].items()
-    return FileLayout.of(TensorSpec(name, DTYPES[one["dtype"]], tuple(one["shape"])) for name, one in tensors)
+    return FileLayout.of(TensorSpec(name, DTYPES[spec["dtype"]], tuple(spec["shape"])) for name, spec in tensors)
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

@@ -175,7 +175,14 @@ class Presharder:
         try:
             free, needed = shutil.disk_usage(weights).free, 0
             for path in self._paths:
-                there = next((one for one in (path.with_name(path.name + PARTIAL_SUFFIX), path) if one.exists()), None)
+                there = next(
+                    (
+                        candidate
+                        for candidate in (path.with_name(path.name + PARTIAL_SUFFIX), path)
+                        if candidate.exists()
+                    ),
+                    None,
+                )
                 needed += max(0, self._file.nbytes - (there.stat().st_blocks * 512 if there else 0))
         except OSError:
             return  # a file system that does not say; the reservations will tell
@@ -212,9 +219,11 @@ class Presharder:
                     continue
                 cutter = Cutter(planned, {rank: files[rank] for rank in wanted}, pool)
                 error = self._layer(layer, cutter, flusher)
-                made = cutter.finish()
+                new_sums = cutter.finish()
                 flusher.wait()
-                sums = [made[rank] if before is None else made.get(rank, before[rank]) for rank in range(len(files))]
+                sums = [
+                    new_sums[rank] if before is None else new_sums.get(rank, before[rank]) for rank in range(len(files))
+                ]
                 if self._manifest.finished and sums != before:
                     fault = f"layer {layer} does not come out as the manifest says"
                     raise CheckpointError(fault, file=self.output / MANIFEST)
@@ -237,9 +246,9 @@ class Presharder:
 
         def write_next() -> None:
             nbytes, job = waiting.popleft()
-            parts, part_error = job.result()
-            cutter.add(parts)
-            error.add(part_error)
+            parameters, module_error = job.result()
+            cutter.add(parameters)
+            error.add(module_error)
             flusher.wrote(nbytes)
             self.on_bytes(nbytes)
 
@@ -298,30 +307,35 @@ class Cutter:
         self._experts: dict[str, list[Parameter]] = defaultdict(list)
         self._seen, self._waiting = Counter[str](), 0
 
-    def add(self, parts: list[Parameter]) -> None:
+    def add(self, parameters: list[Parameter]) -> None:
         """Take what one module or expert became; experts may be held back until there are enough to write."""
-        for part in parts:
-            name, made, expert = part
+        for parameter in parameters:
+            name, value, expert = parameter
             tensor = self.planned[name]
             shape = tensor.shape if expert is None else tensor.expert_shape
-            if tuple(made.shape) != shape or made.dtype != tensor.dtype:
-                expected, found = f"{tensor.dtype} {list(shape)}", f"{made.dtype} {list(made.shape)}"
+            if tuple(value.shape) != shape or value.dtype != tensor.dtype:
+                expected, found = f"{tensor.dtype} {list(shape)}", f"{value.dtype} {list(value.shape)}"
                 raise CheckpointError(f"planned {expected}, made {found}", tensor=name)
             if expert is not None:
                 if expert != self._seen[name]:
                     raise CheckpointError("experts do not follow each other", tensor=name)
                 self._seen[name] += 1
-                self._experts[name].append(part)
-                self._waiting += made.nbytes
+                self._experts[name].append(parameter)
+                self._waiting += value.nbytes
         if expert is None:
             self._append(
-                lambda rank: ((name, [tensor_bytes(self.planned[name].local(made, rank))]) for name, made, _ in parts)
+                lambda rank: (
+                    (name, [tensor_bytes(self.planned[name].local(value, rank))]) for name, value, _ in parameters
+                )
             )
         elif self._waiting >= _GROUP_BYTES or (expert + 1) % len(tensor.experts_of(0)) == 0:
             self._append_experts()
 
     def _append_experts(self) -> None:
-        groups = [(self.planned[name], parts[0].expert, _by_rank(parts)) for name, parts in self._experts.items()]
+        groups = [
+            (self.planned[name], parameters[0].expert, _by_rank(parameters))
+            for name, parameters in self._experts.items()
+        ]
         self._append(
             lambda rank: (
                 (tensor.name, shares[rank % len(shares)])
@@ -363,7 +377,7 @@ class Cutter:
 def _by_rank(experts: list[Parameter]) -> list[list[memoryview]]:
     """Of each rank of those that share the experts, the bytes of each expert."""
     whole = [expert.tensor.view(len(expert.tensor), -1).view(torch.uint8).numpy() for expert in experts]
-    return [[one[share].data for one in whole] for share in range(len(whole[0]))]
+    return [[expert[share].data for expert in whole] for share in range(len(whole[0]))]
 
 
 class Flusher:
