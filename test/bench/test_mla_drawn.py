@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paged import paged_case, reference
 from torch import Tensor
 
 from kimi_k2.bench.kernels.mla import DRAWN_BATCHES, DRAWN_HEADS, DRAWN_LONGEST, DRAWN_ROWS, drawn
-from kimi_k2.bench.kernels.mla_cases import Inputs, paged_case, reference
-from kimi_k2.bench.kernels.mla_peers import Kernel, check
+from kimi_k2.bench.kernels.mla_peers import Inputs, Kernel, check
 from kimi_k2.errors import KernelError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from exact import E4M3, distance
 from on_hopper import NEEDS_HOPPER
+from paged import LENGTHS, SCALE, paged_case, reference
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import LENGTHS, SCALE, paged_case, reference
 from kimi_k2.kernels.attention.mla_cuda import capacity_of, choose_splits, run
 from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths, supports
 from kimi_k2.kernels.attention.mla_plan import mla_plan

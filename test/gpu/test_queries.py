@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from exact import E4M3, blocks, dense, distance, normed, turned
 from machines import Machine, rows
+from paged import paged_case, reference
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import paged_case, reference
 from kimi_k2.kernels.attention.attend_values import attend_values
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan

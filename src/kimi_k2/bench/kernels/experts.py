@@ -27,8 +27,7 @@ from kimi_k2.bench.kernels.expert_formats import (
     drawn,
 )
 from kimi_k2.bench.kernels.expert_peers import PEERS, Peer, peers
-from kimi_k2.bench.kernels.harness import Captures, Case, without
-from kimi_k2.bench.kernels.mla_cases import checked
+from kimi_k2.bench.kernels.harness import Captures, Case, checked, without
 from kimi_k2.bench.kernels.report import Report
 from kimi_k2.bench.kernels.routing import Routing
 from kimi_k2.bench.kernels.tune import cases

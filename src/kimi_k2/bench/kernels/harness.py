@@ -123,6 +123,18 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / statistics.median(event_times(lambda: a @ b, 10)) / 1e6
 
 
+def checked(name: str, got: torch.Tensor, wanted: torch.Tensor, most: float, whose: str = "float64") -> float:
+    """How far `got` is from `wanted`.
+
+    Raises:
+        KernelError: `most` or more.
+    """
+    error = ((got.double() - wanted).norm() / wanted.norm()).item()
+    if not error < most:
+        raise KernelError(f"{name}: {error:.1e} from {whose}, expected below {most}")
+    return error
+
+
 class Case(NamedTuple):
     """What is timed for one shape.
 

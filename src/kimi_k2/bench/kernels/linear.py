@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.harness import Case
-from kimi_k2.bench.kernels.mla_cases import checked
+from kimi_k2.bench.kernels.harness import Case, checked
 from kimi_k2.kernels.linear import block_gemm, wide_gemm
 from kimi_k2.kernels.linear.tuning import LinearChoice
 from kimi_k2.kernels.rowwise.prefill import fp8_block_to_bf16, row_norm

@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
-from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, ragged_inputs
-from kimi_k2.bench.kernels.mla_peers import OURS, PLANNED, ROUNDED, Kernel, check, peers
+from kimi_k2.bench.kernels.mla_peers import (
+    OURS,
+    PLANNED,
+    ROUNDED,
+    SOFTMAX_SCALE,
+    Inputs,
+    Kernel,
+    check,
+    peers,
+    ragged_inputs,
+)
 from kimi_k2.kernels.attention import mla_cuda, tuning
 from kimi_k2.kernels.attention.mla_cuda import FEW_HEADS
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW

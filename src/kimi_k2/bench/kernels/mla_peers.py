@@ -7,18 +7,47 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kimi_k2.bench.kernels.mla_cases import SOFTMAX_SCALE, Inputs, checked
+from kimi_k2.bench.kernels.harness import checked
 from kimi_k2.kernels.attention.mla_decode import mla_decode
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
 from kimi_k2.kernels.common.hardware import hopper
+
+SOFTMAX_SCALE = 192**-0.5
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`mla_decode`'s tensors; the pages are shuffled."""
+
+    q: Tensor
+    cache: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    plan: Tensor | None = None
+
+
+def ragged_inputs(lengths: Sequence[int], heads: int, dtype: torch.dtype) -> Inputs:
+    """Sequences of these lengths, values of deviation 1, pages shuffled, and their plan; `dtype` of the cache."""
+    pages = [-(-length // PAGE) for length in lengths]
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for row, numbers in zip(table, torch.randperm(sum(pages)).int().split(pages), strict=True):
+        row[: len(numbers)] = numbers
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return Inputs(
+        torch.randn(len(lengths), heads, ROW, device="cuda", dtype=torch.bfloat16),
+        torch.randn(sum(pages), PAGE, ROW, device="cuda", dtype=torch.bfloat16).to(dtype),
+        seq_lens,
+        table.cuda(),
+        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16),
+    )
 
 
 class Kernel(NamedTuple):

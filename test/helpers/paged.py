@@ -1,18 +1,14 @@
-"""Inputs of MLA decode attention over a paged cache: ragged, poisoned ones with a reference, and random ones."""
+"""Contexts of MLA decode attention in pages that are poisoned wherever no sequence has a row, and their reference."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import LATENT, PAGE, ROW
-from kimi_k2.kernels.common.build import find_nvcc
 
 SCALE = 0.1147
 # Of contexts: one and many, empty ones, around a page, equal, a long one among short ones, drawn; up to 8,192 rows.
@@ -61,53 +57,3 @@ def reference(q: Tensor, rows: Tensor, lengths: Sequence[int], scale: float = SC
             keys = rows[one, :length].double()
             out[one] = (scale * (q[one].double() @ keys.T)).softmax(-1) @ keys[:, :LATENT]
     return out
-
-
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted."""
-    return ((got.double() - wanted).norm() / wanted.norm()).item()
-
-
-def checked(name: str, got: Tensor, wanted: Tensor, most: float, whose: str = "float64") -> float:
-    """How far `got` is from `wanted`.
-
-    Raises:
-        KernelError: `most` or more.
-    """
-    error = relative(got, wanted)
-    if not error < most:
-        raise KernelError(f"{name}: {error:.1e} from {whose}, expected below {most}")
-    return error
-
-
-SOFTMAX_SCALE = 192**-0.5
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """`mla_decode`'s tensors; the pages are shuffled."""
-
-    q: Tensor
-    cache: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    plan: Tensor | None = None
-
-
-def ragged_inputs(
-    lengths: Sequence[int], heads: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
-) -> Inputs:
-    """Sequences of these lengths, values of deviation 1, pages shuffled, and their plan; `dtype` of the cache."""
-    pages = [-(-length // PAGE) for length in lengths]
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
-    for row, numbers in zip(table, torch.randperm(sum(pages)).int().split(pages), strict=True):
-        row[: len(numbers)] = numbers
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    plans = seq_lens.is_cuda and find_nvcc() is not None
-    return Inputs(
-        torch.randn(len(lengths), heads, ROW, device=device, dtype=torch.bfloat16),
-        torch.randn(sum(pages), PAGE, ROW, device=device, dtype=torch.bfloat16).to(dtype),
-        seq_lens,
-        table.to(device),
-        mla_plan(seq_lens, max(pages) * PAGE, heads, dtype != torch.bfloat16) if plans else None,
-    )
