@@ -57,7 +57,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("linear", "accumulate=chunk > 0", "accumulate=chunk > 1", "whole"),
     ("linear", "offset=first * chunks", "offset=0", "groups"),
     ("projections", "offset=1 - element", "offset=element", "whole"),
-    ("projections", "group, place = self.heads + head", "group, place = head", "fp8"),
+    ("projections", "group, row = self.heads + head", "group, row = head", "fp8"),
     ("latent_attention", "op0=nl.greater_equal, operand0=limit", "op0=nl.greater, operand0=limit", "absorbed"),
     ("latent_attention", "offset=self.first * BLOCK", "offset=0", "absorbed"),
     ("latent_attention", "channel_multiplier=self.count", "channel_multiplier=1", "absorbed"),
@@ -118,7 +118,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
         (ARGUMENTS, "field: held[name] for field", f"field: held[name] * (field != '{field}') for field", "whole")
         for field in ("early_residual", "early_heads", "next_residual", "next_experts", "next_shared")
     ),
-    (ARGUMENTS, "made[field].squeeze(0)  # a stack", "made[field].squeeze(0).flip(-1)  # a stack", "whole"),
+    (ARGUMENTS, "tensors[field].squeeze(0)  # a stack", "tensors[field].squeeze(0).flip(-1)  # a stack", "whole"),
     *(
         (ARGUMENTS, "weight = held[f\"{name}.weight\"]",
             f"weight = (lambda w: w.flip(0) if field == '{field}' else w)(held[f\"{{name}}.weight\"])", "grouped")

@@ -39,24 +39,24 @@ def weights(held: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
         dtype: the model's, of the norms; on a device they have it, and nothing is copied. Beside float32 FP8 weights
             become it too.
     """
-    made = {field: held[f"{name}.weight"].to(dtype) for field, name in _NORMS.items()}
-    made |= {field: held[name] for field, name in _OTHERS.items() if name in held}
+    tensors = {field: held[f"{name}.weight"].to(dtype) for field, name in _NORMS.items()}
+    tensors |= {field: held[name] for field, name in _OTHERS.items() if name in held}
     for field, own in _TILES.items():
         of_group = own.replace(".tiles.", ".tiles.group_")  # of all ranks that share a cache, in the place of its own
         name = of_group if f"{of_group}.weight" in held else own
         weight = held[f"{name}.weight"]  # the Tensor Engine takes float32 beside float32 alone
-        made["o_proj" if field == "o" else field] = weight.to(dtype) if dtype == torch.float32 else weight
+        tensors["o_proj" if field == "o" else field] = weight.to(dtype) if dtype == torch.float32 else weight
         if f"{name}.scale" in held:
-            made[f"{field}_scales"] = held[f"{name}.scale"]
-    for field in [field for field in made if field.startswith("shared_") or field == "next_shared"]:
-        made[field] = made[field].squeeze(0)  # a stack of one
-    if "gate_up_scales" not in made:  # of float weights ones
-        ones = torch.ones(len(made["down"]), 3, made["gate_up"].shape[2], device=made["down"].device)
-        made |= {"gate_up_scales": ones[:, :2], "down_scales": ones[:, 2:]}
-    made["down_scales"] = made["down_scales"].squeeze(1)
-    if "shared_down_scales" in made:
-        made["shared_down_scales"] = made["shared_down_scales"].squeeze(0)
-    return made | {"bias": held["mlp.router.e_score_correction_bias"].unsqueeze(0)}
+            tensors[f"{field}_scales"] = held[f"{name}.scale"]
+    for field in [field for field in tensors if field.startswith("shared_") or field == "next_shared"]:
+        tensors[field] = tensors[field].squeeze(0)  # a stack of one
+    if "gate_up_scales" not in tensors:  # of float weights ones
+        ones = torch.ones(len(tensors["down"]), 3, tensors["gate_up"].shape[2], device=tensors["down"].device)
+        tensors |= {"gate_up_scales": ones[:, :2], "down_scales": ones[:, 2:]}
+    tensors["down_scales"] = tensors["down_scales"].squeeze(1)
+    if "shared_down_scales" in tensors:
+        tensors["shared_down_scales"] = tensors["shared_down_scales"].squeeze(0)
+    return tensors | {"bias": held["mlp.router.e_score_correction_bias"].unsqueeze(0)}
 
 
 def numbers(config: KimiK2Config) -> dict[str, Any]:

@@ -30,18 +30,18 @@ def write_pages(former: Any, latter: Any, entries: Any, rows: Any) -> Any:
     slots = former.shape[0] * former.shape[1] * former.shape[2]
     for begin in range(0, tokens, BLOCK):
         count = min(BLOCK, tokens - begin)
-        place = nl.ndarray((count, 1), dtype=rows.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=place, src=rows[begin : begin + count])
+        numbers = nl.ndarray((count, 1), dtype=rows.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=numbers, src=rows[begin : begin + count])
         if core == 0:
-            _put(former.reshape((slots, half)), entries[begin : begin + count, 0:half], place)
+            _put(former.reshape((slots, half)), entries[begin : begin + count, 0:half], numbers)
         if core == nl.num_programs() - 1:
-            _put(latter.reshape((slots, half)), entries[begin : begin + count, half : 2 * half], place)
+            _put(latter.reshape((slots, half)), entries[begin : begin + count, half : 2 * half], numbers)
     return former, latter
 
 
-def _put(table: Any, new: Any, place: Any) -> None:
+def _put(table: Any, new: Any, numbers: Any) -> None:
     count, half = new.shape
     tile = nl.ndarray((count, half), dtype=new.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=new)
-    target = table.ap(pattern=[[half, count], [1, half]], offset=0, vector_offset=place, indirect_dim=0)
+    target = table.ap(pattern=[[half, count], [1, half]], offset=0, vector_offset=numbers, indirect_dim=0)
     nisa.dma_copy(dst=target, src=tile, oob_mode=nisa.oob_mode.skip)

@@ -61,8 +61,8 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
         chunks, tokens = columns.shape[1], columns.shape[2]
         rows = nl.ndarray((tokens, chunks * BLOCK), dtype=nl.float32, buffer=nl.psum)
         for chunk in range(chunks):
-            place = rows[:, chunk * BLOCK : (chunk + 1) * BLOCK]
-            nisa.nc_matmul(dst=place, stationary=columns[:, chunk, :], moving=self.exact, is_transpose=True)
+            target = rows[:, chunk * BLOCK : (chunk + 1) * BLOCK]
+            nisa.nc_matmul(dst=target, stationary=columns[:, chunk, :], moving=self.exact, is_transpose=True)
         return rows
 
 

@@ -34,13 +34,13 @@ class Table(nl.NKIObject):  # type: ignore[misc]
     def __init__(self, tensor: Any, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
         self.tensor, self.sizes, self.strides, self.offset = tensor, sizes, strides, offset
 
-    def part(self, place: Any, begin: int, end: int) -> Any:
-        """Its first dimension from `begin` to `end`, of row `place`, which is int32 [1, 1] in SBUF."""
+    def part(self, row: Any, begin: int, end: int) -> Any:
+        """Its first dimension from `begin` to `end`, of row number `row`, which is int32 [1, 1] in SBUF."""
         pattern = [[self.strides[0], end - begin]]
         for dim in range(1, len(self.sizes)):
             pattern.append([self.strides[dim], self.sizes[dim]])
         offset = self.offset + begin * self.strides[0]
-        return self.tensor.ap(pattern=pattern, offset=offset, scalar_offset=place, indirect_dim=0)
+        return self.tensor.ap(pattern=pattern, offset=offset, scalar_offset=row, indirect_dim=0)
 
 
 class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
@@ -116,25 +116,25 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             tiles.append(tile)
         return tiles
 
-    def _load(self, tile: Any, table: Table, place: Any) -> None:
-        """The part of row `place` of a table in HBM; nothing where another rank holds it."""
+    def _load(self, tile: Any, table: Table, row: Any) -> None:
+        """The part of a table's row `row` in HBM; nothing where another rank holds it."""
         mode = nisa.oob_mode.skip if self.skips else nisa.oob_mode.error
         # Smaller transfers, of as many descriptors, let others pass between them.
         for begin in range(0, tile.shape[0], _ROWS_A_DMA):
             end = min(begin + _ROWS_A_DMA, tile.shape[0])
-            nisa.dma_copy(dst=tile[begin:end], src=table.part(place, begin, end), oob_mode=mode)
+            nisa.dma_copy(dst=tile[begin:end], src=table.part(row, begin, end), oob_mode=mode)
 
-    def _load_group(self, tile: Any, table: Table, group: int, place: list[Any]) -> None:
+    def _load_group(self, tile: Any, table: Table, group: int, chosen: list[Any]) -> None:
         """The rows of a group's experts, one above the other."""
         for row in range(self.stack):
-            self._load(tile[row * self.rows : (row + 1) * self.rows], table, place[group * self.stack + row])
+            self._load(tile[row * self.rows : (row + 1) * self.rows], table, chosen[group * self.stack + row])
 
-    def sum(self, columns: Any, places: Any, kept: Any, shared: Any, exact: Any) -> Any:
+    def sum(self, columns: Any, local_rows: Any, kept: Any, shared: Any, exact: Any) -> Any:
         """[128, n, T] float32: `shared` and each token's experts, of n blocks.
 
         Args:
             columns: [128, count, T], this core's blocks of the tokens.
-            places, kept: of `numbers` and `kept`.
+            local_rows, kept: of `numbers` and `kept`.
             shared: float32 in SBUF, [128, n, T]; [128, n + ceil(N / 128), T] with N columns `beside`.
             exact: identity, float32 [128, 128].
         """
@@ -145,17 +145,17 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_copy(dst=by_slot, src=turned)
         result = nl.ndarray(shared.shape, dtype=nl.float32, buffer=nl.sbuf)
         for token in range(tokens):
-            place = []
+            chosen = []
             for slot in range(self.slots):
-                place.append(places[token : token + 1, slot : slot + 1])
-            row_scales, factors = self._scales(place, by_slot[:, token : token + 1])
+                chosen.append(local_rows[token : token + 1, slot : slot + 1])
+            row_scales, factors = self._scales(chosen, by_slot[:, token : token + 1])
             moving = []
             for group in range(self.slots // self.stack):
-                inner = self._inner(group, columns[:, :, token : token + 1], place, row_scales)
+                inner = self._inner(group, columns[:, :, token : token + 1], chosen, row_scales)
                 weighted = nl.ndarray((BLOCK, 1, self.out_count + 1), dtype=columns.dtype, buffer=nl.sbuf)
                 nisa.tensor_scalar(dst=weighted[:, 0, :], data=factors[:, group, :], op0=nl.multiply, operand0=inner)
                 moving.append(weighted)
-            total = self._down(moving, place, exact, shared[:, :, token])
+            total = self._down(moving, chosen, exact, shared[:, :, token])
             nisa.tensor_copy(dst=result[:, :, token], src=total)
         return result
 
@@ -171,19 +171,21 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         shape, first = index.shape, first_expert
         if isinstance(first_expert, int):
             first = 1.0 * first_expert
-        places = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+        local_rows = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
         if not self.skips:
-            nisa.tensor_scalar(dst=places, data=index, op0=nl.subtract, operand0=first)
-            return places, None
+            nisa.tensor_scalar(dst=local_rows, data=index, op0=nl.subtract, operand0=first)
+            return local_rows, None
         # What is negative comes behind the last of this rank's.
         behind = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=behind, data=index, op0=nl.less, operand0=first, op1=nl.multiply, operand1=1.0 * self.num_experts
         )
-        nisa.scalar_tensor_tensor(dst=places, data=index, op0=nl.subtract, operand0=first, op1=nl.add, operand1=behind)
+        nisa.scalar_tensor_tensor(
+            dst=local_rows, data=index, op0=nl.subtract, operand0=first, op1=nl.add, operand1=behind
+        )
         is_local = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=is_local, data=places, op0=nl.less, operand0=1.0 * self.local)
-        return places, is_local
+        nisa.tensor_scalar(dst=is_local, data=local_rows, op0=nl.less, operand0=1.0 * self.local)
+        return local_rows, is_local
 
     def kept(self, weights: Any, is_local: Any) -> Any:
         """Weights float32 [T, slots] in SBUF, 0 where another rank holds the expert; `is_local` is of `numbers`."""
@@ -193,27 +195,27 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=kept, data1=weights, data2=is_local, op=nl.multiply)
         return kept
 
-    def _scales(self, place: list[Any], weights: Any) -> tuple[Any, Any]:
+    def _scales(self, chosen: list[Any], weights: Any) -> tuple[Any, Any]:
         """Of a token's experts, on the partitions where they are needed, float32.
 
         Gate and up's, [128, pairs, count]; down's times the weight, [128, groups, n + 1], the last of them the weight.
         """
         for slot in range(self.slots):
-            self._load(self.row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, place[slot])
-            self._load(self.out_scales[slot : slot + 1], self.down_scales, place[slot])
+            self._load(self.row_scales[2 * slot : 2 * slot + 2], self.gate_up_scales, chosen[slot])
+            self._load(self.out_scales[slot : slot + 1], self.down_scales, chosen[slot])
         count = self.out_count
         weighted = nl.ndarray((self.slots, count + 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=weighted[:, 0:count], data=self.out_scales, op0=nl.multiply, operand0=weights)
         nisa.tensor_copy(dst=weighted[:, count : count + 1], src=weights)
         return _spread(self.row_scales, self.spread_rows), _spread(weighted, self.spread_out)
 
-    def _inner(self, group: int, column: Any, place: list[Any], row_scales: Any) -> Any:
+    def _inner(self, group: int, column: Any, chosen: list[Any], row_scales: Any) -> Any:
         """silu(gate) * up float32 [128, 1] of a group of experts: the k-th on partitions k * `rows` and on.
 
         Args:
             group: of those that lie in one tile of down.
             column: [128, count, 1], a token's values.
-            place: of each slot.
+            chosen: of each slot.
             row_scales: of `_scales`.
         """
         per, width, count, rows = self.per, self.width, self.count, self.rows
@@ -224,7 +226,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
             products = nl.ndarray((BLOCK, count, 1), dtype=nl.float32, buffer=nl.psum)
             tile = self.gate_up_tiles[of_all % len(self.gate_up_tiles)]
             for number in range(per):
-                self._load(tile[:, number], self.gate_up, place[of_all * per + number])
+                self._load(tile[:, number], self.gate_up, chosen[of_all * per + number])
             for block in range(count):
                 nisa.nc_matmul(
                     dst=products[:, block, :],
@@ -249,7 +251,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_tensor(dst=gate, data1=gate, data2=up, op=nl.multiply)
         return gate
 
-    def _down(self, inner: list[Any], place: list[Any], exact: Any, base: Any) -> Any:
+    def _down(self, inner: list[Any], chosen: list[Any], exact: Any, base: Any) -> Any:
         """The sum over slots of weight * scale * (down . inner): [128, n], then the columns beside.
 
         Weight and scale multiply the moving operand, before its only rounding, so that experts are summed in PSUM.
@@ -258,7 +260,7 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
 
         Args:
             inner: of each group of experts [128, 1, n + 1], what goes into down times `_scales`.
-            place: of each slot.
+            chosen: of each slot.
             exact, base: see above.
         """
         count, groups = self.out_count, len(inner)
@@ -267,20 +269,20 @@ class RoutedExperts(nl.NKIObject):  # type: ignore[misc]
         for group in range(groups):
             moving = inner[group]
             tile = self.down_tiles[group % len(self.down_tiles)]
-            self._load_group(tile, self.down, group, place)
+            self._load_group(tile, self.down, group, chosen)
             for block in range(count):
                 value = moving[:, 0, block : block + 1]
                 nisa.nc_matmul(dst=total[:, block, :], stationary=tile[:, block, :], moving=value, accumulate=True)
         # Last what has fewest matmuls, which no transfer hides.
         if self.extra > 0:
             for group in range(groups):
-                self._add_beside(group, place, inner[group][:, 0, count : count + 1], total[:, count:])
+                self._add_beside(group, chosen, inner[group][:, 0, count : count + 1], total[:, count:])
         return total[:, :, 0]
 
-    def _add_beside(self, group: int, place: list[Any], moving: Any, total: Any) -> None:
+    def _add_beside(self, group: int, chosen: list[Any], moving: Any, total: Any) -> None:
         """Add the columns beside down's, of one group of experts."""
         tile = self.beside_tiles[group % len(self.beside_tiles)]
-        self._load_group(tile, self.beside_rows, group, place)
+        self._load_group(tile, self.beside_rows, group, chosen)
         for block in range(total.shape[1]):
             size = min(BLOCK, self.extra - block * BLOCK)
             nisa.nc_matmul(

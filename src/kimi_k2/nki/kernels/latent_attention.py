@@ -253,9 +253,9 @@ class LatentAttention(nl.NKIObject):  # type: ignore[misc]
                 if token == 0:
                     nisa.tensor_tensor(dst=new, data1=latent, data2=own, op=nl.multiply)
                     continue
-                one = nl.ndarray(new.shape, dtype=nl.float32, buffer=nl.sbuf)
-                nisa.tensor_tensor(dst=one, data1=latent, data2=own, op=nl.multiply)
-                nisa.tensor_tensor(dst=new, data1=new, data2=one, op=nl.add)
+                more = nl.ndarray(new.shape, dtype=nl.float32, buffer=nl.sbuf)
+                nisa.tensor_tensor(dst=more, data1=latent, data2=own, op=nl.multiply)
+                nisa.tensor_tensor(dst=new, data1=new, data2=more, op=nl.add)
         in_psum = nl.ndarray((BLOCK, chunks, heads), dtype=nl.float32, buffer=nl.psum)
         for tile in range(count):
             for chunk in range(chunks):

@@ -186,9 +186,9 @@ class Pages(nl.NKIObject):  # type: ignore[misc]
     def load(self, sequence: int, first: int, count: int, begin: int, many: int) -> tuple[list[Any], Any]:
         """`_load_slots` of the halves, latents first, and of keys: by the numbers of their runs."""
         each, half = self.each, self.half
-        place = nl.ndarray((BLOCK, many // each), dtype=nl.int32, buffer=nl.sbuf)
+        numbers = nl.ndarray((BLOCK, many // each), dtype=nl.int32, buffer=nl.sbuf)
         offset = sequence * self.runs.shape[1] + (first * BLOCK + begin) // each
-        nisa.dma_copy(dst=place, src=self.runs.ap(pattern=[[count // each, BLOCK], [1, many // each]], offset=offset))
+        nisa.dma_copy(dst=numbers, src=self.runs.ap(pattern=[[count // each, BLOCK], [1, many // each]], offset=offset))
         rope, dtype = self.keys.shape[2], self.latents.dtype
         key = nl.ndarray((BLOCK, many, rope), dtype=dtype, buffer=nl.sbuf)
         loaded = []
@@ -197,7 +197,7 @@ class Pages(nl.NKIObject):  # type: ignore[misc]
             tile = nl.ndarray((BLOCK, many // each, each * half), dtype=dtype, buffer=nl.sbuf)
             for run in range(many // each):
                 pattern = [[each * half, BLOCK], [1, each * half]]
-                source = table.ap(pattern=pattern, offset=0, vector_offset=place[:, run : run + 1], indirect_dim=0)
+                source = table.ap(pattern=pattern, offset=0, vector_offset=numbers[:, run : run + 1], indirect_dim=0)
                 nisa.dma_copy(dst=tile[:, run, :], src=source)
             slots = tile.reshape((BLOCK, many, half))
             low, size = number * rope // 2, rope // 2

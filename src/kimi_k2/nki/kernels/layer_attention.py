@@ -157,8 +157,8 @@ class Attention(nl.NKIObject):  # type: ignore[misc]
             pages = Pages(layer.latents, layer.keys, step.runs, step.each, rank, rope)
             latents, keys = pages.latents, pages.keys
         first, count = share_of(step.attended // BLOCK)
-        one = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
-        self.expanded = one and count <= MOST_TILES
+        single = step.rotation.shape[2] * layer.w_uk.shape[0] == 1 and step.own == None
+        self.expanded = single and count <= MOST_TILES
         if self.expanded:
             w_uk, w_uv = self.before.w_uk[0], self.behind.w_uv[0]
             self.core = ExpandedAttention(step, latents, keys, first, count, pages, w_uk, w_uv)

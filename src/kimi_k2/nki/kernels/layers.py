@@ -68,7 +68,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         scale = norm_scalar(hidden, step.ones, step.eps)
         index, scores = self.router.choose(logits, scale)
         begin, end = self.slot, self.slot + self.routed.slots
-        places, is_local = self.routed.numbers(index[:, begin:end], step.first_expert)
+        local_rows, is_local = self.routed.numbers(index[:, begin:end], step.first_expert)
         own = None
         if self.next != None:
             own = OwnColumns(hidden, step.exact, step.ranks)
@@ -88,7 +88,7 @@ class Experts(nl.NKIObject):  # type: ignore[misc]
         if own != None:
             self.next.add(own.columns(step.dtype), inner, base[:, chunks:, :])
         begin, end = self.begin, self.begin + self.routed.count
-        return self.routed.sum(columns[:, begin:end, :], places, kept, base, step.exact)
+        return self.routed.sum(columns[:, begin:end, :], local_rows, kept, base, step.exact)
 
 
 @nki.jit

@@ -134,10 +134,10 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
             operand1=self.eps * eps,
         )  # fmt: skip
         factors = nl.ndarray((BLOCK, 2, batch), dtype=nl.float32, buffer=nl.sbuf)
-        for place in range(2):
-            share = 1.0 / (self.q_size if place == 0 else self.rank)
+        for norm in range(2):
+            share = 1.0 / (self.q_size if norm == 0 else self.rank)
             nisa.scalar_tensor_tensor(
-                dst=factors[:, place, :], data=total[:, place, :], op0=nl.multiply, operand0=share, op1=nl.add,
+                dst=factors[:, norm, :], data=total[:, norm, :], op0=nl.multiply, operand0=share, op1=nl.add,
                 operand1=guard,
             )  # fmt: skip
         nisa.activation(dst=factors, op=nl.rsqrt, data=factors)
@@ -189,9 +189,9 @@ class QueryProjection(nl.NKIObject):  # type: ignore[misc]
         """Scales of a head's rotary rows, on the partitions where the result lies: [rope, 1, q_rank / 128]."""
         if self.q_b_rows == None:
             return None
-        group, place = self.heads + head * self.rope // BLOCK, head * self.rope % BLOCK
+        group, row = self.heads + head * self.rope // BLOCK, head * self.rope % BLOCK
         factors = nl.ndarray((self.rope, 1, self.q_size // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=factors, src=self.q_b_rows[place : place + self.rope, group : group + 1, :])
+        nisa.tensor_copy(dst=factors, src=self.q_b_rows[row : row + self.rope, group : group + 1, :])
         return factors
 
     def _rotate(self, columns: Any, out: Any) -> None:
