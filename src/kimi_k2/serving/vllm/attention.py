@@ -102,7 +102,6 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
 class LatentBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks of a backend: any size of latent, float caches, pages of any size."""
 
-    accept_output_buffer: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
 
     @staticmethod

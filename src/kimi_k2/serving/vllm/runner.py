@@ -81,10 +81,8 @@ class Runner:
             page: slots a page of the cache.
         """
         table = self.of.input_batch.block_table[0]
-        lacking = [name for name in ("seq_lens", "positions", "optimistic_seq_lens_cpu") if not hasattr(self.of, name)]
         for reason, holds in (
             ("its second model runner", self._second),
-            (f"its runner has changed: {', '.join(lacking)}", bool(lacking)),
             ("what its runner hands to sampling has changed", ExecuteModelState._fields != STATE),
             ("prompts as embeddings", bool(getattr(self.of, "enable_prompt_embeds", False))),
             ("several caches", len(self.of.kv_cache_config.kv_cache_groups) != 1),

@@ -230,7 +230,6 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
             elif isinstance(delta, ToolCallStart):
                 function = DeltaFunctionCall(name=delta.name, arguments="")
                 calls.append(DeltaToolCall(index=delta.index, id=delta.id, type="function", function=function))
-                self._count(delta)
             elif isinstance(delta, ToolCallArguments):
                 if calls and calls[-1].index == delta.index:
                     calls[-1].function.arguments += delta.text
@@ -244,9 +243,3 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
         if calls:
             message.tool_calls = calls
         return message
-
-    def _count(self, start: ToolCallStart) -> None:
-        """Keep what versions of vLLM look at to know that calls were made; arguments are never left for it to add."""
-        self.current_tool_id, self.current_tool_name_sent = start.index, True
-        self.prev_tool_call_arr.append({"name": start.name, "arguments": ""})
-        self.streamed_args_for_tool.append("")
