@@ -94,7 +94,7 @@ class _KimiK2:
         if it.balanced:
             self._let_experts_be_moved()
         if it.routed:
-            chosen = {number: Chosen(number, self.paged.places.get(number)) for number, _ in self._mixtures()}
+            chosen = {number: Chosen(number) for number, _ in self._mixtures()}
             self.paged.places, self.chosen = chosen, nn.ModuleList(chosen.values())
         self.loras = None if it.lora is None else Loras(self.paged, self, it)
         if it.load_format == "dummy":
