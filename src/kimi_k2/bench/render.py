@@ -15,6 +15,7 @@ import numpy as np
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import SHAPE, rates, series
+from kimi_k2.charts import chart
 from kimi_k2.files import Json
 
 HEADER = [
@@ -92,11 +93,6 @@ def description(results: Json) -> str:
 
 def plots(results: Json, directory: Path) -> list[Path]:
     """Write tpot.png, ttft.png and throughput.png; none where no cell finished."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     cells = [cell for cell in results["cells"] if cell["status"] == "ok"]
     if not cells:
         return []
@@ -106,26 +102,24 @@ def plots(results: Json, directory: Path) -> list[Path]:
         ("ttft", "time to first token (median and range)", "ttft", "TTFT, ms"),
         ("throughput", "output tokens a second, all sequences", "", "tok/s"),
     ):
-        figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-        for prompt, batch in sorted({(cell["prompt_length"], cell["batch_size"]) for cell in cells}):
-            line = [c for c in cells if (c["prompt_length"], c["batch_size"]) == (prompt, batch)]
-            x = [c["output_length"] for c in line]
-            if key in SERIES:
-                times = [[1e3 * value for value in series(c["runs"])[key]] for c in line]
-                middle = list(map(statistics.median, times))
-                axes.fill_between(x, [min(values) for values in times], [max(values) for values in times], alpha=0.2)
-            else:
-                middle = [rates(c)[1] for c in line]
-            axes.plot(x, middle, "o-", label=f"prompt {prompt}, batch {batch}")
-        axes.set_xscale("log", base=2)
-        ticks = sorted({cell["output_length"] for cell in cells})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(xlabel="output length (tokens)", ylabel=label, title=title, ylim=(0, 1.15 * axes.get_ylim()[1]))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
         written.append(directory / f"{name}.png")
-        figure.savefig(written[-1], dpi=110)
-        plt.close(figure)
+        with chart(written[-1], 7, 4.2, xlabel="output length (tokens)", ylabel=label, title=title) as axes:
+            for prompt, batch in sorted({(cell["prompt_length"], cell["batch_size"]) for cell in cells}):
+                line = [c for c in cells if (c["prompt_length"], c["batch_size"]) == (prompt, batch)]
+                x = [c["output_length"] for c in line]
+                if key in SERIES:
+                    times = [[1e3 * value for value in series(c["runs"])[key]] for c in line]
+                    middle = list(map(statistics.median, times))
+                    axes.fill_between(x, list(map(min, times)), list(map(max, times)), alpha=0.2)
+                else:
+                    middle = [rates(c)[1] for c in line]
+                axes.plot(x, middle, "o-", label=f"prompt {prompt}, batch {batch}")
+            axes.set_xscale("log", base=2)
+            ticks = sorted({cell["output_length"] for cell in cells})
+            axes.set_xticks(ticks, list(map(str, ticks)))
+            axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
     return written
 
 

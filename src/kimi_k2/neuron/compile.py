@@ -93,7 +93,7 @@ def check_fit(
         target = with_drafts(target, DraftConfig.from_pretrained(draft), draft_tokens)
     plan = memory_plan(target)
     if not plan.fits:
-        name, size = plan.largest
+        name, size = max(plan.parts.items(), key=lambda part: part[1])
         raise DoesNotFitError(
             f"{preset.name} {plan.verdict} (largest part: {name}, {size / GIB:.1f} GiB); it would fit with"
             f" {' or with '.join(advice(plan))}"

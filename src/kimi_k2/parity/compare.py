@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from kimi_k2.charts import chart
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.logits import DIVERGENCE_TOLERANCE, TOLERANCE_MAP, LogitCheck, check_logits
 from kimi_k2.parity.trace import PHASES, ParityError, Trace, layer_of, order
@@ -181,24 +182,17 @@ def print_report(comparison: Comparison, console: Console) -> None:
 
 def plot(comparison: Comparison, path: Path) -> None:
     """Error of every point in order of computation (PNG)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
-    for colour, phase in enumerate(("prefill", "decode")):
-        points = [point for point in comparison.points if point.phase == phase]
-        values = [max(point.relative_l2, 1e-17) for point in points]
-        axes.semilogy(range(len(points)), values, ".-", color=f"C{colour}", label=phase, linewidth=0.7)
-        off = [number for number, point in enumerate(points) if not point.passed]
-        axes.semilogy(off, [values[number] for number in off], "rx")
-    points = [point for point in comparison.points if point.phase == "prefill"]
-    starts = [n for n, p in enumerate(points) if p.layer is not None and (n == 0 or points[n - 1].layer != p.layer)]
-    step = max(1, len(starts) // 16)
-    axes.set_xticks(starts[::step], [str(points[n].layer) for n in starts[::step]])
-    axes.set(xlabel="layer", ylabel="relative L2", title="Error by point, in order of computation (x: diverges)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    title = "Error by point, in order of computation (x: diverges)"
+    with chart(path, 10, 4, xlabel="layer", ylabel="relative L2", title=title) as axes:
+        for colour, phase in enumerate(PHASES):
+            points = [point for point in comparison.points if point.phase == phase]
+            values = [max(point.relative_l2, 1e-17) for point in points]
+            axes.semilogy(range(len(points)), values, ".-", color=f"C{colour}", label=phase, linewidth=0.7)
+            off = [number for number, point in enumerate(points) if not point.passed]
+            axes.semilogy(off, [values[number] for number in off], "rx")
+        layers = [point.layer for point in comparison.points if point.phase == "prefill"]
+        starts = [n for n, layer in enumerate(layers) if layer is not None and (n == 0 or layers[n - 1] != layer)]
+        step = max(1, len(starts) // 16)
+        axes.set_xticks(starts[::step], [str(layers[n]) for n in starts[::step]])
+        axes.legend()
+        axes.grid(alpha=0.3)

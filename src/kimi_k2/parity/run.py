@@ -28,7 +28,6 @@ from kimi_k2.parity.trace import NORMS, Inputs, ParityError, Trace, small_activa
 from kimi_k2.plan.deployment import Deployment
 
 Emit = Callable[[str, Tensor], None]
-Combine = Callable[[str, Tensor], Tensor]
 
 # Modules whose output is a point of the same name, in our model and in transformers' alike.
 _OUTPUTS = (
@@ -111,13 +110,13 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 class _Recorder:
     """Puts emitted values into a trace, under the phase that runs; derives the routed experts' part of an MoE."""
 
-    def __init__(self, inputs: Inputs, combine: Combine = lambda point, value: value) -> None:
-        self.trace, self.phase, self.combine = Trace(inputs), "prefill", combine
+    def __init__(self, inputs: Inputs) -> None:
+        self.trace, self.phase = Trace(inputs), "prefill"
         self._shared: dict[str, Tensor] = {}
 
     def emit(self, point: str, value: Tensor) -> None:
         """Take a point's rows."""
-        value = self.combine(point, value)
+        value = combine(point, value)
         if point.endswith("mlp.shared_experts"):
             self._shared[point.removesuffix(".shared_experts")] = value
         elif point in self._shared:
@@ -126,15 +125,14 @@ class _Recorder:
 
 
 @torch.inference_mode()
-def run_plain(model: KimiK2ForCausalLM, inputs: Inputs, combine: Combine = lambda point, value: value) -> Trace:
-    """The plain model, on the device it is on.
+def run_plain(model: KimiK2ForCausalLM, inputs: Inputs) -> Trace:
+    """The plain model, on the device it is on; over ranks, see `combine`.
 
     Args:
         model: what is run.
         inputs: tokens, and which points are kept.
-        combine: gives the whole of a point from a rank's part, see `parity.run.combine`.
     """
-    recorder, length = _Recorder(inputs, combine), len(inputs.prompt) + len(inputs.forced)
+    recorder, length = _Recorder(inputs), len(inputs.prompt) + len(inputs.forced)
     cache = model.new_cache(1, length)
     device = model.lm_head.weight.device
     rotary = model.model.rotary
@@ -258,7 +256,7 @@ def run(
         config = KimiK2Config.from_pretrained(checkpoint)
         with load_ranks(ranks, Path(checkpoint), config, chosen, backend) as rank:
             rank.generator.model.batch_invariant = batch_invariant
-            return _plain(rank.generator.model, inputs, greedy, combine)
+            return _plain(rank.generator.model, inputs, greedy)
     if ranks is not None:
         raise ParityError(f"backend {backend}: --ranks are of the plain model (cpu or cuda)")
     if greedy:
@@ -270,10 +268,8 @@ def run(
     raise ParityError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def _plain(
-    model: KimiK2ForCausalLM, inputs: Inputs, greedy: bool, combine: Combine = lambda point, value: value
-) -> Trace:
+def _plain(model: KimiK2ForCausalLM, inputs: Inputs, greedy: bool) -> Trace:
     if greedy:
         sampling = SamplingParams(max_new_tokens=len(inputs.forced))
         inputs = replace(inputs, forced=generate(model, [list(inputs.prompt)], sampling)[0])
-    return run_plain(model, inputs, combine)
+    return run_plain(model, inputs)

@@ -289,23 +289,16 @@ def _weights(target: Target, plan: ShardingPlan, tokens: int, expert_share: floa
     return counts
 
 
-def _is_linear(tensor: PlannedTensor) -> bool:
-    if "scale" in tensor.name or "embed_tokens" in tensor.name:
-        return False
-    return len(tensor.shape) == 2
-
-
 def _linear_flops(plan: ShardingPlan, tokens: int, logits: int) -> int:
     """2 M N K of every matrix outside the routed experts; kv_b_proj costs the same absorbed as applied."""
     total = 0
     for tensor in plan.tensors:
-        if _is_linear(tensor):
-            packed = 8 if tensor.name.endswith("packed") else 1
-            total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in tensor.name else tokens)
-        elif "mlp.shared_experts." in tensor.name and tensor.name.endswith("weight"):
-            total += 2 * prod(tensor.local_shape) * tokens  # in tiles
-        elif ".self_attn.tiles." in tensor.name and tensor.name.endswith("weight"):
-            total += 2 * prod(tensor.local_shape) * tokens
+        name = tensor.name
+        tiles = name.endswith("weight") and ("mlp.shared_experts." in name or ".self_attn.tiles." in name)
+        matrix = len(tensor.shape) == 2 and "scale" not in name and "embed_tokens" not in name
+        if matrix or tiles:
+            packed = 8 if name.endswith("packed") else 1
+            total += 2 * prod(tensor.local_shape) * packed * (logits if "lm_head" in name else tokens)
     return total
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -452,12 +452,12 @@ class Target:
     head: Head | None = None
     lora: LoraServing | None = None
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Tokens of a decode step."""
         return self.batch * self.positions
 
-    @property
+    @cached_property
     def sharding(self) -> ShardingPlan:
         """What the ranks hold; made once for all targets that differ in lengths alone.
 
@@ -466,17 +466,17 @@ class Target:
         """
         return _sharding(self.config, self.layout, self.torch_native is None)
 
-    @property
+    @cached_property
     def cache_itemsize(self) -> int:
         """Bytes of a cached value: BF16, or FP8 on vllm-neuron's torch-native line."""
         return 1 if self.torch_native is not None and self.torch_native.kv_cache_dtype == "fp8" else 2
 
-    @property
+    @cached_property
     def prefill_sequences(self) -> int:
         """Sequences of one prefill."""
         return self.batch if self.prefill_batch is None else self.prefill_batch
 
-    @property
+    @cached_property
     def is_neuron(self) -> bool:
         """Whether it is a Trainium target."""
         return self.layout.target == "neuron"

@@ -359,11 +359,6 @@ class MemoryPlan:
         """Whether it fits with the published port's scratch too."""
         return self.fits and (self.scratch is None or self.scratch.reported.nbytes <= self.room)
 
-    @property
-    def largest(self) -> tuple[str, int]:
-        """The largest category."""
-        return max(self.parts.items(), key=lambda item: item[1])
-
 
 def category(name: str) -> str:
     """Where a tensor of a rank's file belongs; names of both targets."""

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kimi_k2.charts import chart
 from kimi_k2.config import KimiK2Config
 from kimi_k2.files import Json
 from kimi_k2.plan.cost import GraphCounts, decode_counts, prefill_counts, prefill_instructions, roofline
@@ -18,7 +19,6 @@ from kimi_k2.plan.kernels import Rates, print_kernel_step, step_bound
 from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import (
     TOWER,
-    MemoryPlan,
     advice,
     cache_tokens,
     category,
@@ -171,11 +171,8 @@ def step(counts: GraphCounts, target: Target) -> Json:
             for collective, times in counts.collectives.items()
         ],
         "collective_bytes": counts.collective_bytes,
-        "modelled_seconds": {
-            "memory": modelled.memory, "compute": modelled.compute, "communication": modelled.communication,
-            "bound": modelled.bound,
-        },
-    }  # fmt: skip
+        "modelled_seconds": {**asdict(modelled), "bound": modelled.bound},
+    }
 
 
 def print_answer(report: Json, console: Console) -> None:
@@ -255,8 +252,9 @@ def print_report(report: Json, console: Console) -> None:
         row(name, size)
     table.add_section()
     row("resident", memory["resident"], "bold")
-    for name, size in _scratch_rows(memory["scratch"]):
-        row(name, size)
+    for source, name in _SCRATCH.items():
+        if memory["scratch"] and memory["scratch"][source]:
+            row(name, memory["scratch"][source])
     row("usable", memory["usable"])
     console.print(table)
     console.print(f"memory: {memory['source']}", style="dim")
@@ -268,16 +266,12 @@ def print_report(report: Json, console: Console) -> None:
     _print_host(report, console)
 
 
-def _scratch_rows(scratch: Json | None) -> list[tuple[str, int]]:
-    """Scratch by source; the graphs share what they need."""
-    if scratch is None:
-        return []
-    return [
-        ("scratch, fixed (reported for the K2.5 port)", scratch["fixed"]),
-        ("scratch, live arrays of prefill (modelled)", scratch["prefill"]),
-        ("scratch, live arrays of decode (modelled)", scratch["decode"]),
-        *([("scratch, live arrays of the tower (modelled)", scratch["tower"])] if scratch["tower"] else []),
-    ]
+_SCRATCH = {
+    "fixed": "scratch, fixed (reported for the K2.5 port)",
+    "prefill": "scratch, live arrays of prefill (modelled)",
+    "decode": "scratch, live arrays of decode (modelled)",
+    "tower": "scratch, live arrays of the tower (modelled)",
+}  # by source; the graphs share what they need
 
 
 def _print_steps(report: Json, console: Console) -> None:
@@ -347,30 +341,20 @@ def contexts(target: Target, limit: int) -> list[int]:
 
 def plot(target: Target, path: Path) -> None:
     """Write a stacked bar chart (PNG): one rank's memory by category against context length."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     lengths = contexts(target, target.config.max_position_embeddings)
-    plans: list[MemoryPlan] = [memory_plan(replace(target, context=n)) for n in lengths]
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    plans = [memory_plan(replace(target, context=n)) for n in lengths]
     base = [0.0] * len(plans)
-    colours = plt.get_cmap("tab20").colors
     labels = [f"{n:,}" + ("\n(asked for)" if n == target.context else "") for n in lengths]
-    for number, name in enumerate(plans[0].parts):
-        heights = [plan.parts[name] / GIB for plan in plans]
-        axes.bar(labels, heights, 0.6, bottom=base, label=name, color=colours[number % len(colours)])
-        base = [low + height for low, height in zip(base, heights, strict=True)]
-    inside = [(i, p.scratch) for i, p in enumerate(plans) if p.scratch]
-    for position, scratch in inside:
-        axes.bar(
-            labels[position], scratch.nbytes / GIB, 0.6, bottom=base[position], fill=False, hatch="//",
-            label="scratch, modelled" if position == inside[0][0] else None,
-        )  # fmt: skip
-    axes.axhline(target.memory.usable / GIB, color="black", linestyle="--", label="usable")
-    axes.set(xlabel="context (tokens a sequence)", ylabel="GiB a rank")
-    axes.set_title(f"{target.name}, batch {target.batch}: memory of one rank (computed)")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    title = f"{target.name}, batch {target.batch}: memory of one rank (computed)"
+    with chart(path, 9, 5, xlabel="context (tokens a sequence)", ylabel="GiB a rank", title=title) as axes:
+        from matplotlib import colormaps
+
+        for number, name in enumerate(plans[0].parts):
+            heights = [plan.parts[name] / GIB for plan in plans]
+            axes.bar(labels, heights, 0.6, bottom=base, label=name, color=colormaps["tab20"](number))
+            base = [low + height for low, height in zip(base, heights, strict=True)]
+        if target.is_neuron:
+            heights = [(plan.needed - plan.resident) / GIB for plan in plans]
+            axes.bar(labels, heights, 0.6, bottom=base, fill=False, hatch="//", label="scratch, modelled")
+        axes.axhline(target.memory.usable / GIB, color="black", linestyle="--", label="usable")
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

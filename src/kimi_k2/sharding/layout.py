@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -106,7 +107,7 @@ class Layout:
         """
         return expert_formats()[self.experts].for_ranks(config, self.moe_tp, self.ranks)
 
-    @property
+    @cached_property
     def layers(self) -> bool:
         """Whether a decode step's MoE layers are one kernel: what it reads of attention, router and sums is written."""
         return self.decode == "layers"
@@ -123,12 +124,12 @@ class Layout:
         fp8 = self.query_group and self.experts == "tiles" and stored.e4m3_block is not None
         return "fp8" if fp8 else "bf16"
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Number of files."""
         return self.moe_tp * self.moe_ep
 
-    @property
+    @cached_property
     def dense(self) -> int:
         """Ranks that all but the routed experts is cut over."""
         return self.ranks // self.replicas

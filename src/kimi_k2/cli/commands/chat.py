@@ -95,19 +95,6 @@ class Chat:
         self.running = True
         self._images: list[Path] = []
         self._videos: list[Path] = []
-        self._commands = {
-            "system": self._set_system,
-            "tools": self.offer,
-            "image": lambda argument: self._attach(self._images, argument),
-            "video": lambda argument: self._attach(self._videos, argument),
-            "save": self._save,
-            "load": self.load,
-            "retry": self._retry,
-            "reset": self._reset,
-            "help": self._help,
-            "quit": self._quit,
-            "exit": self._quit,
-        }
 
     def run(self) -> None:
         """Read lines until the end of the input."""
@@ -156,21 +143,39 @@ class Chat:
         self._note(f"tools: {names or 'none'}")
 
     def _handle(self, line: str) -> None:
-        if not line:
-            return
-        if not line.startswith("/"):
-            from kimi_k2.cli.conversation import user_message
+        from kimi_k2.cli.conversation import user_message
 
-            self._answer(user_message(line, self._images, self._videos))
-            self._images.clear()
-            self._videos.clear()
-            return
-        word, _, argument = line[1:].partition(" ")
-        command = self._commands.get(word)
-        if command is None:
-            self._complain(f"no command /{word}; /help lists them")
-        else:
-            command(argument.strip())
+        word, _, argument = line.partition(" ")
+        argument = argument.strip()
+        match word:
+            case "":
+                pass
+            case "/system":
+                self.system = argument or self.system
+                self._note(f"system: {self.system or 'the template’s own'}")
+            case "/tools":
+                self.offer(argument)
+            case "/image" | "/video":
+                self._attach(self._images if word == "/image" else self._videos, argument)
+            case "/save":
+                self._save(argument)
+            case "/load":
+                self.load(argument)
+            case "/retry":
+                self._retry()
+            case "/reset":
+                self.messages = []
+                self._note("a new conversation")
+            case "/help":
+                self.console.print(HELP)
+            case "/quit" | "/exit":
+                self.running = False
+            case _ if word.startswith("/"):
+                self._complain(f"no command {word}; /help lists them")
+            case _:
+                self._answer(user_message(line, self._images, self._videos))
+                self._images.clear()
+                self._videos.clear()
 
     def _answer(self, *messages: Json) -> None:
         """Add messages and the model's replies to them, tool calls included; all or nothing."""
@@ -208,11 +213,6 @@ class Chat:
 
         return with_system(self.messages, self.system)
 
-    def _set_system(self, argument: str) -> None:
-        if argument:
-            self.system = argument
-        self._note(f"system: {self.system or 'the template’s own'}")
-
     def _attach(self, attached: list[Path], argument: str) -> None:
         path = Path(argument).expanduser()
         if not argument or not path.is_file():
@@ -230,8 +230,7 @@ class Chat:
         write_conversation(Path(argument).expanduser(), self._conversation(), self.tools)
         self._note(f"{len(self.messages)} messages in {argument}")
 
-    def _retry(self, argument: str) -> None:
-        del argument
+    def _retry(self) -> None:
         users = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
         if not users:
             self._complain("there is no message to answer")
@@ -239,19 +238,6 @@ class Chat:
         question = self.messages[users[-1]]
         del self.messages[users[-1] :]
         self._answer(question)
-
-    def _reset(self, argument: str) -> None:
-        del argument
-        self.messages = []
-        self._note("a new conversation")
-
-    def _help(self, argument: str) -> None:
-        del argument
-        self.console.print(HELP)
-
-    def _quit(self, argument: str) -> None:
-        del argument
-        self.running = False
 
     def _read(self, prompt: str) -> str:
         """A line, with those that it goes on in."""
