@@ -32,8 +32,8 @@ TOKENS = [
     1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168,
     8192, 16384, 32768,
 ]  # fmt: skip
-# Tokens up to which a skewed routing is timed too: beyond, nothing but the tiles' size depends on it.
-MOST_SKEWED = 512
+# Tokens up to which all go to the same experts in the skewed routing that is timed too.
+MOST_SAME = 512
 # What linears and attention are tuned for. An even split is a choice up to the largest capacity alone.
 LINEAR_TOKENS = (
     16, 24, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 576, 640, 704, 768, 896,
@@ -125,10 +125,10 @@ def fastest(calls: Calls[ChoiceT], captures: Captures, replays: int = REPLAYS) -
     return medians(near, captures, replays)
 
 
-def best_expert_choice(uniform: Mapping[ExpertChoice, float], same: Mapping[ExpertChoice, float]) -> ExpertChoice:
-    """The fastest where all tokens go to the same experts, among those at most 4 % slower than the best if uniform."""
+def best_expert_choice(uniform: Mapping[ExpertChoice, float], skewed: Mapping[ExpertChoice, float]) -> ExpertChoice:
+    """The fastest with a skewed routing among those at most 4 % slower than the best with a uniform one."""
     near = [choice for choice, time in uniform.items() if time <= 1.04 * min(uniform.values())]
-    return min(near, key=lambda choice: (same.get(choice, 0.0), uniform[choice]))
+    return min(near, key=skewed.__getitem__)
 
 
 def for_each_count(choices: Mapping[Sizes, ExpertChoice]) -> dict[Sizes, ExpertChoice]:
@@ -171,9 +171,10 @@ def tune_experts(
         chosen = for_each_count(FILES.load(path)) if tokens and path.exists() else {}
         experts, captures = case.draw(), Captures()
         for count in tokens or TOKENS:
+            skew = "same" if count <= MOST_SAME else "zipf:1.0"
             sets = {
                 routing: draw_inputs(case, Routing.parse(routing), count, count, experts.bytes_each)
-                for routing in ("uniform", "same")
+                for routing in ("uniform", skew)
             }
             calls = {
                 routing: {
@@ -181,14 +182,13 @@ def tune_experts(
                 }
                 for routing, own in sets.items()
             }
-            uniform, same = fastest(calls["uniform"], captures, replays_of(count)), dict[ExpertChoice, float]()
-            if count <= MOST_SKEWED:
-                same = medians({one: calls["same"][one] for one in uniform}, captures, replays_of(count))
-            won = chosen[count,] = best_expert_choice(uniform, same)
+            uniform = fastest(calls["uniform"], captures, replays_of(count))
+            skewed = medians({choice: calls[skew][choice] for choice in uniform}, captures, replays_of(count))
+            won = chosen[count,] = best_expert_choice(uniform, skewed)
             FILES.save(path, chosen)
             rate = distinct(sets["uniform"]) * experts.bytes_each / uniform[won] / 1e3
-            skewed = f", all to the same {same[won]:.1f} us" if same else ""
-            say(f"{name} T={count}: {uniform[won]:.1f} us{skewed} {rate:.0f} GB/s {rate / ceiling:.1%} {won}")
+            times = f"{uniform[won]:.1f} us, {skew} {skewed[won]:.1f} us"
+            say(f"{name} T={count}: {times} {rate:.0f} GB/s {rate / ceiling:.1%} {won}")
         del experts, captures, calls
         torch.cuda.empty_cache()
 
