@@ -51,6 +51,11 @@ def same_logits(source: Path, other: Path) -> bool:
     return torch.equal(first, second)
 
 
+def same_tower(source: Path, other: Path) -> bool:
+    first, second = (VisionModel.from_pretrained(path, dtype=torch.float32).state_dict() for path in (source, other))
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
 def inspected(directory: Path) -> str:
     done = kimi("inspect", directory, "--json")
     return str(json.loads(done.stdout)["names"])
@@ -77,8 +82,7 @@ def test_names_of_other_writers(k25: Path, tmp_path: Path, spelling: Callable[[s
     directory = renamed(k25, tmp_path / "other", spelling)
     assert same_logits(k25, directory)
     assert inspected(directory) == whose
-    towers = [VisionModel.from_pretrained(one, dtype=torch.float32).state_dict() for one in (k25, directory)]
-    assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
+    assert same_tower(k25, directory)
     for target in ("cuda", "neuron"):
         kimi("convert", directory, tmp_path / target, "--tp", "1", "--target", target)
 
@@ -118,8 +122,7 @@ def test_the_round_trip_of_transformers(k25: Path, tmp_path: Path) -> None:
     assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
     assert same_logits(k25, saved)
     assert inspected(saved).startswith("transformers'")
-    towers = [VisionModel.from_pretrained(one, dtype=torch.float32).state_dict() for one in (k25, saved)]
-    assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
+    assert same_tower(k25, saved)
     kimi("generate", saved, "-p", "Hello", "--max-new-tokens", "3")
 
 

@@ -28,11 +28,26 @@ from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults
 
 
+@pytest.fixture(scope="module")
+def whole(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("presharder") / "whole"
+    Presharder(checkpoints["fp8"], directory, Layout(2)).run()
+    return directory
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A private finished conversion of the FP8 checkpoint for two ranks."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def test_a_shard_that_goes_away_keeps_finished_layers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_shard_that_goes_away_keeps_finished_layers(
+    checkpoints: dict[str, Path], whole: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoints["fp8"], source)
     job = Presharder(source, tmp_path / "a", Layout(2))
@@ -47,29 +62,24 @@ def test_a_shard_that_goes_away_keeps_finished_layers(checkpoints: dict[str, Pat
     assert all(json.loads((tmp_path / "a" / UNFINISHED).read_text())["checksums"].values())
     shard.symlink_to(blob)
     Presharder(source, tmp_path / "a", Layout(2)).run()
-    Presharder(source, tmp_path / "b", Layout(2)).run()
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a" / "weights") == contents(whole / "weights")
 
 
-def test_other_options_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
-    with pytest.raises(ConfigError, match=r"other options .*experts \w+, now bf16"):
-        Presharder(checkpoints["fp8"], tmp_path, Layout(2, experts="bf16")).run()
-
-
-def test_files_for_another_model_or_layout_are_refused_without_the_checkpoint(
-    checkpoints: dict[str, Path], tmp_path: Path
+def test_files_for_another_model_or_layout_are_refused(
+    checkpoints: dict[str, Path], finished: Path, tmp_path: Path
 ) -> None:
+    """`check_made_for` needs no checkpoint."""
     config = KimiK2Config.from_pretrained(checkpoints["fp8"])
     with pytest.raises(MissingShardError, match="not finished"):
         check_made_for(tmp_path, config, Layout(2))
-    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
-    check_made_for(tmp_path, config, Layout(2))
+    check_made_for(finished, config, Layout(2))
     for other in (Layout(1, 2), Layout(2, experts="blockwise"), Layout(2, experts="tiles")):
         with pytest.raises(ConfigError, match=MANIFEST):
-            check_made_for(tmp_path, config, other)
+            check_made_for(finished, config, other)
     with pytest.raises(ConfigError, match="another configuration"):
-        check_made_for(tmp_path, KimiK2Config.from_pretrained(checkpoints["thinking"]), Layout(2))
+        check_made_for(finished, KimiK2Config.from_pretrained(checkpoints["thinking"]), Layout(2))
+    with pytest.raises(ConfigError, match=r"other options .*experts \w+, now bf16"):
+        Presharder(checkpoints["fp8"], finished, Layout(2, experts="bf16")).run()
 
 
 def test_cuts_of_a_preset_are_shown(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -122,12 +132,11 @@ def resign(directory: Path, content: dict[str, Any]) -> None:
     (directory / MANIFEST).write_text(json.dumps(content))
 
 
-def test_checksums_are_those_of_the_libraries(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
-    content = manifest_of(tmp_path)
+def test_checksums_are_those_of_the_libraries(whole: Path) -> None:
+    content = manifest_of(whole)
     assert content["checksum"] == "xxh3_128"
     for name, sums in content["checksums"].items():
-        path = tmp_path / "weights" / name
+        path = whole / "weights" / name
         header, data = header_bytes(path), path.read_bytes()
         entries = json.loads(header[8:])
         assert set(entries) - {"__metadata__"} == set(sums)
@@ -137,34 +146,29 @@ def test_checksums_are_those_of_the_libraries(checkpoints: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("kind", ["sha256", 3, ["xxh3_128"], None])
-def test_another_kind_is_named(checkpoints: dict[str, Path], tmp_path: Path, kind: object) -> None:
-    Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
-    content = manifest_of(tmp_path)
-    content["checksum"] = kind
-    resign(tmp_path, content)
+def test_another_kind_is_named(checkpoints: dict[str, Path], finished: Path, kind: object) -> None:
+    resign(finished, {**manifest_of(finished), "checksum": kind})
     for file in (MANIFEST, UNFINISHED):
         with pytest.raises(CorruptHeaderError, match=r"checksum: expected xxh3_128, got .*; convert again") as caught:
-            Presharder(checkpoints["fp8"], tmp_path, Layout(2)).run()
-        assert caught.value.file == str(tmp_path / file)
+            Presharder(checkpoints["fp8"], finished, Layout(2)).run()
+        assert caught.value.file == str(finished / file)
         if file == MANIFEST:
-            (tmp_path / MANIFEST).rename(tmp_path / UNFINISHED)
+            (finished / MANIFEST).rename(finished / UNFINISHED)
 
 
 @pytest.mark.parametrize("before", [
     {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "spmd_rank": True},
 ])  # fmt: skip
 def test_a_form_of_decode_that_is_no_more_is_named(
-    checkpoints: dict[str, Path], tmp_path: Path, before: dict[str, Any]
+    checkpoints: dict[str, Path], finished: Path, before: dict[str, Any]
 ) -> None:
-    config, layout = KimiK2Config.from_pretrained(checkpoints["fp8"]), Layout(2)
-    Presharder(checkpoints["fp8"], tmp_path, layout).run()
-    content = manifest_of(tmp_path)
+    config, layout, content = KimiK2Config.from_pretrained(checkpoints["fp8"]), Layout(2), manifest_of(finished)
     given = {**content["made_from"]["options"], **before}
     content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
-    resign(tmp_path, content)
+    resign(finished, content)
     uses = (
-        partial(check_made_for, tmp_path, config, layout), Presharder(checkpoints["fp8"], tmp_path, layout).run,
-        partial(made_layout, tmp_path),
+        partial(check_made_for, finished, config, layout), Presharder(checkpoints["fp8"], finished, layout).run,
+        partial(made_layout, finished),
     )  # fmt: skip
     for use in uses:
         with pytest.raises(ConfigError, match="; convert again") as caught:
