@@ -24,6 +24,12 @@ EXPERT = re.compile(r"^(?P<moe>model\.layers\.\d+\.mlp)\.experts\.(?P<expert>\d+
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
+def beside_weights(stored_format: StoredFormat, name: str) -> bool:
+    """Whether a tensor is a scale of activations or of the cache, which stay as they are here; its module's format."""
+    suffix = name.rpartition(".")[2]
+    return suffix in stored_format.unused or (suffix in ("k_scale", "v_scale") and ".self_attn." in name)
+
+
 def linear_specs(config: KimiK2Config, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
     """The stored tensors of the Linear `module` with a [rows, columns] weight, in the checkpoint's format."""
     yield from format_of(config.quantization, module).specs(module, rows, columns)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kimi_k2.checkpoint.index import DTYPES, CheckpointIndex, open_tensors, read_header
-from kimi_k2.checkpoint.names import IGNORED, STACKED, VISION, expected_tensors, vision_tensors
+from kimi_k2.checkpoint.names import IGNORED, STACKED, VISION, beside_weights, expected_tensors, vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
@@ -36,7 +36,6 @@ from kimi_k2.spellings import K2, plain_name, spelled, writer
 RELEASE_BYTES = 128 * 2**20
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-_CACHE_SCALES = ("k_scale", "v_scale")
 _WHOLE = (torch.int32, torch.int64)
 
 
@@ -222,13 +221,8 @@ class CheckpointReader:
             )
 
     def _leave_out(self, config: KimiK2Config) -> None:
-        """Scales of activations and of the cache, which stay as they are here, are no tensors of the weights."""
-        unused = set()
-        for name in self.tensors:
-            module, _, suffix = name.rpartition(".")
-            of_cache = suffix in _CACHE_SCALES and ".self_attn." in name
-            if of_cache or suffix in format_of(config.quantization, module).unused:
-                unused.add(name)
+        scheme, modules = config.quantization, {name: name.rpartition(".")[0] for name in self.tensors}
+        unused = {name for name, module in modules.items() if beside_weights(format_of(scheme, module), name)}
         if unused:
             self.tensors = {name: stored for name, stored in self.tensors.items() if name not in unused}
             for shard, names in self._by_shard.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kimi_k2.checkpoint.names import EXPERT, IGNORED, LAYER
+from kimi_k2.checkpoint.names import EXPERT, IGNORED, LAYER, beside_weights
 from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import Experts
@@ -63,7 +63,7 @@ class RankLoader:
             plain = plain_name(name)
             module, _, suffix = plain.rpartition(".")
             source = format_of(self.plan.config.quantization, module)
-            if IGNORED.search(plain) or suffix in (*source.implied, *source.unused):
+            if IGNORED.search(plain) or suffix in source.implied or beside_weights(source, plain):
                 continue
             if source.method is not None and format_of(self.model.config.quantization, module).method is not None:
                 source = unquantized()  # comes as it is held
