@@ -96,7 +96,6 @@ COMMANDS: list[tuple[list[str], dict[str, list[str]], dict[int, list[str]]]] = [
             "--dtype": CHOICE,
             "--out": UNWRITABLE,
             "--ranks": UNREADABLE,
-            "--compare": ["{tmp}/absent", "{garbage}"],
         },
         {1: UNREADABLE},
     ),
@@ -134,7 +133,6 @@ IDLE = [
     "bench {fp8} --compiled {tmp}",
     "generate {fp8} -p x --backend neuron --compiled {tmp} --dtype float64",
     "bench {fp8} --backend neuron --on-cpu --dtype bfloat16",
-    "bench --compare {file} {file} --runs 3",
     "bench kernels --seed 3",
     "parity capture {fp8} {tmp}/golden --prompt x --prompt-length 9",
     "convert {fp8} {tmp}/out --preset trn2-tp32-ep2 --tp 4",
@@ -156,11 +154,7 @@ def all_lines() -> list[list[str]]:
     lines = []
     for base, options, places in COMMANDS:
         for option, values in options.items():
-            for value in values:
-                extra = [option, value]
-                if option == "--compare":
-                    extra.append(value)
-                lines.append([*base, *extra])
+            lines += [[*base, option, value] for value in values]
         for place, values in places.items():
             lines += [[*base[:place], value, *base[place + 1 :]] for value in values]
     return lines

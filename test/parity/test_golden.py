@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,7 +219,6 @@ def test_commands(k25_int4: Path, bf16: Path, tmp_path: Path) -> None:
     assert "PASS" in done.output
     report = json.loads((tmp_path / "o" / "parity.json").read_text())
     assert report["passed"]
-    assert (tmp_path / "o" / "parity.png").stat().st_size > 1000
     other = kimi("parity", "compare", tmp_path / "g", bf16, "--backend", "cpu", status=1)
     assert "first divergence" in other.output
     assert "other weights" in other.output
@@ -228,13 +226,3 @@ def test_commands(k25_int4: Path, bf16: Path, tmp_path: Path) -> None:
     assert isinstance(
         kimi("parity", "capture", k25_int4, "x", "--backend", "neuron", status=None).exception, KimiK2Error
     )
-
-
-def test_without_matplotlib_a_pass_stays_a_pass(
-    golden: Path, fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    out = tmp_path / "out"
-    done = kimi("parity", "compare", golden, fp8, "--backend", "cpu", "--out", out)
-    assert "no plot" in done.output
-    assert [path.name for path in out.iterdir()] == ["parity.json"]

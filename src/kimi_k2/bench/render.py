@@ -1,19 +1,13 @@
-"""A sweep as a Markdown table with plots.
-
-Two sweeps side by side: ratios, their spread over runs, and whether a difference is more than noise.
-"""
+"""A sweep as a Markdown table with plots."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.results import SHAPE, rates, series
 from kimi_k2.charts import chart
 from kimi_k2.files import Json
@@ -129,81 +123,3 @@ def write_reports(results: Json, directory: Path) -> list[Path]:
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in images)
     text.write_text(markdown(results) + shown, encoding="utf-8")
     return [text, *images]
-
-
-METRICS = ("ttft", "tpot", "e2e")
-# Runs of one process vary less than processes do (memory layout, neighbours, clocks): two sweeps of one commit on a
-# shared two-core machine differed by up to 2.6 % with runs that did not overlap.
-DRIFT = 0.03
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """b over a for one metric of one cell; below 1, b is faster.
-
-    Attributes:
-        prompt_length, batch_size, output_length: the cell.
-        metric: ttft, tpot or e2e.
-        ratio: of the medians over runs.
-        low, high: fastest run of b over slowest of a, and the other way round. If 1 lies between, the runs overlap.
-    """
-
-    prompt_length: int
-    batch_size: int
-    output_length: int
-    metric: str
-    ratio: float
-    low: float
-    high: float
-
-    @property
-    def inside_noise(self) -> bool:
-        """Whether the runs overlap, or the medians differ by less than the drift between sweeps."""
-        return self.low <= 1 <= self.high or abs(math.log(self.ratio)) <= math.log1p(DRIFT)
-
-    @property
-    def verdict(self) -> str:
-        """In words."""
-        if self.inside_noise:
-            return "inside the noise"
-        return f"{'faster' if self.ratio < 1 else 'slower'} by {abs(1 - self.ratio) * 100:.1f} %"
-
-
-def compare(a: Json, b: Json) -> list[Ratio]:
-    """Ratios of all cells that both sweeps finished.
-
-    Raises:
-        SweepError: they have none in common.
-    """
-    first, second = ({tuple(c[k] for k in SHAPE): c for c in s["cells"] if c["status"] == "ok"} for s in (a, b))
-    ratios = []
-    for key in sorted(first.keys() & second.keys()):
-        prompt, batch, output = key
-        before, after = (series(side[key]["runs"]) for side in (first, second))
-        for metric in METRICS:
-            old, new = before[metric], after[metric]
-            middle = statistics.median(new) / statistics.median(old)
-            ratios.append(Ratio(prompt, batch, output, metric, middle, min(new) / max(old), max(new) / min(old)))
-    if not ratios:
-        raise SweepError("the two sweeps have no finished cell in common")
-    return ratios
-
-
-def overall(ratios: list[Ratio]) -> dict[str, float]:
-    """Geometric mean of the ratios by metric."""
-    return {
-        metric: statistics.geometric_mean(found)
-        for metric in METRICS
-        if (found := [ratio.ratio for ratio in ratios if ratio.metric == metric])
-    }
-
-
-def differing(a: Json, b: Json) -> list[str]:
-    """Fields of settings and environment that differ: what the ratio may be owed to."""
-    lines = []
-    for section in ("settings", "environment"):
-        for field in sorted({**a[section], **b[section]}):
-            old, new = a[section].get(field), b[section].get(field)
-            if old != new:
-                lines.append(f"{section}.{field}: {old!r} -> {new!r}")
-    return lines

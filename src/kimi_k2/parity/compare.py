@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from kimi_k2.charts import chart
 from kimi_k2.config import KimiK2Config
 from kimi_k2.parity.logits import DIVERGENCE_TOLERANCE, TOLERANCE_MAP, LogitCheck, check_logits
 from kimi_k2.parity.trace import PHASES, ParityError, Trace, layer_of, order
@@ -178,21 +176,3 @@ def print_report(comparison: Comparison, console: Console) -> None:
     if comparison.first is not None:
         console.print(f"first divergence: {describe(comparison.first)}", style="bold red")
     console.print("PASS" if comparison.passed else "FAIL", style="bold green" if comparison.passed else "bold red")
-
-
-def plot(comparison: Comparison, path: Path) -> None:
-    """Error of every point in order of computation (PNG)."""
-    title = "Error by point, in order of computation (x: diverges)"
-    with chart(path, 10, 4, xlabel="layer", ylabel="relative L2", title=title) as axes:
-        for colour, phase in enumerate(PHASES):
-            points = [point for point in comparison.points if point.phase == phase]
-            values = [max(point.relative_l2, 1e-17) for point in points]
-            axes.semilogy(range(len(points)), values, ".-", color=f"C{colour}", label=phase, linewidth=0.7)
-            off = [number for number, point in enumerate(points) if not point.passed]
-            axes.semilogy(off, [values[number] for number in off], "rx")
-        layers = [point.layer for point in comparison.points if point.phase == "prefill"]
-        starts = [n for n, layer in enumerate(layers) if layer is not None and (n == 0 or layers[n - 1] != layer)]
-        step = max(1, len(starts) // 16)
-        axes.set_xticks(starts[::step], [str(layers[n]) for n in starts[::step]])
-        axes.legend()
-        axes.grid(alpha=0.3)

@@ -140,13 +140,13 @@ def compare_command(
     golden: Annotated[Path, typer.Argument(help="Directory that `capture` wrote.")],
     checkpoint: Checkpoint,
     running: Judged,
-    out: Annotated[Path | None, typer.Option(help="Directory for parity.json and parity.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for parity.json.")] = None,
 ) -> None:
     """Replay a golden run's tokens on another backend; exit status 1 if it diverges."""
     from kimi_k2.checkpoint.hub import resolve_checkpoint
     from kimi_k2.checkpoint.writer import write_json
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.parity.compare import TOLERANCES, as_json, compare, plot, print_report
+    from kimi_k2.parity.compare import TOLERANCES, as_json, compare, print_report
     from kimi_k2.parity.golden import check_model, checkpoint_identity, load_golden
     from kimi_k2.parity.trace import ParityError
 
@@ -169,11 +169,6 @@ def compare_command(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "parity.json", as_json(result))
-        try:
-            plot(result, out / "parity.png")
-        except ModuleNotFoundError as error:
-            # A Trainium host may have no matplotlib; a failed plot must not read as a divergence.
-            console.print(f"no plot: {error}", style="yellow")
     if not result.passed:
         raise typer.Exit(1)
 

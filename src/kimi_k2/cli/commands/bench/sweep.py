@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Ranks, RunOptions, listed_numbers, number, refuse, with_groups
+from kimi_k2.cli.options import Ranks, RunOptions, listed_numbers, number, with_groups
 from kimi_k2.terminal import say
 
 
@@ -38,15 +38,8 @@ def sweep(
         Path, typer.Option(help="Directory for sweep.json, sweep.md and its plots.", file_okay=False)
     ] = Path("bench"),
     ranks: Ranks = None,
-    compare_files: Annotated[
-        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two sweep.json and stop.", metavar="A B")
-    ] = None,
 ) -> None:
     """Time prefill and decode over lengths and batch sizes; the same command continues an interrupted sweep."""
-    if compare_files is not None:
-        refuse(context, "--compare reads two results and runs nothing", but=("compare_files",))
-        _print_comparison(*compare_files)
-        return
     from kimi_k2.api import KimiK2, compute_defaults
     from kimi_k2.bench.backend import Backend
     from kimi_k2.bench.errors import SweepError
@@ -85,33 +78,3 @@ def sweep(
     say(f"wrote {', '.join(path.name for path in [out / 'sweep.json', *written])} to {out}")
     if failed := sum(cell["status"] != "ok" for cell in results["cells"]):
         raise SweepError(f"{failed} of {len(results['cells'])} cells failed; the same command tries them again")
-
-
-def _print_comparison(first: Path, second: Path) -> None:
-    from rich.table import Table
-
-    from kimi_k2.bench.render import DRIFT, compare, differing, overall
-    from kimi_k2.bench.results import load_results
-    from kimi_k2.terminal import new_console
-
-    a, b = load_results(first), load_results(second)
-    ratios = compare(a, b)
-    table = Table(
-        "prompt",
-        "batch",
-        "output",
-        "metric",
-        "B / A",
-        "over runs",
-        "B is",
-        title=f"B against A (noise: overlapping runs, or less than {100 * DRIFT:g} %)",
-    )
-    for ratio in ratios:
-        shape = (str(ratio.prompt_length), str(ratio.batch_size), str(ratio.output_length))
-        table.add_row(*shape, ratio.metric, f"{ratio.ratio:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", ratio.verdict)
-    console = new_console(table=True)
-    console.print(table)
-    means = ", ".join(f"{metric} {value:.3f}" for metric, value in overall(ratios).items())
-    console.print(f"geometric means of B / A: {means}")
-    for line in differing(a, b):
-        console.print(f"differs: {line}", soft_wrap=True)
