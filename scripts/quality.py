@@ -205,9 +205,9 @@ def measured(who: str, args: argparse.Namespace) -> Figures:
     try:
         server.wait()
         for figures_of in (server.scores(), server.calls(), server.needles(), server.tables()):
-            for what, figure in figures_of:
-                figures[what] = figure
-                sys.stdout.write(f"{who}: {what}: {figure}\n")
+            for row, figure in figures_of:
+                figures[row] = figure
+                sys.stdout.write(f"{who}: {row}: {figure}\n")
                 sys.stdout.flush()
         figures["operations"] = "ours" if "operations are ours" in (server.out / "log").read_text() else "vLLM's"
     except (OSError, RuntimeError, subprocess.CalledProcessError, ValueError) as error:
@@ -231,7 +231,7 @@ def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
         f"{size / 2**30:.2f} GiB",
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    rows = list(dict.fromkeys(what for side in figures.values() for what in side))
+    rows = list(dict.fromkeys(row_name for side in figures.values() for row_name in side))
     lines = ["# Served by vLLM's own model and by ours", "", *(f"- {name}: {value}" for name, value in about.items())]
     lines += ["", "| what | stock | ours |", "|---|---|---|"]
     lines += [f"| {row} | {' | '.join(figures[who].get(row, 'not done') for who in PLUGINS)} |" for row in rows]

@@ -150,8 +150,8 @@ def table(args: argparse.Namespace) -> Iterator[str]:
             subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
         figures.append(json.loads((directory / "figures.json").read_text()))
     stock, ours = figures
-    for what in stock:
-        yield f"{what:24} {stock[what]:9.3f} / {ours[what]:9.3f} ms  {stock[what] / ours[what]:.2f}"
+    for figure in stock:
+        yield f"{figure:24} {stock[figure]:9.3f} / {ours[figure]:9.3f} ms  {stock[figure] / ours[figure]:.2f}"
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ def test_drawn_cases_are_of_the_selection_and_the_same_for_a_seed() -> None:
 def test_deep_gemm_is_left_out_where_it_ends_in_an_illegal_access() -> None:
     deep = Peer("DeepGEMM pipeline", lambda *_: torch.empty(0), least=512, most_pairs=DEEP_GEMM_PAIRS)
     taken = (256, 8), (512, 8), (32768, 8), (65536, 2), (65536, 8)
-    assert [deep.takes(*one) for one in taken] == [False, True, True, True, False]
+    assert [deep.takes(*sizes) for sizes in taken] == [False, True, True, True, False]
 
 
 def test_a_peer_that_fails_is_left_out_and_a_wrong_one_refused() -> None:

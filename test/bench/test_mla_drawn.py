@@ -31,12 +31,12 @@ def test_a_peer_that_computes_something_else_is_refused() -> None:
     q, rows, cache, table, lengths = paged_case([5, 70], 8, 128, device="cpu")
     wanted = reference(q, rows, [5, 70])
 
-    def run(one: Inputs, plan: list[int]) -> Tensor:
-        assert one.q.dtype == torch.float8_e4m3fn
-        return reference(one.q, rows, plan).bfloat16()
+    def run(inputs: Inputs, plan: list[int]) -> Tensor:
+        assert inputs.q.dtype == torch.float8_e4m3fn
+        return reference(inputs.q, rows, plan).bfloat16()
 
-    peer = Kernel("peer", lambda one: one.seq_lens.tolist(), run, torch.float8_e4m3fn, 0.1)
-    one = Inputs(q, cache, lengths, table)
-    check(peer, one, wanted)
+    peer = Kernel("peer", lambda inputs: inputs.seq_lens.tolist(), run, torch.float8_e4m3fn, 0.1)
+    inputs = Inputs(q, cache, lengths, table)
+    check(peer, inputs, wanted)
     with pytest.raises(KernelError, match=r"peer: .* from ours, expected below 0.1"):
-        check(peer, one, wanted.roll(1, 0))
+        check(peer, inputs, wanted.roll(1, 0))

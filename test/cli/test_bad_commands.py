@@ -152,11 +152,11 @@ IDLE = [
 def all_lines() -> list[list[str]]:
     """Every right command with one thing wrong."""
     lines = []
-    for base, options, places in COMMANDS:
+    for base, options, arguments in COMMANDS:
         for option, values in options.items():
             lines += [[*base, option, value] for value in values]
-        for place, values in places.items():
-            lines += [[*base[:place], value, *base[place + 1 :]] for value in values]
+        for position, values in arguments.items():
+            lines += [[*base[:position], value, *base[position + 1 :]] for value in values]
     return lines
 
 

@@ -112,13 +112,13 @@ def test_what_a_template_does_not_heed_is_refused(checkpoints: dict[str, Path]) 
     with pytest.raises(TokenizerError, match="thinking: a checkpoint of the style 'thinking'"):
         thinking.render_segments(user, thinking=False)
     k25.chat_template = ChatTemplate("{{ messages[0].content }}<think>", k25.special_tokens)  # reads neither
-    for one, options in (
+    for tokenizer, options in (
         (instruct, {"preserve_thinking": True}),
         (k25, {"thinking": False, "preserve_thinking": True}),
     ):
         for name, value in options.items():
             with pytest.raises(TokenizerError, match=f"^{name}"):
-                one.render_segments(user, **{name: value})
+                tokenizer.render_segments(user, **{name: value})
 
 
 @pytest.mark.parametrize(

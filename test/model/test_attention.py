@@ -44,11 +44,11 @@ def test_absorbed_equals_naive_in_float64(seed: int, batch: int, new: int, past:
     for absorbed in (False, True):
         cache = LatentCache(config, batch, past + new, dtype=torch.float64)
         for start, stop in ((0, past), (past, past + new)):
-            part = slice(start, stop)
+            chunk = slice(start, stop)
             if start < stop:
-                turned = (rotation[0][:, part], rotation[1][:, part])
+                turned = (rotation[0][:, chunk], rotation[1][:, chunk])
                 with patch("kimi_k2.model.attention.absorbed_is_cheaper", return_value=absorbed):
-                    out = attention(x[:, part], positions[:, part], turned, cache, stop)
+                    out = attention(x[:, chunk], positions[:, chunk], turned, cache, stop)
         outputs.append(out)
     difference = float((outputs[0] - outputs[1]).abs().max())
     assert difference <= 1e-12

@@ -162,12 +162,12 @@ def test_logits_are_equal_or_the_field_is_named() -> None:
     fields: Counter[str] = Counter()
     wrong = []
     for seed in range(SEED, SEED + DRAWS):
-        kind, what = outcome(seed)
+        kind, detail = outcome(seed)
         found[kind] += 1
         if kind == "refused":
-            fields[what] += 1
+            fields[detail] += 1
         elif kind == "silent difference":
-            wrong.append((seed, kind, what))
+            wrong.append((seed, kind, detail))
     print(f"\n{DRAWS} drawn: {dict(found)}; refused by {dict(fields.most_common())}")
     assert wrong == []
     assert found["equal"] >= DRAWS // 3

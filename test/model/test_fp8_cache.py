@@ -26,8 +26,8 @@ def test_the_model_sees_rounded_entries(fp8: Path) -> None:
     ids = torch.randint(0, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(5))
     ours = new_cache(model, 2, 12, dtype=torch.float8_e4m3fn)
     rounded, exact = RoundedCache(model.config, 2, 12), new_cache(model, 2, 12)
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, 0, 1, 2, 3, 4, 5]])
-    logits = [model(ids[:, :8], places, cache) for cache in (ours, rounded, exact)]
+    slots = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, 0, 1, 2, 3, 4, 5]])
+    logits = [model(ids[:, :8], slots, cache) for cache in (ours, rounded, exact)]
     assert torch.equal(ours.data.float(), rounded.data)
     assert (logits[0] - logits[1]).norm() / logits[1].norm() < 1e-6
     assert (logits[0] - logits[2]).norm() / logits[2].norm() > 1e-4  # the rounding is there

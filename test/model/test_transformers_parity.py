@@ -63,7 +63,7 @@ def test_router_bias_of_the_synthetic_checkpoint_decides_choices(bf16: Path) -> 
     chosen: list[torch.Tensor] = []
 
     def keep(*arguments: Any) -> None:
-        (indices,) = [part for part in arguments[2] if not part.is_floating_point()]
+        (indices,) = [output for output in arguments[2] if not output.is_floating_point()]
         chosen.append(indices.sort(dim=-1).values)
 
     gate.register_forward_hook(keep)

@@ -134,8 +134,8 @@ def run_sweep(
         results["cells"].sort(key=lambda done: wanted.index(_shape(done)))
         write_json(path, results)
         last = next(done for done in results["cells"] if _shape(done) == cell)
-        what = _brief(last) if last["status"] == "ok" else f"failed: {last['error']}"
-        say(f"[{number}/{len(wanted)}] {name}: {what} ({clock() - start:.1f} s)")
+        outcome = _brief(last) if last["status"] == "ok" else f"failed: {last['error']}"
+        say(f"[{number}/{len(wanted)}] {name}: {outcome} ({clock() - start:.1f} s)")
     return results
 
 

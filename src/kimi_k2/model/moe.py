@@ -98,7 +98,7 @@ class Experts(nn.Module):
         self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         self._orders: dict[str, Order | None] = {}
         self._formats: dict[str, StoredFormat | None] = {}
-        for target, one, parts in (
+        for target, matrix, matrices in (
             ("gate_up_proj", (intermediate, hidden), 2),
             ("down_proj", (hidden, intermediate), 1),
         ):
@@ -109,9 +109,9 @@ class Experts(nn.Module):
                 shape = (self.num_experts, *self.shapes[target])
                 self.register_buffer(target, torch.empty(shape, dtype=dtype))
                 continue
-            for spec in stored_format.held(self.module, *one):
+            for spec in stored_format.held(self.module, *matrix):
                 suffix = spec.name.rpartition(".")[2]
-                stacked = (self.num_experts, parts * spec.shape[0], *spec.shape[1:])
+                stacked = (self.num_experts, matrices * spec.shape[0], *spec.shape[1:])
                 self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
 
     def expert_map(self) -> Tensor | None:
@@ -141,8 +141,8 @@ class Experts(nn.Module):
         for suffix, tensor in stored.items():
             rows = getattr(self, target + suffix.removeprefix("weight"))[expert]
             half = rows.shape[0] // 2
-            part = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[projection]
-            part.copy_(tensor)
+            held = {"gate_proj": rows[:half], "up_proj": rows[half:], "down_proj": rows}[projection]
+            held.copy_(tensor)
 
     def stored(self) -> ExpertWeights:
         """The weights as they are held; the tensors are this module's own."""

@@ -147,7 +147,7 @@ def _call(case: Case, cores: int, emulated: bool) -> list[Tensor]:
 
         inputs = {name: tensor.to(torch_xla.device()) for name, tensor in case.tensors.items()}
     groups = tuple(map(tuple, case.arguments["groups"]))
-    return [torch_tensor(part).cpu() for part in kernel(**inputs, **{**case.arguments, "groups": groups})]
+    return [torch_tensor(result).cpu() for result in kernel(**inputs, **{**case.arguments, "groups": groups})]
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def check_logits(actual: Tensor, expected: Tensor) -> LogitCheck:
         finite = logits.isfinite()
         if not bool(finite.all()):
             # Of two infinities the difference is NaN, which a maximum may hide.
-            what = "NaN" if bool(logits.isnan().any()) else "infinity"
-            raise ParityError(f"logits of the {name}: {what} at step {int((~finite).any(-1).nonzero()[0])}")
+            kind = "NaN" if bool(logits.isnan().any()) else "infinity"
+            raise ParityError(f"logits of the {name}: {kind} at step {int((~finite).any(-1).nonzero()[0])}")
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).abs()
     excess = {}

@@ -39,11 +39,11 @@ def pixels_of(grids: list[Grid], patch: int = 14) -> torch.Tensor:
 def compare(directory: Path, reference: Any, grids: list[Grid], *, packed: bool) -> None:
     model = VisionModel.from_pretrained(directory)
     pixels = pixels_of(grids)
-    parts = pixels.split([grid.patches for grid in grids])
+    images = pixels.split([grid.patches for grid in grids])
     together = model(pixels, grids).split([grid.tokens() for grid in grids]) if packed else None
-    for place, (grid, part) in enumerate(zip(grids, parts, strict=True)):
-        ours = together[place] if together else model(part, [grid])
-        theirs = transformers_features(reference, part, [grid])[0]
+    for number, (grid, image) in enumerate(zip(grids, images, strict=True)):
+        ours = together[number] if together else model(image, [grid])
+        theirs = transformers_features(reference, image, [grid])[0]
         assert ours.shape == theirs.shape == (grid.tokens(), model.mm_projector.proj[2].out_features)
         relative = float((ours - theirs).norm() / theirs.norm())
         worst = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -73,8 +73,8 @@ def test_an_image_does_not_see_its_neighbours(k25: Path) -> None:
     """In float64, where a CPU's order of sums is far below what a neighbour would change."""
     model, grids = VisionModel.from_pretrained(k25).double(), [Grid(1, 6, 8), Grid(2, 4, 4), Grid(1, 2, 14)]
     pixels = pixels_of(grids).double()
-    parts = pixels.split([grid.patches for grid in grids])
-    alone = torch.cat([model(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
+    images = pixels.split([grid.patches for grid in grids])
+    alone = torch.cat([model(image, [grid]) for image, grid in zip(images, grids, strict=True)])
     torch.testing.assert_close(model(pixels, grids), alone, rtol=0, atol=1e-12)
 
 

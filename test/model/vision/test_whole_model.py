@@ -54,19 +54,19 @@ def reference_logits(reference: Any, prompt: Prompt, new: list[int]) -> torch.Te
     config, video = reference.config, reference.config.video_token_id
     ids = torch.tensor([prompt.ids + new])
     # Ours writes one token for both kinds of media here; transformers wants its own for videos.
-    order = [one for one in prompt.media for _ in range(one.grid.tokens())]
-    places = (ids[0] == config.image_token_id).nonzero()[:, 0].tolist()
-    for place, one in zip(places, order, strict=True):
-        if one.seconds is not None:
-            ids[0, place] = video
+    order = [item for item in prompt.media for _ in range(item.grid.tokens())]
+    positions = (ids[0] == config.image_token_id).nonzero()[:, 0].tolist()
+    for position, item in zip(positions, order, strict=True):
+        if item.seconds is not None:
+            ids[0, position] = video
     outputs = {}
     for kind, own in (
-        ("image", [one for one in prompt.media if one.seconds is None]),
-        ("video", [one for one in prompt.media if one.seconds is not None]),
+        ("image", [item for item in prompt.media if item.seconds is None]),
+        ("video", [item for item in prompt.media if item.seconds is not None]),
     ):
         if own:
-            pixels = normalised(torch.cat([one.patches for one in own]))
-            features = transformers_features(reference, pixels, [one.grid for one in own])
+            pixels = normalised(torch.cat([item.patches for item in own]))
+            features = transformers_features(reference, pixels, [item.grid for item in own])
             outputs[kind] = BaseModelOutputWithPooling(pooler_output=tuple(features))
     with torch.inference_mode():
         logits: torch.Tensor = reference(input_ids=ids, mm_encoder_outputs=outputs or None).logits[0]
@@ -83,7 +83,7 @@ def test_mixed_batch(model: KimiK2, prompts: list[Prompt], reference: Any) -> No
             expected = full[row][len(own) + step - 1]
             worst = max(worst, float((logits[row] - expected).abs().max()))
             assert int(expected.argmax()) == out[row][step]
-    print(f"\nmax |logit difference| {worst:.2e} on logits up to {max(float(one.abs().max()) for one in full):.2f}")
+    print(f"\nmax |logit difference| {worst:.2e} on logits up to {max(float(rows.abs().max()) for rows in full):.2f}")
     assert worst <= TOLERANCE
 
 

@@ -126,7 +126,7 @@ def _quantization(config: KimiK2Config) -> str:
 
 
 def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, tensors: bool) -> Json:
-    parts = {name: {"tensors": count, "bytes": size} for name, (count, size) in _sizes(reader).items()}
+    counted = {name: {"tensors": count, "bytes": size} for name, (count, size) in _sizes(reader).items()}
     fields = ("num_hidden_layers", "hidden_size", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings")
     return {
         "checkpoint": str(directory),
@@ -134,7 +134,7 @@ def _contents(directory: Path, config: KimiK2Config, reader: CheckpointReader, t
         "tensors": len(reader.tensors),
         "names": reader.spelling,
         "bytes": reader.total_bytes,
-        "parts": parts,
+        "parts": counted,
         "config": {field: getattr(config, field) for field in fields} | {"quantization": _quantization(config)},
         **({"tensor_list": list(_listed(reader))} if tensors else {}),
     }

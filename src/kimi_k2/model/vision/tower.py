@@ -31,17 +31,17 @@ class PositionEmbedding(nn.Module):
     def forward(self, grids: Sequence[Grid]) -> Tensor:
         """float32 [patches of all grids, D], frame by frame, row by row."""
         maps: dict[tuple[int, int], Tensor] = {}
-        parts = []
+        embeddings = []
         for grid in grids:
             size = (grid.height, grid.width)
             if size not in maps:
                 maps[size] = self.resampled(size)
             if grid.frames == 1:  # an image has no time
-                parts.append(maps[size])
+                embeddings.append(maps[size])
             else:
                 frames = time_embedding(grid.frames, self.config.hidden_size, self.weight.device)
-                parts.append((maps[size] + frames[:, None]).flatten(0, 1))
-        return torch.cat(parts)
+                embeddings.append((maps[size] + frames[:, None]).flatten(0, 1))
+        return torch.cat(embeddings)
 
     def resampled(self, size: tuple[int, int]) -> Tensor:
         """The map for a grid of `size` (height, width), in float32: [height * width, D]."""
@@ -79,16 +79,16 @@ def rotation(config: VisionConfig, grids: Sequence[Grid], device: torch.device |
     """
     axis = config.head_dim // 2
     frequencies = 1.0 / (config.rope_theta ** (torch.arange(0, axis, 2, dtype=torch.float32, device=device) / axis))
-    made: dict[Grid, Tensor] = {}
+    tables: dict[Grid, Tensor] = {}
     for grid in grids:
-        if grid in made:
+        if grid in tables:
             continue
         rows, columns = (torch.arange(side, dtype=torch.float32, device=device) for side in (grid.height, grid.width))
         by_row, by_column = torch.outer(rows, frequencies), torch.outer(columns, frequencies)
         shape = (grid.height, grid.width, len(frequencies))
         both = torch.stack((by_column[None].expand(shape), by_row[:, None].expand(shape)), dim=-1)
-        made[grid] = both.flatten(2).flatten(0, 1).repeat(grid.frames, 1)
-    angles = torch.cat([made[grid] for grid in grids])
+        tables[grid] = both.flatten(2).flatten(0, 1).repeat(grid.frames, 1)
+    angles = torch.cat([tables[grid] for grid in grids])
     return angles.cos(), angles.sin()
 
 
@@ -240,8 +240,8 @@ class VisionTower(nn.Module):
         x = self.encoder(self.patch_embed(pixels, grids), turn, segments)
         return torch.cat(
             [
-                merge_patches(part, grid, config.merge_kernel_size)
-                for part, grid in zip(x.split(segments.lengths), grids, strict=True)
+                merge_patches(rows, grid, config.merge_kernel_size)
+                for rows, grid in zip(x.split(segments.lengths), grids, strict=True)
             ]
         )
 
