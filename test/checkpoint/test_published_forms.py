@@ -50,8 +50,8 @@ def test_fp8_with_modules_that_are_not_converted(checkpoints: dict[str, Path], t
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_said_to_be(checkpoints: dict[str, Path], temperature: float) -> None:
-    model = KimiK2ForCausalLM.from_pretrained(checkpoints["bf16"])
+def test_logits_that_are_not_finite_are_said_to_be(bf16: Path, temperature: float) -> None:
+    model = KimiK2ForCausalLM.from_pretrained(bf16)
     model.lm_head.weight[7] = torch.inf
     with pytest.raises(GenerationError, match=r"of 768 logits are NaN or Inf.*float32's range"):
         generate(model, [[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=temperature))

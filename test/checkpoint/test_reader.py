@@ -37,28 +37,28 @@ def test_stream_delivers_every_tensor_once_as_safetensors_has_it(checkpoints: di
     assert reader.total_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
-def test_stream_goes_shard_by_shard_in_file_order(checkpoints: dict[str, Path]) -> None:
-    reader = open_for_config(checkpoints["fp8"])
+def test_stream_goes_shard_by_shard_in_file_order(fp8: Path) -> None:
+    reader = open_for_config(fp8)
     shards = [reader.tensors[name].shard for name in reader.names()]
     assert shards == sorted(shards)
     for shard in set(shards):
-        offsets = json_header(checkpoints["fp8"] / shard)
+        offsets = json_header(fp8 / shard)
         starts = [offsets[name]["data_offsets"][0] for name in reader.names() if reader.tensors[name].shard == shard]
         assert starts == sorted(starts)
 
 
-def test_slices_read_a_part(checkpoints: dict[str, Path]) -> None:
-    reader = open_for_config(checkpoints["fp8"])
+def test_slices_read_a_part(fp8: Path) -> None:
+    reader = open_for_config(fp8)
     whole = reader.get("lm_head.weight")
     assert torch.equal(reader.get_slice("lm_head.weight", slice(5, 9), slice(0, 7)), whole[5:9, :7])
 
 
-def test_leftovers_and_vision_tensors_are_ignored(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_leftovers_and_vision_tensors_are_ignored(k25_int4: Path, tmp_path: Path) -> None:
     more = {
         "vision_tower.of_another_kind.weight": torch.zeros(2),
         "language_model.model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(56, dtype=torch.bfloat16),
     }
-    directory = rewritten(checkpoints["k2.5"], tmp_path / "k", lambda held: {**held, **more})
+    directory = rewritten(k25_int4, tmp_path / "k", lambda held: {**held, **more})
     assert not any("vision" in name or "inv_freq" in name for name in open_for_config(directory).tensors)
     KimiK2ForCausalLM.from_pretrained(directory)
 
@@ -78,6 +78,6 @@ def json_header(path: Path) -> dict[str, dict[str, list[int]]]:
     return result
 
 
-def test_no_such_tensor(checkpoints: dict[str, Path]) -> None:
+def test_no_such_tensor(fp8: Path) -> None:
     with pytest.raises(MissingTensorError, match=r"model\.layers\.99"):
-        open_for_config(checkpoints["fp8"]).get("model.layers.99.input_layernorm.weight")
+        open_for_config(fp8).get("model.layers.99.input_layernorm.weight")

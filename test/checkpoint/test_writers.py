@@ -132,8 +132,8 @@ def test_transformers_form_in_memory_is_refused_by_its_name(k25: Path, tmp_path:
         KimiK2ForCausalLM.from_pretrained(saved)
 
 
-def test_the_round_trip_of_transformers_k2(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    source = checkpoints["bf16"]
+def test_the_round_trip_of_transformers_k2(bf16: Path, tmp_path: Path) -> None:
+    source = bf16
     raw = json.loads((source / "config.json").read_text())
     config = transformers.DeepseekV3Config(**{key: value for key, value in raw.items() if key != "model_type"})
     model = transformers.DeepseekV3ForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16)

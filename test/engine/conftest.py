@@ -10,5 +10,5 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 
 
 @pytest.fixture(scope="session")
-def model(checkpoints: dict[str, Path]) -> KimiK2ForCausalLM:
-    return KimiK2ForCausalLM.from_pretrained(checkpoints["fp8"])
+def model(fp8: Path) -> KimiK2ForCausalLM:
+    return KimiK2ForCausalLM.from_pretrained(fp8)

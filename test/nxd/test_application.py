@@ -43,19 +43,19 @@ def expected(checkpoint: Path, prompts: list[list[int]], steps: int = STEPS) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_tokens_are_the_plain_models(checkpoints: dict[str, Path], ranks: int) -> None:
+def test_greedy_tokens_are_the_plain_models(fp8: Path, ranks: int) -> None:
     """Ragged batches, fewer prompts than the batch, one generation after another; two ranks are the preset's EP=2."""
     calls: list[dict[str, Any]] = [
         {"prompts": PROMPTS[1:2], "params": GREEDY},
         {"prompts": PROMPTS, "params": GREEDY, "adapter": True},
     ]
-    alone, together, *by_nxdi = run(checkpoints["fp8"], calls, ranks)
-    assert together == expected(checkpoints["fp8"], PROMPTS)
+    alone, together, *by_nxdi = run(fp8, calls, ranks)
+    assert together == expected(fp8, PROMPTS)
     assert by_nxdi == [together] * environment.adapter_runs()
-    assert alone == expected(checkpoints["fp8"], PROMPTS[1:2])
+    assert alone == expected(fp8, PROMPTS[1:2])
 
 
-def test_on_device_sampling(checkpoints: dict[str, Path]) -> None:
+def test_on_device_sampling(fp8: Path) -> None:
     """Greedy by temperature 0 and by top_k 1; a draw chooses among the plain model's first top_k tokens."""
     draw: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.7, "top_k": 3}
     calls: list[dict[str, Any]] = [
@@ -63,9 +63,9 @@ def test_on_device_sampling(checkpoints: dict[str, Path]) -> None:
         {"prompts": PROMPTS, "params": {**GREEDY, "temperature": 1.0, "top_k": 1}},
         {"prompts": PROMPTS, "params": draw, "times": 8},
     ]
-    greedy, first_of_one, drawn = run(checkpoints["fp8"], calls, sampling={"dynamic": True})
-    assert greedy == first_of_one == expected(checkpoints["fp8"], PROMPTS)
-    model = plain_model(checkpoints["fp8"])
+    greedy, first_of_one, drawn = run(fp8, calls, sampling={"dynamic": True})
+    assert greedy == first_of_one == expected(fp8, PROMPTS)
+    model = plain_model(fp8)
     for row, prompt in enumerate(PROMPTS):
         with torch.inference_mode():
             likely = model(torch.tensor([prompt]))[0, -1].topk(3).indices.tolist()
@@ -73,7 +73,7 @@ def test_on_device_sampling(checkpoints: dict[str, Path]) -> None:
     assert len({str(drawn[at : at + 3]) for at in range(0, 24, 3)}) > 1  # drawn, not greedy
 
 
-def test_what_cannot_be_run_is_refused(checkpoints: dict[str, Path]) -> None:
+def test_what_cannot_be_run_is_refused(bf16: Path) -> None:
     few: dict[str, Any] = {"max_new_tokens": 4}
     refused: dict[str, Any] = {
         "batch size of 3": ([*PROMPTS, [1]], few),
@@ -83,7 +83,7 @@ def test_what_cannot_be_run_is_refused(checkpoints: dict[str, Path]) -> None:
         "greedy": (PROMPTS, {**few, "temperature": 0.5}),
     }
     calls = [{"prompts": prompts, "params": params} for prompts, params in refused.values()]
-    for words, answer in zip(refused, run(checkpoints["bf16"], calls, sampling={"do_sample": False}), strict=True):
+    for words, answer in zip(refused, run(bf16, calls, sampling={"do_sample": False}), strict=True):
         assert words.rpartition("|")[2] in answer
 
 

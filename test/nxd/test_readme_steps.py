@@ -77,9 +77,9 @@ def sure_reply(checkpoint: Path, prompt: list[int]) -> list[int]:
     return tokens[: leads.index(False)] if False in leads else tokens
 
 
-def test_from_a_checkpoint_to_text(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_from_a_checkpoint_to_text(fp8: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    source, ranks, model = checkpoints["fp8"], tmp_path / "presharded", tmp_path / "model"
+    source, ranks, model = fp8, tmp_path / "presharded", tmp_path / "model"
     preset = tmp_path / "tiny.yaml"
     preset.write_text(yaml.safe_dump(PRESET))
 

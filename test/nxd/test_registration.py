@@ -86,20 +86,20 @@ def test_configuration_and_experts_come_from_the_checkpoint(
     assert json.loads(again.to_json_string()) == json.loads(config.to_json_string())
 
 
-def test_deepseek_v3_as_model_type(registered: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_deepseek_v3_as_model_type(registered: dict[str, Any], bf16: Path, tmp_path: Path) -> None:
     """transformers' own class reads such a file and has no `moe_layer_freq` unless the file does."""
-    raw = json.loads((checkpoints["bf16"] / "config.json").read_text())
+    raw = json.loads((bf16 / "config.json").read_text())
     raw.update(model_type="deepseek_v3")
     del raw["moe_layer_freq"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = served_config(tmp_path, registered["deepseekv3"]["causal-lm"])
     assert config.hf.moe_layer_freq == 1
-    assert config.hf.rope_scaling == KimiK2Config.from_pretrained(checkpoints["bf16"]).rope_scaling
+    assert config.hf.rope_scaling == KimiK2Config.from_pretrained(bf16).rope_scaling
 
 
-def test_experts_and_presets_by_choice(registered: dict[str, Any], checkpoints: dict[str, Path]) -> None:
+def test_experts_and_presets_by_choice(registered: dict[str, Any], fp8: Path) -> None:
     model_class = registered["deepseekv3"]["causal-lm"]
-    directory = checkpoints["fp8"]
+    directory = fp8
     by_name = served_config(directory, model_class, experts="per_channel").neuron_config
     assert by_name.quantization_type == "expert_wise_per_channel_symmetric"
     assert not served_config(directory, model_class, experts="bf16").neuron_config.quantized

@@ -41,16 +41,16 @@ def test_one_ranks_file_has_the_checkpoints_logits(source: str, checkpoints: dic
 
 
 @torch.inference_mode()
-def test_second_matrices_become_bf16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_second_matrices_become_bf16(thinking: Path, tmp_path: Path) -> None:
     """Converted, and taken from the checkpoint one tensor after another as an engine gives them: rounded once."""
-    plain = KimiK2ForCausalLM.from_pretrained(checkpoints["thinking"])
-    Presharder(checkpoints["thinking"], tmp_path, W2_BF16).run()
+    plain = KimiK2ForCausalLM.from_pretrained(thinking)
+    Presharder(thinking, tmp_path, W2_BF16).run()
     model = load_rank(tmp_path, plain.config, W2_BF16, 0, dtype=torch.float32)
     with torch.device("meta"):
         served = KimiK2ForCausalLM(W2_BF16.held(plain.config), dtype=torch.float32, keep_quantized=True)
     loader = RankLoader(parallelize(served, W2_BF16, 0), make_plan(plain.config, W2_BF16), 0)
     tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(checkpoints["thinking"].glob("*.safetensors")):
+    for shard in sorted(thinking.glob("*.safetensors")):
         tensors |= load_file(shard)
     loader.load(sorted(tensors.items(), key=lambda one: one[0][::-1]))  # a matrix's parts far from each other
     loader.check()
@@ -67,9 +67,9 @@ def test_second_matrices_become_bf16(checkpoints: dict[str, Path], tmp_path: Pat
     assert torch.equal(model(ids), plain(ids)) and torch.equal(served.eval()(ids), model(ids))
 
 
-def test_only_int4_in_groups_of_32_has_them(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_int4_in_groups_of_32_has_them(fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="w2_bf16: expected INT4 in groups of 32"):
-        make_plan(KimiK2Config.from_pretrained(checkpoints["fp8"]), W2_BF16)
+        make_plan(KimiK2Config.from_pretrained(fp8), W2_BF16)
     assert served_experts() == "stored"
     monkeypatch.setenv("KIMI_K2_EXPERTS", "w2_bf16")
     with pytest.raises(ConfigError, match="w2_bf16, but the engine's own model is to serve: LoRA"):

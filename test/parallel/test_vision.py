@@ -41,14 +41,14 @@ def compare(source: Path, work: Path, where: str, ranks: int) -> None:
     assert sum(packs[2] > 0 for _, packs in found) == ranks
 
 
-def test_two_ranks_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    compare(checkpoints["k2.5"], tmp_path, "cpu:float32", 2)
+def test_two_ranks_equal_one_bit_for_bit(k25_int4: Path, tmp_path: Path) -> None:
+    compare(k25_int4, tmp_path, "cpu:float32", 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_equal_one_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    compare(checkpoints["k2.5"], tmp_path, "cuda:bfloat16", 2)
+def test_two_gpus_equal_one_bit_for_bit(k25_int4: Path, tmp_path: Path) -> None:
+    compare(k25_int4, tmp_path, "cuda:bfloat16", 2)
 
 
 def test_packs_do_not_depend_on_ranks() -> None:

@@ -76,10 +76,10 @@ class HalvedExperts(ExpertFormat):
         return {"weight": weight, "scale": torch.full((matrix.rows, 1), 2.0)}
 
 
-def test_a_neuron_expert_format_is_one_class(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_neuron_expert_format_is_one_class(fp8: Path, tmp_path: Path) -> None:
 
     for experts in ("toy-halved", "bf16"):
-        kimi("convert", checkpoints["fp8"], tmp_path / experts, "--tp", "2", "--experts", experts)
+        kimi("convert", fp8, tmp_path / experts, "--tp", "2", "--experts", experts)
     halved, plain = (load_file(tmp_path / name / "weights" / rank_file_name(1)) for name in ("toy-halved", "bf16"))
     root = "layers.2.mlp.experts"
     for name in (f"{root}.gate_up_proj", f"{root}.down_proj"):

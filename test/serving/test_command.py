@@ -89,11 +89,11 @@ def test_second_matrices_in_bf16_take_room(checkpoints: dict[str, Path]) -> None
         assert refused.value.field == named
 
 
-def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_compile_of_that_line_is_vllms(fp8: Path, tmp_path: Path) -> None:
     """At the presets' 64 ranks a tiny model does not divide; its own preset has two."""
     preset = tmp_path / "mine.yaml"
     preset.write_text("like: trn2-native-tp32-ep2\ntp_degree: 2\nmoe_tp_degree: 1\n")
-    line = "compile", checkpoints["fp8"], "--preset", preset, "--out", tmp_path, "--dry-run"
+    line = "compile", fp8, "--preset", preset, "--out", tmp_path, "--dry-run"
     done = kimi(*line)
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:3] == [
@@ -104,7 +104,7 @@ def test_compile_of_that_line_is_vllms(checkpoints: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.parametrize("model", ["kimi-k2-instruct-0905", "kimi-k2-thinking"])
-def test_lengths_leave_room_for_the_weights(model: str, checkpoints: dict[str, Path]) -> None:
+def test_lengths_leave_room_for_the_weights(model: str, fp8: Path) -> None:
     """Weights by the converter's own count of a rank's file; a token takes 70,272 bytes on every rank."""
     config = KimiK2Config.load(model)
     weights = dry_run(config, Layout(8, 1, "cuda", "stored")).rank_bytes
@@ -115,7 +115,7 @@ def test_lengths_leave_room_for_the_weights(model: str, checkpoints: dict[str, P
     assert length * 70_272 <= room
     assert length == config.max_position_embeddings or (length + command.STEP + 1) * 70_272 > room
     assert command.gpu_lengths(config, 11, H200, 4096) == (8, 4096)
-    assert command.gpu_lengths(KimiK2Config.from_pretrained(checkpoints["fp8"]), 2, H200, 64) == (
+    assert command.gpu_lengths(KimiK2Config.from_pretrained(fp8), 2, H200, 64) == (
         1,
         64,
     )  # by its blocks
@@ -123,7 +123,7 @@ def test_lengths_leave_room_for_the_weights(model: str, checkpoints: dict[str, P
         command.gpu_lengths(config, 8, H100, None)
 
 
-def test_it_prints_what_it_runs(checkpoints: dict[str, Path]) -> None:
+def test_it_prints_what_it_runs(thinking: Path) -> None:
     options = ["--backend", "cpu", "--max-model-len", "512", "--dry-run", "--", "--port", "9000"]
-    done = kimi("serve", checkpoints["thinking"], *options)
+    done = kimi("serve", thinking, *options)
     assert done.stdout.endswith("--max-model-len 512 --port 9000\n")

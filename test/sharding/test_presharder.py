@@ -29,9 +29,9 @@ from kimi_k2.sharding.verify import faults
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("presharder") / "whole"
-    Presharder(checkpoints["fp8"], directory, Layout(2)).run()
+    Presharder(fp8, directory, Layout(2)).run()
     return directory
 
 
@@ -45,11 +45,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def test_a_shard_that_goes_away_keeps_finished_layers(
-    checkpoints: dict[str, Path], whole: Path, tmp_path: Path
-) -> None:
+def test_a_shard_that_goes_away_keeps_finished_layers(fp8: Path, whole: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(checkpoints["fp8"], source)
+    shutil.copytree(fp8, source)
     job = Presharder(source, tmp_path / "a", Layout(2))
     shard = source / job.reader.index.shards[-2]
     # A link, as in the Hugging Face cache: renaming the file itself would change its ctime, by which a source is known.
@@ -66,10 +64,10 @@ def test_a_shard_that_goes_away_keeps_finished_layers(
 
 
 def test_files_for_another_model_or_layout_are_refused(
-    checkpoints: dict[str, Path], finished: Path, tmp_path: Path
+    fp8: Path, thinking: Path, finished: Path, tmp_path: Path
 ) -> None:
     """`check_made_for` needs no checkpoint."""
-    config = KimiK2Config.from_pretrained(checkpoints["fp8"])
+    config = KimiK2Config.from_pretrained(fp8)
     with pytest.raises(MissingShardError, match="not finished"):
         check_made_for(tmp_path, config, Layout(2))
     check_made_for(finished, config, Layout(2))
@@ -77,26 +75,26 @@ def test_files_for_another_model_or_layout_are_refused(
         with pytest.raises(ConfigError, match=MANIFEST):
             check_made_for(finished, config, other)
     with pytest.raises(ConfigError, match="another configuration"):
-        check_made_for(finished, KimiK2Config.from_pretrained(checkpoints["thinking"]), Layout(2))
+        check_made_for(finished, KimiK2Config.from_pretrained(thinking), Layout(2))
     with pytest.raises(ConfigError, match=r"other options .*experts \w+, now bf16"):
-        Presharder(checkpoints["fp8"], finished, Layout(2, experts="bf16")).run()
+        Presharder(fp8, finished, Layout(2, experts="bf16")).run()
 
 
-def test_cuts_of_a_preset_are_shown(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_cuts_of_a_preset_are_shown(fp8: Path, tmp_path: Path) -> None:
     preset = tmp_path / "four.yaml"
     preset.write_text("like: trn2-tp32-ep2\ntp_degree: 4\nmoe_tp_degree: 2\n")
-    shown = kimi("inspect", checkpoints["fp8"], "--preset", preset, "--json", status=None)
+    shown = kimi("inspect", fp8, "--preset", preset, "--json", status=None)
     assert any(row["cut"] == "dim 2 / 2, stride 2, experts / 2" for row in json.loads(shown.output))
 
 
-def test_a_preset_is_a_layout(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_preset_is_a_layout(fp8: Path, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(
         "instance: trn2.48xlarge\nexperts: blockwise\ntp_degree: 2\nmoe_tp_degree: 1\nmoe_ep_degree: 2\n"
         "batch_size: 1\nseq_len: 64\nmax_context_length: 64\n"
     )
-    named = "convert", checkpoints["fp8"], tmp_path / "named", "--preset", tmp_path / "two.yaml"
+    named = "convert", fp8, tmp_path / "named", "--preset", tmp_path / "two.yaml"
     kimi(*named)
-    kimi("convert", checkpoints["fp8"], tmp_path / "spelled", "--tp", "1", "--ep", "2")
+    kimi("convert", fp8, tmp_path / "spelled", "--tp", "1", "--ep", "2")
     for path in (tmp_path / "named" / "weights").iterdir():
         assert path.read_bytes() == (tmp_path / "spelled" / "weights" / path.name).read_bytes()
     both = kimi(*named, "--tp", "4", status=2)
@@ -146,11 +144,11 @@ def test_checksums_are_those_of_the_libraries(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sha256", 3, ["xxh3_128"], None])
-def test_another_kind_is_named(checkpoints: dict[str, Path], finished: Path, kind: object) -> None:
+def test_another_kind_is_named(fp8: Path, finished: Path, kind: object) -> None:
     resign(finished, {**manifest_of(finished), "checksum": kind})
     for file in (MANIFEST, UNFINISHED):
         with pytest.raises(CorruptHeaderError, match=r"checksum: expected xxh3_128, got .*; convert again") as caught:
-            Presharder(checkpoints["fp8"], finished, Layout(2)).run()
+            Presharder(fp8, finished, Layout(2)).run()
         assert caught.value.file == str(finished / file)
         if file == MANIFEST:
             (finished / MANIFEST).rename(finished / UNFINISHED)
@@ -159,15 +157,13 @@ def test_another_kind_is_named(checkpoints: dict[str, Path], finished: Path, kin
 @pytest.mark.parametrize("before", [
     {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "spmd_rank": True},
 ])  # fmt: skip
-def test_a_form_of_decode_that_is_no_more_is_named(
-    checkpoints: dict[str, Path], finished: Path, before: dict[str, Any]
-) -> None:
-    config, layout, content = KimiK2Config.from_pretrained(checkpoints["fp8"]), Layout(2), manifest_of(finished)
+def test_a_form_of_decode_that_is_no_more_is_named(fp8: Path, finished: Path, before: dict[str, Any]) -> None:
+    config, layout, content = KimiK2Config.from_pretrained(fp8), Layout(2), manifest_of(finished)
     given = {**content["made_from"]["options"], **before}
     content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
     resign(finished, content)
     uses = (
-        partial(check_made_for, finished, config, layout), Presharder(checkpoints["fp8"], finished, layout).run,
+        partial(check_made_for, finished, config, layout), Presharder(fp8, finished, layout).run,
         partial(made_layout, finished),
     )  # fmt: skip
     for use in uses:
@@ -177,11 +173,11 @@ def test_a_form_of_decode_that_is_no_more_is_named(
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(1, 2, target="cuda", experts="stored")], ids=["neuron", "cuda"])
-def test_tower_is_kept_and_verified(checkpoints: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
-    stored = tensors_of(checkpoints["k2.5"])
+def test_tower_is_kept_and_verified(k25_int4: Path, tmp_path: Path, layout: Layout) -> None:
+    stored = tensors_of(k25_int4)
     expected = {name: tensor for name, tensor in stored.items() if not name.startswith("language_model.")}
     done: list[int] = []
-    manifest = Presharder(checkpoints["k2.5"], tmp_path, layout, on_bytes=done.append).run()
+    manifest = Presharder(k25_int4, tmp_path, layout, on_bytes=done.append).run()
     assert sum(done) == sum(tensor.nbytes for tensor in stored.values())
     written = load_file(tmp_path / VISION_FILE)
     assert written.keys() == expected.keys()
@@ -195,11 +191,11 @@ def test_tower_is_kept_and_verified(checkpoints: dict[str, Path], tmp_path: Path
     assert [type(fault) for fault in faults(tmp_path)] == [CheckpointError]
     (tmp_path / VISION_FILE).unlink()
     assert [type(fault) for fault in faults(tmp_path)] == [MissingShardError]
-    Presharder(checkpoints["k2.5"], tmp_path, layout).run()
+    Presharder(k25_int4, tmp_path, layout).run()
     assert (tmp_path / VISION_FILE).read_bytes() == whole
     assert load_manifest(tmp_path) == manifest
 
 
-def test_models_without_a_tower_have_no_such_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    assert "vision" not in Presharder(checkpoints["thinking"], tmp_path, Layout(1)).run()
+def test_models_without_a_tower_have_no_such_file(thinking: Path, tmp_path: Path) -> None:
+    assert "vision" not in Presharder(thinking, tmp_path, Layout(1)).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "weights"]

@@ -59,9 +59,9 @@ def test_every_route_gives_the_plain_models_tokens(
             assert off < 2e-5
 
 
-def test_the_device_draws_what_the_mask_and_the_request_allow(checkpoints: dict[str, Path]) -> None:
+def test_the_device_draws_what_the_mask_and_the_request_allow(bf16: Path) -> None:
     """TP2, two lines of a step with requests of their own: one with masks and a temperature, and one that is greedy."""
-    directory, lowering = checkpoints["bf16"], Lowering()
+    directory, lowering = bf16, Lowering()
     vocabulary = KimiK2Config.from_pretrained(directory).vocab_size
     allowed = torch.rand(6, vocabulary, generator=torch.Generator().manual_seed(3)) < 0.02
 
@@ -94,7 +94,7 @@ def forced(runner: line.Runner, ids: list[int], start: int) -> torch.Tensor:
     return torch.stack(request.logits)
 
 
-def test_one_graph_a_bucket(checkpoints: dict[str, Path]) -> None:
+def test_one_graph_a_bucket(fp8: Path) -> None:
     """fullgraph, and no recompilation after each bucket was seen once."""
     graphs = []
 
@@ -107,8 +107,8 @@ def test_one_graph_a_bucket(checkpoints: dict[str, Path]) -> None:
         return lambda **named: [call(**named)]
 
     torch._dynamo.reset()
-    runner = alone(checkpoints["fp8"], quantization="blockwise", segment=8, width=4, compile_with=compiled)
-    ids = prompts(checkpoints["fp8"])[1][:14]
+    runner = alone(fp8, quantization="blockwise", segment=8, width=4, compile_with=compiled)
+    ids = prompts(fp8)[1][:14]
     forced(runner, ids[:9], 7)
     assert len(graphs) == 2
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -133,7 +133,7 @@ def test_one_graph_a_bucket(checkpoints: dict[str, Path]) -> None:
     ],
 )
 def test_options_are_obeyed_or_refused(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
+    fp8: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
     options = dict(changes)
     monkeypatch.setattr(line.HERE, "dcp", options.pop("dcp", 1), raising=False)
@@ -143,7 +143,7 @@ def test_options_are_obeyed_or_refused(
     monkeypatch.setattr(line.HERE, "config", engine, raising=False)
     token = torch.zeros(1, dtype=torch.long)
     with pytest.raises(KimiK2Error, match=field):
-        alone(checkpoints["fp8"], **options).model(token, token, {}, token, **{field: token})
+        alone(fp8, **options).model(token, token, {}, token, **{field: token})
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]
@@ -155,9 +155,9 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("dtype", "pages"), [(torch.bfloat16, None), (torch.float32, line.FP8)])
-def test_rounding_is_that_of_transformers(checkpoints: dict[str, Path], dtype: torch.dtype, pages: Any) -> None:
+def test_rounding_is_that_of_transformers(bf16: Path, dtype: torch.dtype, pages: Any) -> None:
     """In BF16 no farther off than its model; with FP8 pages, which segments and decode read, its cache rounded."""
-    directory = checkpoints["bf16"]
+    directory = bf16
     ids = prompts(directory)[1][:20]
     options: dict[str, Any] = {"segment": 8, "cache": pages} if pages else {"compile_with": line.eager}
     mine = forced(alone(directory, quantization="bf16", dtype=dtype, **options), ids, 8)
