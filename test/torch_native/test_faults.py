@@ -13,16 +13,20 @@ import line
 import pytest
 from faults import edited
 from lowering import Lowering, stale_readers
+from test_kernels import checkpoint
 
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.neuron.torch_native import attention, experts, loading, model
+from kimi_k2.neuron import layer_arguments
+from kimi_k2.neuron.torch_native import attention, experts, kernels, loading, model
 from kimi_k2.sharding import experts as held
 
 pytestmark = pytest.mark.usefixtures("_short_blocks")
 A, E, M, P = attention.Attention, experts.Experts, model.KimiK2ForVllmNeuron, attention.Pages
+W = model.WholeLayers
 ONE: dict[str, Any] = {"segment": 16, "held": "blockwise"}
 RANKS: dict[str, Any] = {"segment": 16, "tp": 2, "ep": 2}
 REPLICAS: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 4}
+KERNELS: dict[str, Any] = {"held": "tiles", "width": 64, "buckets": ((32,), (1,))}
 
 # What is replaced (owner, method, piece, by), and the deployment that must tell.
 FAULTS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
@@ -67,6 +71,14 @@ FAULTS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
         loading, "_from_checkpoint", "part.expert - ", "-part.expert - 1 + 2 * ", RANKS),
     "a rank's columns are the first rank's": (
         loading, "_from_checkpoint", "tensor.local(part.tensor, ranks.rank)", "tensor.local(part.tensor, 0)", RANKS),
+    "a slot less is seen": (W, "__init__", "[:, :1].to(", "[:, :1].sub(1).to(", KERNELS),
+    "down projections stay the first layer's": (W, "__call__", "if len(entries) > 2", "if False", KERNELS),
+    "the residual stays the first layer's": (W, "__call__", "self.hidden = hidden =", "hidden =", KERNELS),
+    "new latents lie in another order": (W, "__call__", "entries[0][0],", "entries[0][0].flip(-1),", KERNELS),
+    "sines have no sign": (layer_arguments, "rotation", "(-sines, sines)", "(sines, sines)", KERNELS),
+    "the norm's scalar is left in": (layer_arguments, "without_scalar", "* torch.sqrt(mean + eps)", "", KERNELS),
+    "runs of another page": (
+        kernels.Kernels, "runs", "table.clamp(min=0)", "table.clamp(min=0).roll(1, 1)", KERNELS),
 }  # fmt: skip
 SLOW = bool(os.environ.get("KIMI_K2_SLOW"))
 # Other ways to write. Of the pages themselves they are right on all routes; through a view eager PyTorch, AOTAutograd
@@ -91,15 +103,22 @@ def tells(directory: Path, *, lowering: Any = line.eager, **options: Any) -> boo
 
 
 @pytest.mark.parametrize("name", [*FAULTS][:: 1 if SLOW else 9])
-def test_each_is_seen(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_each_is_seen(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By eight drawn prompts; of the kernels, on the emulator, by one."""
     owner, method, old, new, options = FAULTS[name]
     target, attribute, made = edited(owner, method, old, new)
     monkeypatch.setattr(target, attribute, made)
     if owner is experts and hasattr(model, method):
         monkeypatch.setattr(model, method, made)
     # What the device makes of FP8 is seen on a route alone.
-    lowering = Lowering(("earlier",)) if "halved" in name else line.eager
-    assert tells(checkpoints["fp8"], lowering=lowering, **options)
+    lowering, directory = Lowering(("earlier",)) if "halved" in name else line.eager, checkpoints["fp8"]
+    if options is KERNELS:
+        directory = checkpoint(tmp_path, 1, 1, 1)
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+        line.put(monkeypatch, line.stand_ins(kernels=True))
+        drawn = line.prompts(directory)[:1]
+        monkeypatch.setattr(line, "prompts", lambda directory, seed=5: drawn)
+    assert tells(directory, lowering=lowering, **options)
 
 
 @pytest.mark.parametrize("rewrite", ["outputs", "epilogue", "precision", "uses"])

@@ -10,14 +10,11 @@ from typing import Any
 import line
 import pytest
 import torch
-from faults import edited
 from lowering import Lowering, name_of
 
 from kimi_k2.errors import KimiK2Error
-from kimi_k2.neuron import layer_arguments
 from kimi_k2.neuron.torch_native.attention import Pages
 from kimi_k2.neuron.torch_native.kernels import Kernels
-from kimi_k2.neuron.torch_native.model import WholeLayers
 from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 from kimi_k2.synthetic.config import tiny_config
@@ -98,34 +95,6 @@ def test_drafts_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
     assert calls == [0, 2 * kernels]
     with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
         runner.model.set_aux_hidden_state_layers((3,))
-
-
-FAULTS = {
-    "a slot less is seen": (WholeLayers, "__init__", "[:, :1].to(", "[:, :1].sub(1).to("),
-    "down projections stay the first layer's": (WholeLayers, "__call__", "if len(entries) > 2", "if False"),
-    "the residual stays the first layer's": (WholeLayers, "__call__", "self.hidden = hidden =", "hidden ="),
-    "new latents lie in another order": (WholeLayers, "__call__", "entries[0][0],", "entries[0][0].flip(-1),"),
-    "sines have no sign": (layer_arguments, "rotation", "(-sines, sines)", "(sines, sines)"),
-    "the norm's scalar is left in": (layer_arguments, "without_scalar", "* torch.sqrt(mean + eps)", ""),
-    "runs of another page": (Kernels, "runs", "table.clamp(min=0)", "table.clamp(min=0).roll(1, 1)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["", *FAULTS][:: 1 if os.environ.get("KIMI_K2_SLOW") else 3])
-def test_a_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One prompt and three steps of it, in eager mode; without a fault nothing is."""
-    directory = checkpoint(tmp_path, 1, 1, 1)
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    line.put(monkeypatch, line.stand_ins(kernels=True))
-    if name:
-        monkeypatch.setattr(*edited(*FAULTS[name]))
-    runner = line.alone(directory, quantization="tiles", width=64, buckets=((32,), (1,)), compile_with=line.eager)
-    request = line.Request(line.prompts(directory)[0])
-    runner.prefill(request)
-    for _ in range(3):
-        runner.decode([request])
-    off = torch.stack(request.logits) - line.plain(directory)[1][0][:4]
-    assert bool(off.abs().max() < 2e-5) == (not name)
 
 
 def called(graph: Any) -> Counter[str]:
