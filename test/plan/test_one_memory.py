@@ -10,10 +10,12 @@ from typing import Any
 
 import matplotlib.axes
 import pytest
+import torch
 from command import kimi
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import DoesNotFitError
+from kimi_k2.model.cache import LatentCache, kv_cache_dtype
 from kimi_k2.neuron.compile import check_fit, plan_lines
 from kimi_k2.plan.deployment import Deployment, load_target, preset_names
 from kimi_k2.plan.machines import GIB
@@ -65,10 +67,17 @@ def test_plan_table_compile_and_chart_have_one_figure(
     assert asked == pytest.approx(memory["needed"] / GIB, rel=1e-9)
 
 
-@pytest.mark.parametrize("model", [MODEL, "kimi-k2-thinking", "kimi-k2.5"])
-def test_gpus_are_planned_as_they_are_served(model: str) -> None:
-    """Of eight H200s: `plan`, `plan --gpus` and `serve`, workspaces in all of them."""
-    config = KimiK2Config.from_preset(model)
+@pytest.mark.parametrize(
+    ("model", "fp8_cache"),
+    [(MODEL, False), ("kimi-k2-thinking", False), ("kimi-k2-thinking", True), ("kimi-k2.5", False)],
+)
+def test_gpus_are_planned_as_they_are_served(model: str, fp8_cache: bool, tmp_path: Path) -> None:
+    """Of eight H200s: `plan`, `plan --gpus`, `serve`, and the cache that is made; workspaces in all of them."""
+    raw, config = raw_preset(model), KimiK2Config.from_preset(model)
+    if fp8_cache:
+        raw["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model, config = str(tmp_path), KimiK2Config.from_pretrained(tmp_path)
     lengths = ["--max-model-len", "4096", "--json", "--batch-size"]
     table = json.loads(kimi("plan", model, "--gpus", *lengths, "1").stdout)["modelled"]
     # A request a GPU.
@@ -78,6 +87,9 @@ def test_gpus_are_planned_as_they_are_served(model: str) -> None:
     memory = load_target("h200-tp8", config).memory
     ranks, tokens = gpu_lengths(config, 8, memory.total, None)
     assert ranks == 8
+    dtype = kv_cache_dtype("auto", config) or torch.bfloat16
+    made = LatentCache(config, 8, 4096, dtype=dtype, device="meta")
+    assert planned["rank_memory"]["parts"]["KV cache"] == made.nbytes
     most = planned["rank_memory"]["cache_tokens"]
     assert tokens == min(config.max_position_embeddings, most // 1024 * 1024)
 

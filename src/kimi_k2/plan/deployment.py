@@ -10,6 +10,7 @@ Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves o
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from kimi_k2.config import KimiK2Config, changed
 from kimi_k2.config_fields import first_fault
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, KimiK2Warning
 from kimi_k2.files import Json, parse_yaml, read_data
 from kimi_k2.limits import YAML_BYTES
 from kimi_k2.plan.machines import INSTANCES, Instance, Machine, Memory
@@ -468,8 +469,10 @@ class Target:
 
     @cached_property
     def cache_itemsize(self) -> int:
-        """Bytes of a cached value: BF16, or FP8 on vllm-neuron's torch-native line."""
-        return 1 if self.torch_native is not None and self.torch_native.kv_cache_dtype == "fp8" else 2
+        """Bytes of a cached value: BF16, or FP8 as the torch-native preset or, for GPUs, config.json says."""
+        if self.torch_native is not None:
+            return 1 if self.torch_native.kv_cache_dtype == "fp8" else 2
+        return 1 if self.config.kv_cache_fp8 and not self.is_neuron else 2
 
     @cached_property
     def prefill_sequences(self) -> int:
@@ -517,6 +520,12 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     neuron, options = deployment.hardware.target == "neuron", deployment.neuron_config
     line, columns = deployment.torch_native, max(config.moe_intermediate_size // deployment.moe_tp_degree, 1)
     reserved = options.flash_decoding_enabled or options.is_continuous_batching
+    if neuron and config.kv_cache_fp8 and not (line and line.kv_cache_dtype == "fp8"):
+        warnings.warn(
+            "config.json asks for an FP8 KV cache; on Trainium it is BF16, unless torch_native.kv_cache_dtype is fp8",
+            KimiK2Warning,
+            stacklevel=2,
+        )
     return Target(
         name=deployment.name,
         config=config,

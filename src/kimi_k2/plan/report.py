@@ -191,7 +191,7 @@ def _print_verdict(report: Json, console: Console) -> None:
     lengths = f"batch {target['batch']}, {target['context']:,} tokens"
     style = "green" if memory["certain"] else "yellow" if memory["fits"] else "bold red"
     console.print(f"{target['name']}, {target['ranks']} ranks, {lengths}: {memory['verdict']}", style=style)
-    for line in (*(f"  it would fit with {line}" for line in report["advice"]), report["lora"], _longest(memory)):
+    for line in (*(f"  it would fit with {line}" for line in report["advice"]), report["lora"], _longest(report)):
         if line:
             console.print(line)
     _print_time(report, console)
@@ -229,9 +229,10 @@ def _print_time(report: Json, console: Console) -> None:
     )  # fmt: skip
 
 
-def _longest(memory: Json) -> str:
+def _longest(report: Json) -> str:
+    memory, prompt = report["rank_memory"], report["target"]["prompt"]
     beside = memory["longest_context_with_reported_scratch"]
-    ending = "" if beside is None else f", {beside:,} with scratch at the published port's pace"
+    ending = "" if beside is None else f", {beside:,} with scratch at the published port's pace; prompts of {prompt:,}"
     return f"longest context that fits: {memory['longest_context']:,} tokens{ending}"
 
 

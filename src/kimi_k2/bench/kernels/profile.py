@@ -82,7 +82,7 @@ def floor(
     context = max(sum(contexts) // len(contexts), 1)
     target = Target("floor", config, layout, known.machine, known.memory, len(contexts), context, context)
     counts = decode_counts(target)
-    counts.read["cache"] = counts.read["cache"] * cache_bytes // 2
+    counts.read["cache"] = counts.read["cache"] * cache_bytes // target.cache_itemsize
     if distinct is not None:
         for name in counts.read:
             if category(name).startswith("expert"):
