@@ -133,7 +133,10 @@ Ranks = Annotated[
     typer.Option(help="Weights: output of `convert --target cuda`, a rank a process of `torchrun --no-python`."),
 ]
 TargetOption = Annotated[Target, typer.Option(help="neuron: NxDI's names and layouts; cuda: the checkpoint's own.")]
-_EXPERTS = "Experts' format: per_channel (neuron's default), blockwise, bf16; stored (cuda's default), w2_bf16."
+EXPERTS: dict[Target, str] = {"neuron": "blockwise", "cuda": "stored"}  # where nothing says it
+_EXPERTS = "Experts' format (per_channel, bf16, w2_bf16 ...); if not given, " + ", ".join(
+    f"{name} on {target}" for target, name in EXPERTS.items()
+)
 ExpertsOption = Annotated[str | None, _named(expert_names, "--experts", metavar="FORMAT", text=_EXPERTS)]
 _STORED = "How weights are stored (fp8, int4, bf16); the model's own if not given."
 StoredFormatOption = Annotated[str | None, _named(format_names, "--format", metavar="FORMAT", text=_STORED)]

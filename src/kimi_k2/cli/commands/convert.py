@@ -10,7 +10,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Download, ExpertsOption, TargetOption, number, refuse, with_groups
+from kimi_k2.cli.options import EXPERTS, Download, ExpertsOption, TargetOption, number, refuse, with_groups
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ class Cut:
         if self.preset is not None:
             refuse(context, "the preset says it", "tp", "ep", "target", "experts")
             return Deployment.load(self.preset).layout(config)
-        best = "stored" if self.target == "cuda" else "blockwise"
         tp, ep = (32, self.ep or 2) if self.tp is None else (self.tp, self.ep or 1)  # of trn2-tp32-ep2
-        return Layout(tp, ep, self.target, self.experts or best)
+        return Layout(tp, ep, self.target, self.experts or EXPERTS[self.target])
 
 
 @dataclass(frozen=True)
