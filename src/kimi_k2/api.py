@@ -22,7 +22,7 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import Reading
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.defaults import GenerationDefaults
+from kimi_k2.engine.defaults import GenerationDefaults, with_chosen
 from kimi_k2.engine.device import check_device
 from kimi_k2.engine.draft_length import DraftStats
 from kimi_k2.engine.drafters import Drafter, HeadDrafter, NgramDrafter
@@ -365,7 +365,7 @@ class KimiK2:
         directory = resolve_checkpoint(checkpoint, download=how.download)
         config = KimiK2Config.from_pretrained(directory)
         tokenizer = KimiTokenizer.from_pretrained(directory, style=how.style)
-        defaults, sampling = GenerationDefaults.from_pretrained(directory, config), _checked(how.sampling or {})
+        defaults, sampling = GenerationDefaults.from_pretrained(directory, config), how.sampling or {}
         params = defaults.params(sampling, how.otherwise or {})
         name, stored = compute_defaults(how.backend, how.dtype, how.keep_quantized)
         compute: torch.dtype = getattr(torch, name)
@@ -446,7 +446,7 @@ class KimiK2:
     def _replies(
         self, prompts: Sequence[Prompt], stop: Sequence[str], timeout: float, sampling: dict[str, Any]
     ) -> list[Reply]:
-        params, defaults = replace(self.params, **_checked(sampling)), self.defaults.without(sampling)
+        params, defaults = with_chosen(self.params, sampling), self.defaults.without(sampling)
         call = replace(self, params=params, defaults=defaults, stop=(*self.stop, *stop_strings(stop)))
         return [reply for _, reply in sorted(call.answer(prompts, timeout=timeout), key=lambda pair: pair[0])]
 
@@ -518,10 +518,3 @@ class KimiK2:
         for row, reply in running.items():
             show(row, reply, reply.finish())
             yield row, reply
-
-
-def _checked(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of SamplingParams; GenerationError for others."""
-    if unknown := set(sampling) - set(SamplingParams.__dataclass_fields__):
-        raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
-    return sampling

@@ -215,3 +215,38 @@ def test_config_json_counts_where_there_is_no_file(tmp_path: Path) -> None:
         GenerationDefaults.from_pretrained(tmp_path, config)
     (tmp_path / NAME).write_text(json.dumps({"eos_token_id": [163593]}))
     assert GenerationDefaults.from_pretrained(tmp_path, config).sampling == {"eos_token_ids": {163593, 163586}}
+
+
+@pytest.mark.parametrize(
+    "field", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_p": 1.0}, {"top_k": 0, "min_p": 0.0}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_a_greedy_call_could_not_obey_is_refused(
+    ours: tuple[KimiK2, Path], field: dict[str, Any], temperature: float
+) -> None:
+    """As transformers' strict validation does, whose `top_k` says nothing at 50; at open and at each call."""
+    model, directory = ours
+    does = {name: value for name, value in field.items() if value}
+    theirs = transformers.GenerationConfig(do_sample=temperature > 0, **does)
+    try:
+        theirs.validate(strict=True)
+        refused = False
+    except ValueError:
+        refused = True
+    for call in (
+        lambda **said: model.generate("a", max_new_tokens=2, **said),
+        lambda **said: KimiK2.from_pretrained(directory, sampling=said),
+    ):
+        if refused:
+            with pytest.raises(GenerationError, match=f"{next(iter(field))}: goes with a temperature"):
+                call(temperature=temperature, **field)
+        else:
+            call(temperature=temperature, **field)
+
+
+def test_no_reply_can_be_longer_than_it_may(ours: tuple[KimiK2, Path]) -> None:
+    """vLLM refuses it too; what the file asks for yields to the call."""
+    with pytest.raises(GenerationError, match=r"min_tokens: expected at most max_new_tokens \(3\), got 8"):
+        ours[0].generate("a", max_new_tokens=3, min_tokens=8)
+    model = replace(ours[0], params=replace(ours[0].params, min_tokens=8))
+    assert model.generate("a", max_new_tokens=3)[0].tokens == 3

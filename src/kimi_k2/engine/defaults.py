@@ -129,8 +129,12 @@ class GenerationDefaults:
         return cls(fields | {"eos_token_ids": _end_ids(raw, config)}, *lengths)
 
     def params(self, chosen: Mapping[str, Any], otherwise: Mapping[str, Any]) -> SamplingParams:
-        """How tokens are chosen: what a call chose, else what the file says, else the command's own."""
-        return SamplingParams(**{**otherwise, **self.sampling, **chosen})
+        """How tokens are chosen: what a call chose, else what the file says, else the command's own.
+
+        Raises:
+            GenerationError: see `with_chosen`.
+        """
+        return with_chosen(SamplingParams(**{**otherwise, **self.sampling}), chosen)
 
     def without(self, chosen: Mapping[str, Any]) -> GenerationDefaults:
         """The same where a call has said these fields of SamplingParams."""
@@ -158,6 +162,24 @@ class GenerationDefaults:
         if self.min_length is not None:
             found["min_tokens"] = max(params.min_tokens, self.min_length - longest)
         return replace(params, **found)
+
+
+def with_chosen(params: SamplingParams, chosen: Mapping[str, Any]) -> SamplingParams:
+    """The same with fields that a call chose.
+
+    Raises:
+        GenerationError: a field is unknown or out of range, or beside the others it could do nothing.
+    """
+    if unknown := set(chosen) - set(SamplingParams.__dataclass_fields__):
+        raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
+    params = replace(params, **chosen)
+    for name in ("top_k", "top_p", "min_p") if params.temperature == 0 else ():
+        if chosen.get(name, none := getattr(SamplingParams, name)) != none:
+            raise GenerationError(f"{name}: goes with a temperature; at 0 the likeliest token is taken")
+    if chosen.get("min_tokens", 0) > params.max_new_tokens:
+        expected = f"expected at most max_new_tokens ({params.max_new_tokens})"
+        raise GenerationError(f"min_tokens: {expected}, got {params.min_tokens}")
+    return params
 
 
 def _of_file(path: Path) -> Mapping[str, Any]:
