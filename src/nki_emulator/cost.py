@@ -41,18 +41,14 @@ def cost_of(kernel: Kernel, rates: Rates = TRAINIUM2) -> Cost:
     """Of the kernel's latest run; at LNC=2 of the core that takes longer."""
     if kernel.last is None:
         raise ValueError(f"expected {kernel.__name__} to have run")
-    return max((cost_of_trace(trace, rates) for trace in kernel.last.traces), key=lambda cost: cost.span)
-
-
-def cost_of_trace(trace: list[Instruction], rates: Rates = TRAINIUM2) -> Cost:
-    """Of the instructions of one core."""
-    cost = counts_of(trace, rates)
-    cost.span = max(ends_of(trace, rates), default=0.0)
-    return cost
+    costs = [counts_of(trace, rates) for trace in kernel.last.traces]
+    for cost, trace in zip(costs, kernel.last.traces, strict=True):
+        cost.span = max(ends_of(trace, rates), default=0.0)
+    return max(costs, key=lambda cost: cost.span)
 
 
 def counts_of(trace: list[Instruction], rates: Rates = TRAINIUM2) -> Cost:
-    """The same without a schedule: its span is 0."""
+    """Of the instructions of one core, without a schedule: its span is 0."""
     cost = Cost()
     for instruction in trace:
         if not instruction.accesses:

@@ -31,11 +31,8 @@ class Launch:
 
     Attributes:
         traces: instructions of each core, when it has ended.
-        races: accesses that raced, where settings allow them.
-        unwritten: reads of memory that nothing has written, where settings allow them.
         arguments: storage of each positional argument, None for one that is no tensor.
         results: storages of the results.
-        spilled: bytes a partition beyond the capacity, at the worst moment, where settings allow them.
         most: bytes a partition of tiles alive at once, at most, of SBUF and of PSUM.
     """
 
@@ -44,7 +41,6 @@ class Launch:
             raise NkiError("nki.jit", "grid", "1 or 2 cores (LNC)", cores)
         self.cores, self.rank = cores, rank
         self.ranks = ranks or Ranks(1, cores)
-        self.races = self.spilled = self.unwritten = 0
         self.traces: list[list[Instruction]] = []
         self.shared: list[NkiTensor] = []
         self.arguments: list[int | None] = []
@@ -125,9 +121,7 @@ def check_capacity(core: Core) -> None:
         for at in sorted(events):
             alive += events[at]
             core.launch.most[region] = max(core.launch.most[region], alive)
-            if alive > capacity and settings.spills_allowed:
-                core.launch.spilled = max(core.launch.spilled, alive - capacity)
-            elif alive > capacity:
+            if alive > capacity and not settings.spills_allowed:
                 largest = sorted(
                     (t for t in core.tiles if t.region is region and t.first <= at <= t.last), key=lambda t: -t.nbytes
                 )[:3]

@@ -11,10 +11,9 @@ class Settings:
 
     Attributes:
         spills_allowed: tiles that the compiler places may exceed SBUF or PSUM; it would move some to HBM and back
-            (memory-hierarchy-overview.rst). Counted in `Launch.spilled`.
-        races_allowed: two cores may write the same memory without a barrier. Counted in `Launch.races`.
-        unwritten_allowed: memory that nothing has written may be read; it holds NaN, or all ones in integers. Counted
-            in `Launch.unwritten`.
+            (memory-hierarchy-overview.rst).
+        races_allowed: two cores may write the same memory without a barrier.
+        unwritten_allowed: memory that nothing has written may be read; it holds NaN, or all ones in integers.
         release: of NKI, such as "0.3", whose rules hold for arguments, results and views; None: of those that only some
             releases have, none. `nki_emulator.check` holds the kernel's source to a release.
     """

@@ -125,20 +125,8 @@ class Orchestrator:
             left, right = got.astype(np.float32).reshape(want.shape), np.asarray(want).astype(np.float32)
             scale = float(np.linalg.norm(right)) or 1.0
             error = float(np.linalg.norm(left - right)) / scale
-            report = os.environ.get("NKI_REPORT")
-            if report:
-                with Path(report).open("a") as file:
-                    file.write(
-                        f"{os.environ.get('PYTEST_CURRENT_TEST', '')}\t{name}\t{error:.3e}\t{self.notes(kernel)}\n"
-                    )
             close = max_all_close(left, right, checks.relative_accuracy, checks.absolute_accuracy, verbose=1)
             assert close, f"{name}: relative L2 {error:.3e}"
-
-    @staticmethod
-    def notes(kernel: Kernel) -> str:
-        """What settings let pass."""
-        launch = kernel.last
-        return "" if launch is None else f"races {launch.races} spilled {launch.spilled} unwritten {launch.unwritten}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

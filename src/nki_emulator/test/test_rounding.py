@@ -75,12 +75,6 @@ def test_e4m3_of_trainium2_ends_at_240() -> None:
     assert np.nanmax(wide[np.isfinite(wide)]) == 240
     assert np.isinf(wide[[0x78, 0xF8]]).all()
     assert np.isnan(wide[[*range(0x79, 0x80), *range(0xF9, 0x100)]]).all()
-    assert narrow(np.array([240, 247.9, 248, 1e9], np.float32), "float8_e4m3").view(np.uint8).tolist() == [
-        0x77,
-        0x77,
-        0x78,
-        0x78,
-    ]
 
 
 def test_nan_stays_nan() -> None:

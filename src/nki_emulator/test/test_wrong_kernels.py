@@ -138,6 +138,11 @@ WRONG: dict[str, Case] = {
     "select_out_of_bounds": (
         lambda out: nisa.dma_copy(sbuf(1, 64), out.select(0, sbuf(1, 1, dtype="int32", value=128))),
         "isa.dma_copy", "src", "an index below 128", ShapeError),
+    "floats_into_integers": (lambda _: nisa.memset(sbuf(64, 8, dtype="int32"), 2.0),
+        "isa.memset", "value", "a whole number", DtypeError),
+    "dma_by_hardware_of_other_dtype": (
+        lambda out: nisa.dma_copy(sbuf(128, 64, dtype="int32"), out, dge_mode=nisa.dge_mode.hwdge),
+        "isa.dma_copy", "src", "dtype int32 of dst", DtypeError),
     "bitwise_on_floats": (lambda _: nisa.tensor_tensor(*[sbuf(64, 8)] * 3, nl.bitwise_and),
         "isa.tensor_tensor", "dst", "integer dtype", DtypeError),
     "mixed_operator_classes": (
