@@ -33,10 +33,11 @@ class Cut:
 
     def layout(self, context: typer.Context, config: KimiK2Config) -> Layout:
         """The preset's, or that of the options; the experts' format is by default what the target runs best."""
-        from kimi_k2.plan.deployment import Deployment
         from kimi_k2.sharding.layout import Layout
 
         if self.preset is not None:
+            from kimi_k2.plan.deployment import Deployment
+
             refuse(context, "the preset says it", "tp", "ep", "target", "experts")
             return Deployment.load(self.preset).layout(config)
         tp, ep = (32, self.ep or 2) if self.tp is None else (self.tp, self.ep or 1)  # of trn2-tp32-ep2
