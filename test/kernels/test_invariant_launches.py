@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_k2.kernels.experts import invariant, w4a16_few
-from kimi_k2.kernels.experts.tuning import choose
+from kimi_k2.kernels.experts.tuning import choose, default_choice
 from kimi_k2.kernels.linear import block_gemm, dense_gemm, tuning, wide_gemm
 
 TOKENS = (1, 2, 8, 9, 16, 64, 200, 256, 1024, 16384)
@@ -49,6 +49,13 @@ def test_experts_have_one_number_of_parts(dtype: str, block: str, experts: int, 
             one.check(tokens, 8, 7168, inter)
             assert one.fused == (decoding and int4 and tokens < invariant.INNER_TOKENS)
     assert invariant.fixed_bf16_launch(decoding=True) != invariant.fixed_bf16_launch(decoding=False)
+
+
+@pytest.mark.parametrize("hidden", range(512, 8193, 512))
+def test_items_of_int4_have_whole_slabs(hidden: int) -> None:
+    tuned = default_choice(16, 8, 384, 256, hidden)
+    invariant.fixed_choice(tuned, 16, 8, hidden, 256, decoding=True, int4=True).check(16, 8, hidden, 256)
+    assert tuned.fused
 
 
 def test_a_shared_expert_joins_int4_ones_where_its_parts_are_the_kernels() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from kimi_k2.kernels.vision.packed_attention import KEYS, QUERIES, schedule
+from kimi_k2.kernels.vision.packed_attention import FEWEST, KEYS, QUERIES, schedule
 from kimi_k2.ops.vision import Segments
 
 
@@ -51,6 +51,7 @@ def test_blocks_share_out_every_step_once(lengths: list[int], blocks: int) -> No
     for tile, own in of_tile.items():
         own.sort()
         assert all(keys % KEYS == 0 for _, keys, _ in own[:-1])
+        assert len(own) == 1 or min(own[0][1], own[-1][1] + KEYS - 1) >= FEWEST * KEYS
         slot, count = joins.pop(tile, (-1, 1))
         assert [at for *_, at in own] == ([-1] if slot < 0 else list(range(slot, slot + count)))
     assert not joins
