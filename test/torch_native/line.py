@@ -209,8 +209,11 @@ def decode_layer(cores: int, tensors: list[Tensor], named: str, numbers: list[fl
         return list(tp.met(mine))
 
     kernel = launched("decode_layer", cores)
-    made = run_as_rank(kernel, tp.rank_in_group, gather, (), arguments)
-    return [torch.as_tensor(one).to(like.dtype) for one, like in zip(made, _like(cores, tensors, named), strict=True)]
+    results = run_as_rank(kernel, tp.rank_in_group, gather, (), arguments)
+    return [
+        torch.as_tensor(result).to(like.dtype)
+        for result, like in zip(results, _like(cores, tensors, named), strict=True)
+    ]
 
 
 @decode_layer.register_fake
@@ -233,9 +236,9 @@ def write_pages(former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, c
 @torch.library.custom_op("line::written_pages", mutates_args=())
 def written_pages(former: Tensor, latter: Tensor, entries: Tensor, rows: Tensor, cores: int) -> list[Tensor]:
     """The same where nothing is written in place: what the kernel gives."""
-    made = [former.clone(), latter.clone()]
-    write_pages(*made, entries, rows, cores)
-    return made
+    pages = [former.clone(), latter.clone()]
+    write_pages(*pages, entries, rows, cores)
+    return pages
 
 
 written_pages.register_fake(lambda former, latter, *_: [torch.empty_like(former), torch.empty_like(latter)])
@@ -254,8 +257,10 @@ class Launch:
         if self.kernel.__name__ == "write_pages":
             torch.ops.line.write_pages(*arguments, self.cores)
             return arguments[0].view_as(arguments[0]), arguments[1].view_as(arguments[1])
-        tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
-        numbers = {name: float(one) for name, one in named.items() if name not in tensors and name != "groups"}
+        tensors = {name: argument for name, argument in named.items() if isinstance(argument, Tensor)}
+        numbers = {
+            name: float(argument) for name, argument in named.items() if name not in tensors and name != "groups"
+        }
         assert named["groups"] == (tuple(range(named["ranks"])),)
         given = list(tensors.values()), ",".join(tensors), list(numbers.values()), ",".join(numbers)
         return torch.ops.line.decode_layer(self.cores, *given)
@@ -287,18 +292,18 @@ def stand_ins(*, kernels: bool | None = None) -> dict[str, ModuleType]:
 
 def modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
     """Modules of these contents, and the packages that they are in."""
-    made: dict[str, ModuleType] = {}
+    found: dict[str, ModuleType] = {}
     for name, values in contents.items():
         while name:
-            made.setdefault(name, ModuleType(name)).__spec__ = ModuleSpec(name, None, is_package=True)
-            vars(made[name]).update(values)
+            found.setdefault(name, ModuleType(name)).__spec__ = ModuleSpec(name, None, is_package=True)
+            vars(found[name]).update(values)
             name, values = name.rpartition(".")[0], {}
-    return made
+    return found
 
 
-def put(monkeypatch: pytest.MonkeyPatch, made: dict[str, ModuleType]) -> None:
+def put(monkeypatch: pytest.MonkeyPatch, found: dict[str, ModuleType]) -> None:
     """Let them be imported."""
-    for name, module in made.items():
+    for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -324,8 +329,8 @@ def eager(model: Any) -> Callable[..., list[Any]]:
     """A model that is not compiled; its results in a list."""
 
     def call(**named: Any) -> list[Any]:
-        made = model(**named)
-        return [one for one in made if one is not None] if isinstance(made, tuple) else [made]
+        results = model(**named)
+        return [result for result in results if result is not None] if isinstance(results, tuple) else [results]
 
     return call
 
@@ -429,12 +434,12 @@ class Runner:
         """The next tokens of requests, padded to `total`."""
         ids, positions, slots = [], [], []
         for request, tokens in lines:
-            for place, token in enumerate(tokens, request.cached):
-                if place == len(request.blocks) * self.block:
+            for position, token in enumerate(tokens, request.cached):
+                if position == len(request.blocks) * self.block:
                     request.blocks.append(self.free.pop(0))
                 ids.append(token)
-                positions.append(place)
-                slots.append(request.blocks[place // self.block] * self.block + place % self.block)
+                positions.append(position)
+                slots.append(request.blocks[position // self.block] * self.block + position % self.block)
         pad = total - len(ids)
         ids, slots = ids + [0] * pad, slots + [self.padding] * pad
         positions += [positions[-1] if longest > self.threshold else 0] * pad
@@ -501,7 +506,7 @@ def serve(runner: Runner, prompts: list[list[int]], wanted: int = WANTED) -> lis
         running = [request for request in running if len(request.output) < wanted]
         step += 1
     nobodys = [half[0].float() for halves in runner.pages.values() for half in halves]
-    assert all(bool((one == NULL).all()) for one in nobodys), "the null block"
+    assert all(bool((page == NULL).all()) for page in nobodys), "the null block"
     return requests
 
 

@@ -92,9 +92,9 @@ def copied(x: Tensor, source: Tensor) -> Tensor:
 
 def assigned(x: Tensor, index: Any, value: Tensor) -> Tensor:
     """`x[index] = value` as a new value: what select_scatter, slice_scatter, index_put, or pad and `where` make."""
-    made = x.clone()
-    made[index] = value
-    return made
+    changed = x.clone()
+    changed[index] = value
+    return changed
 
 
 def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[GraphModule, list[int], int]:
@@ -112,24 +112,26 @@ def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[G
     Raises:
         NotImplementedError: the later pass has no value of the whole for a write through such a view.
     """
-    made = GraphModule(graph, copy.deepcopy(graph.graph))
-    inputs, values = made.graph.find_nodes(op="placeholder"), {}
+    rewritten = GraphModule(graph, copy.deepcopy(graph.graph))
+    inputs, values = rewritten.graph.find_nodes(op="placeholder"), {}
 
     def rewire(old: Node, new: Node) -> None:
         for reader in list(old.users):
             if new < reader and without != "uses":
                 reader.replace_input_with(old, new)
 
-    for node in list(made.graph.nodes):
+    for node in list(rewritten.graph.nodes):
         targets = written_by(node)
         if targets and name_of(node) == KERNEL:
             node.target = torch.ops.line.written_pages.default
-            with made.graph.inserting_after(node):
+            with rewritten.graph.inserting_after(node):
                 for number, written in enumerate(targets):
-                    values[inputs.index(written)] = value = made.graph.call_function(operator.getitem, (node, number))
+                    values[inputs.index(written)] = value = rewritten.graph.call_function(
+                        operator.getitem, (node, number)
+                    )
                     for result in results_of(node, written):
                         result.replace_all_uses_with(value)
-                        made.graph.erase_node(result)
+                        rewritten.graph.erase_node(result)
         elif targets:
             (written,), root = targets, root_of(targets[0])
             value = node
@@ -144,20 +146,20 @@ def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[G
                     if name_of(through) not in RESHAPES:
                         raise NotImplementedError(f"a write through {name_of(through)}")
                     through = through.all_input_nodes[0]
-                with made.graph.inserting_after(node):
-                    value = made.graph.call_method("reshape", (node, list(root.meta["example_value"].shape)))
+                with rewritten.graph.inserting_after(node):
+                    value = rewritten.graph.call_method("reshape", (node, list(root.meta["example_value"].shape)))
                 if later:
                     rewire(root, value)
             if root.op == "placeholder":
                 values[inputs.index(root)] = value
-    out: Any = made.graph.output_node()
+    out: Any = rewritten.graph.output_node()
     count = len(out.args[0])
     if without == "outputs":
         values = {}
     out.args = ((*out.args[0], *values.values()),)
-    made.recompile()
-    made.graph.lint()
-    return made, list(values), count
+    rewritten.recompile()
+    rewritten.graph.lint()
+    return rewritten, list(values), count
 
 
 def as_device_reads(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,7 +207,7 @@ class Captured:
     @classmethod
     def of_call(cls, model: Any, named: dict[str, Any], routes: Sequence[str], without: str) -> Captured:
         """What torch.compile(fullgraph=True) makes of one call; `model` is not run."""
-        made: list[Captured] = []
+        captured: list[Captured] = []
 
         def stop(*_: Any) -> Any:
             raise CapturedError
@@ -213,7 +215,7 @@ class Captured:
         def backend(graph: GraphModule, examples: list[Any]) -> Any:
             sources = (node.meta["grapharg"].source.name for node in graph.graph.find_nodes(op="placeholder"))
             inputs = tuple(compile(name, "input", "eval") for name in sources)
-            made.append(cls(graph, inputs, tuple(route(kind, graph, examples, without) for kind in routes)))
+            captured.append(cls(graph, inputs, tuple(route(kind, graph, examples, without) for kind in routes)))
             return stop
 
         def call(model: Any, named: dict[str, Any]) -> Any:
@@ -223,25 +225,25 @@ class Captured:
         # Ranks run a graph at the same time, so that its code is made here, not at its first call.
         with contextlib.suppress(CapturedError), torch.no_grad(), _force_skip_lazy_graph_module():
             torch.compile(call, fullgraph=True, dynamic=False, backend=backend)(model, named)
-        return made[0]
+        return captured[0]
 
     def __call__(self, model: Any, named: dict[str, Any]) -> list[Any]:
         """Run it for a model of the same code, say another rank's: all routes, held to each other."""
         local = {"L": {"model": model, "named": named}}
-        arguments = [eval(one, local) for one in self.inputs]
-        written, made = sorted(_written_inputs(self.graph)), []
-        for one in self.routes:
+        arguments = [eval(source, local) for source in self.inputs]
+        written, results = sorted(_written_inputs(self.graph)), []
+        for run in self.routes:
             mine = _copied(arguments, written)
             versions = [argument._version for argument in arguments if isinstance(argument, Tensor)]
-            outputs = one(*mine)
+            outputs = run(*mine)
             assert versions == [argument._version for argument in arguments if isinstance(argument, Tensor)]
-            made.append([*outputs, *(mine[at] for at in written)])
-        for other in made[1:]:
-            for mine, theirs in zip(made[0], other, strict=True):
+            results.append([*outputs, *(mine[at] for at in written)])
+        for other in results[1:]:
+            for mine, theirs in zip(results[0], other, strict=True):
                 torch.testing.assert_close(mine.float(), theirs.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
-        for at, value in zip(written, made[0][len(outputs) :], strict=True):
+        for at, value in zip(written, results[0][len(outputs) :], strict=True):
             arguments[at].copy_(value)
-        return made[0][: len(outputs)]
+        return results[0][: len(outputs)]
 
 
 def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> Callable[..., Any]:
@@ -251,9 +253,9 @@ def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> C
         if without == "epilogue":  # which carries writes over to the inputs
             return lambda *arguments: compiled(*[argument.clone() for argument in arguments])
         return compiled
-    made, replaced, count = functional(graph, later=kind == "later", without=without)
-    with_device_casts(made)
-    return _overlaid(with_auto_cast(made) if without == "precision" else made, replaced, count)
+    rewritten, replaced, count = functional(graph, later=kind == "later", without=without)
+    with_device_casts(rewritten)
+    return _overlaid(with_auto_cast(rewritten) if without == "precision" else rewritten, replaced, count)
 
 
 class Lowering:
@@ -275,7 +277,7 @@ class Lowering:
         """The model's call on all routes; its results in a list."""
 
         def call(**named: Any) -> list[Any]:
-            key = repr((tree_map_only(Tensor, lambda one: (one.dtype, one.shape), named), model.aux_layers))
+            key = repr((tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), named), model.aux_layers))
             with self.lock, torch.no_grad():
                 if key not in self.graphs:
                     self.graphs[key] = Captured.of_call(model, named, self.routes, self.without)
@@ -287,20 +289,22 @@ class Lowering:
 
 def _written_inputs(graph: GraphModule) -> Iterator[int]:
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    roots = {root_of(one) for node in graph.graph.nodes for one in written_by(node)}
+    roots = {root_of(operand) for node in graph.graph.nodes for operand in written_by(node)}
     yield from (at for at, node in enumerate(inputs) if node in roots)
 
 
 def _copied(arguments: list[Any], written: list[int]) -> list[Any]:
     """Arguments with memory of their own for what is written; those that shared it share it still."""
-    made, memory = list(arguments), {}
+    copies, memory = list(arguments), {}
     for at in written:
-        one = arguments[at]
-        held = one.untyped_storage()
+        argument = arguments[at]
+        held = argument.untyped_storage()
         if held.data_ptr() not in memory:
             memory[held.data_ptr()] = held.clone()
-        made[at] = one.new_empty(0).set_(memory[held.data_ptr()], one.storage_offset(), one.shape, one.stride())
-    return made
+        copies[at] = argument.new_empty(0).set_(
+            memory[held.data_ptr()], argument.storage_offset(), argument.shape, argument.stride()
+        )
+    return copies
 
 
 def _overlaid(graph: GraphModule, replaced: list[int], count: int) -> Callable[..., Any]:

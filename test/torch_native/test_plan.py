@@ -64,7 +64,9 @@ def costs_of(graph: GraphModule) -> Iterator[CallCost]:
         if name_of(node) == "line.decode_layer":
             cores, tensors, named, numbers, others = node.args
             like = [tensor.meta["example_value"] for tensor in tensors]
-            arrays = [np.zeros(one.shape, NUMPY[str(one.dtype).split(".")[1].removesuffix("fn")]) for one in like]
+            arrays = [
+                np.zeros(tensor.shape, NUMPY[str(tensor.dtype).split(".")[1].removesuffix("fn")]) for tensor in like
+            ]
             held = dict(zip(named.split(","), arrays, strict=True))
             yield cost_of("decode_layer", cores, held, line.numbers_of(numbers, others))
 
@@ -98,7 +100,7 @@ def test_a_step_is_what_the_model_does(preset: str, decode: bool, monkeypatch: p
     else:
         inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         with FlopCounterMode(display=False) as flops:
-            graph(*[torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs])
+            graph(*[torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in inputs])
         assert planned.flops == pytest.approx(flops.get_total_flops(), rel=1e-3)
     assert planned.collectives == collectives
     runner = line.on_meta(CONFIG, target)
