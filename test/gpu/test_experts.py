@@ -132,11 +132,17 @@ def test_experts(
         passes, most = choice
         monkeypatch.setattr(moe_bf16, "choose_passes", lambda *_: passes)
         monkeypatch.setattr(moe_bf16, "MAX_FEW", most)
-        # What nobody writes is the last expert's, which would compute the rows before its own.
-        unwritten = SimpleNamespace(
-            **{**vars(torch), "empty": lambda *size, **how: torch.full(size, experts - 1, **how)}
-        )
-        monkeypatch.setattr(moe_bf16, "torch", unwritten)
+        made_empty = {"empty": lambda *size, **how: torch.full(size, experts + 1, **how)}
+        monkeypatch.setattr(moe_bf16, "torch", SimpleNamespace(**vars(torch) | made_empty))
+        sort = moe_bf16.sort_pairs
+
+        def whole(*given: Any) -> moe_bf16.Order:
+            """Every pair and every block has an expert, or says that it has none."""
+            order = sort(*given)
+            assert all(one.max() <= experts for one in (order.local, *order.blocks))
+            return order
+
+        monkeypatch.setattr(moe_bf16, "sort_pairs", whole)
     elif choice is not None:
         extra = {"choice": choice}
     shared = made(machine, name, 1, inter, hidden) if more == "shared" else None
