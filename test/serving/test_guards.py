@@ -316,6 +316,7 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         (LORA | NGRAM, None),
         (ROUTED, None),
         (ROUTED | LORA, "LoRA with routed experts in answers"),
+        (ROUTED | REPLICAS, "routed experts in answers with data parallelism"),
         (ROUTED | BALANCED | redundant(0), "expert load balancing with routed experts in answers"),
         ({"enable_return_routed_experts": True}, "routed experts in answers, as this version of vLLM asks for them"),
         ({"speculative_config": SimpleNamespace(method="mtp")}, "drafts by mtp"),
