@@ -6,13 +6,13 @@ import json
 import runpy
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import kimi
 from PIL import Image
+from server import serving
 
 import kimi_k2
 from kimi_k2.errors import GenerationError
@@ -54,36 +54,22 @@ def test_each_example_runs(
     assert ran == {path.name for path in EXAMPLES.glob("*.py")}
 
 
-class _Server(BaseHTTPRequestHandler):
+def weather(path: str, authorization: str | None, fields: Any) -> tuple[int, str]:
     """Asks for the weather once, then says what it was told."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        last = body["messages"][-1]
-        call = {
-            "id": "functions.weather:0",
-            "type": "function",
-            "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
-        }
-        message = {"role": "assistant", "content": f"It is {last['content']}."}
-        if last["role"] == "user":
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}  # type: ignore[dict-item]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": message}]}).encode())
-
-    def log_message(self, *_: object) -> None:
-        return
+    last = fields["messages"][-1]
+    message: dict[str, Any] = {"role": "assistant", "content": f"It is {last['content']}."}
+    if last["role"] == "user":
+        called = {"name": "weather", "arguments": '{"city": "Bern"}'}
+        message["tool_calls"] = [{"id": "functions.weather:0", "type": "function", "function": called}]
+    return 200, json.dumps({"choices": [{"message": message}]})
 
 
 def test_the_tool_loop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with HTTPServer(("127.0.0.1", 0), _Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        said = example(
-            "serve_with_tools.py", capsys, monkeypatch, f"http://127.0.0.1:{server.server_port}", "kimi", "?"
+    with serving(weather) as url:
+        assert (
+            example("serve_with_tools.py", capsys, monkeypatch, url, "kimi", "?")
+            == "It is 18 degrees and dry in Bern.\n"
         )
-        server.shutdown()
-    assert said == "It is 18 degrees and dry in Bern.\n"
 
 
 def test_python_and_the_command_line_say_the_same(thinking: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from server import Handler
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.bench.tools import Endpoint
 
-Serve = Callable[[Callable[[str, str | None, Any], tuple[int, str]]], str]
+Serve = Callable[[Handler], str]
 
 
 def test_no_openai_server(serve: Serve) -> None:
