@@ -339,7 +339,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("architecture.md", ""),
         ("vision.md", ""),
         ("parsers.md", "weather"),
         ("../src/nki_emulator/README.md", ""),
