@@ -109,7 +109,8 @@ def kernel_step(target: Target) -> Json | None:
         form += f"_{target.positions}"
     if form not in counted:
         return None
-    other_bytes = sum(local_bytes(tensor) for tensor in target.sharding.tensors if _other(tensor.name))
+    others = (tensor for tensor in target.sharding.tensors if tensor.name.startswith(("lm_head.", "layers.0.mlp.")))
+    other_bytes = sum(map(local_bytes, others))
     layers = config.num_hidden_layers
     rates = Rates.of(target.machine, _CORES * target.rows * (HIDDEN + config.n_routed_experts) * FLOAT32)
     contexts = {slots: _context(layer, layers, other_bytes, rates) for slots, layer in counted[form].items()}
@@ -139,10 +140,6 @@ def step_bound(target: Target, decode: GraphCounts) -> tuple[float, str, Json | 
     slots = kernels["nearest"]
     words = f"our kernels instruction by instruction, {int(slots):,} tokens"
     return kernels["contexts"][slots]["tpot"], words, kernels
-
-
-def _other(name: str) -> bool:
-    return name.startswith(("lm_head.", "layers.0.mlp."))
 
 
 def _context(layer: Json, layers: int, other_bytes: int, rates: Rates) -> Json:

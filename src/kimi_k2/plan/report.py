@@ -52,14 +52,6 @@ def stored_form(target: Target) -> Json | None:
     return {"format": layout.experts, "relative_l2": error.relative_l2}
 
 
-def print_stored_form(form: Json, console: Console) -> None:
-    """In a line."""
-    console.print(
-        f"INT4 experts as {form['format']}: {100 * form['relative_l2']:.1f} % of the weights' norm off the checkpoint"
-        " (computed on a random matrix); shared expert and attention as the checkpoint has them",
-    )
-
-
 SCHEMA = "kimi-k2/plan/3"
 _OF_TARGET = ("name", "batch", "context", "prompt", "prefill_sequences", "cache_ranks")
 _OF_LAYOUT = ("ranks", "moe_tp", "moe_ep", "experts")
@@ -259,8 +251,11 @@ def print_report(report: Json, console: Console) -> None:
     row("usable", memory["usable"])
     console.print(table)
     console.print(f"memory: {memory['source']}", style="dim")
-    if report["stored_form"] is not None:
-        print_stored_form(report["stored_form"], console)
+    if form := report["stored_form"]:
+        console.print(
+            f"INT4 experts as {form['format']}: {100 * form['relative_l2']:.1f} % of the weights' norm off the"
+            " checkpoint (computed on a random matrix); shared expert and attention as the checkpoint has them"
+        )
     if report["vision"] is not None:
         print_vision(report["vision"], console)
     _print_steps(report, console)

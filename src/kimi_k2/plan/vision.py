@@ -11,7 +11,7 @@ from rich.table import Table
 from kimi_k2.checkpoint.names import vision_tensors
 from kimi_k2.config import KimiK2Config
 from kimi_k2.files import Json
-from kimi_k2.vision_config import Grid, VisionConfig
+from kimi_k2.vision_config import Grid
 
 _BF16 = 2
 # Sides in pixels that the report lists, and the largest image that the processor makes.
@@ -89,16 +89,11 @@ def tower_rank_flops(config: KimiK2Config, patches: int, frames: int, ranks: int
     assert vision is not None
     width, merged = vision.hidden_size, vision.merged_size
     tokens = patches // (frames * merged // width)
-    shared = vision.num_hidden_layers * layer_flops(vision, patches)
+    # A layer's four projections of the attention and feed-forward, and the attention's two products.
+    weights = 4 * width**2 + 2 * width * vision.intermediate_size
+    shared = vision.num_hidden_layers * (2 * patches * weights + 4 * patches**2 * width)
     shared += 2 * tokens * merged * (merged + config.hidden_size)
     return shared // ranks + 2 * patches * width * 3 * vision.patch_size**2
-
-
-def layer_flops(vision: VisionConfig, patches: int) -> int:
-    """One encoder block: four projections of the attention, its two products, and the feed-forward."""
-    width = vision.hidden_size
-    weights = 4 * width**2 + 2 * width * vision.intermediate_size
-    return 2 * patches * weights + 4 * patches**2 * width
 
 
 def vision_report(config: KimiK2Config, room: int) -> Json | None:

@@ -100,7 +100,8 @@ class Chat:
         """Read lines until the end of the input."""
         from kimi_k2.errors import KimiK2Error
 
-        _line_editing()
+        with suppress(ImportError):
+            import readline  # noqa: F401  (the import turns on history and editing of lines)
         while self.running:
             try:
                 line = self._read("you> ").strip()
@@ -252,12 +253,6 @@ class Chat:
 
     def _complain(self, text: str) -> None:
         self.console.print(text, style="red")
-
-
-def _line_editing() -> None:
-    """History and editing of lines, where this Python has them."""
-    with suppress(ImportError):
-        import readline  # noqa: F401  (the import is what turns it on)
 
 
 def _input(prompt: str) -> str:
