@@ -36,7 +36,7 @@ from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import prefill_counts, roofline
 from kimi_k2.plan.deployment import Deployment, load_target
 from kimi_k2.plan.machines import INSTANCES, TRN2_LNC2
-from kimi_k2.plan.presets import ServedRow, cells, preset_row, served_rows
+from kimi_k2.plan.presets import COLUMNS, ServedRow, cells, preset_row, served_rows
 from kimi_k2.plan.published import KIMI_HEADER, fit, kimi_rows, runs
 from kimi_k2.plan.report import plan
 from kimi_k2.plan.vision import image_cost, tower_bytes
@@ -208,8 +208,8 @@ def _published(name: str) -> str:
 def _planned(words: str) -> str:
     model, *presets = words.split()
     config = KimiK2Config.from_preset(model)
-    found = [cells(preset_row(config, Deployment.load(name))) for name in presets]
-    columns = [name for name in found[0] if name not in ("layout", "experts", "of")]
+    found = [dict(zip(COLUMNS, cells(preset_row(config, Deployment.load(name))), strict=True)) for name in presets]
+    columns = [name for name in COLUMNS if name not in ("layout", "experts", "of")]
     rows = [[row[column] for column in columns] for row in found]
     caption = f"*computed and modelled: `kimi-k2 plan {model} --all-presets`*"
     return f"<!-- planned: {words} -->\n{caption}\n\n{markdown_table(columns, rows)}"

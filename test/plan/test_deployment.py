@@ -26,7 +26,7 @@ from kimi_k2.plan.deployment import (
     preset_names,
 )
 from kimi_k2.plan.memory import advice, memory_plan
-from kimi_k2.plan.presets import LEADING, preset_rows, print_presets
+from kimi_k2.plan.presets import LEADING, cells, preset_row, preset_rows, print_presets
 from kimi_k2.plan.report import make_report, print_answer
 
 # FP8 and INT4 with a tower; the others have one of their sizes and formats.
@@ -53,38 +53,35 @@ def read(text: str, directory: Path) -> Deployment:
 def test_trainium_presets_fit_or_say_why_not(member: str) -> None:
     """Of every member, with bytes by hand of what takes most: a byte a weight of the experts, and the latent cache."""
     config = KimiK2Config.from_preset(member)
-    rows = preset_rows(config)
-    assert rows[0].name == LEADING
-    assert {row.name for row in rows} == set(preset_names())
-    trainium = [row for row in rows if row.name.startswith("trn2")]
-    assert [row.name for row in trainium if not row.fits] == []
-    assert {row.context for row in trainium} >= {1024, 4096, 32768, 131072}
-    assert {row.batch for row in trainium if row.fits} >= {1, 8, 32}
-    for row in rows:
-        assert row.fits == (row.why_not == ""), row.name
-        assert "\n" not in row.why_not
-        assert row.resident > 0
-        if row.fits:
-            assert row.resident + (row.scratch or 0) <= row.usable
-            assert 0 < row.tpot < row.ttft
-    for row in trainium:
-        preset = Deployment.load(row.name)
+    rows = {row["target"]["name"]: row for row in preset_rows(config)}
+    assert next(iter(rows)) == LEADING and set(rows) == set(preset_names())
+    trainium = {name: row for name, row in rows.items() if name.startswith("trn2")}
+    assert all(row["rank_memory"]["fits"] for row in trainium.values())
+    assert {row["target"]["context"] for row in trainium.values()} >= {1024, 4096, 32768, 131072}
+    assert {row["target"]["batch"] for row in trainium.values()} >= {1, 8, 32}
+    for name, row in rows.items():
+        memory, why = row["rank_memory"], row["why_not"]
+        assert memory["fits"] == (why == "") and "\n" not in why and memory["resident"] > 0, name
+        if memory["fits"]:
+            assert memory["needed"] <= memory["usable"]
+            assert 0 < row["tpot"]["bound"] < row["ttft"]["bound"]
+    for name, row in trainium.items():
+        preset = Deployment.load(name)
         slots = preset.seq_len // preset.cache_ranks
         if preset.neuron_config.is_continuous_batching or preset.cache_ranks > 1:
             slots += 128
         # Folded matrices of decode's kernels: 384 experts' q_a and kv_a in BF16.
         folded = 59 * 384 * 2048 * 2112 * 2 // 64 if preset.experts == "tiles" else 0
         known = 60 * 384 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * slots + folded
-        assert 0 < row.resident - known < 2.2 * 2**30, row.name
+        assert 0 < row["rank_memory"]["resident"] - known < 2.2 * 2**30, name
         reads = 60 * 8 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * preset.seq_len // preset.cache_ranks
-        assert row.decode_bytes > reads
+        assert row["decode"]["bytes_read"] + row["decode"]["bytes_moved"] > reads
 
 
 def test_a_model_that_does_not_divide_is_a_row_that_says_so() -> None:
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905", num_attention_heads=32, num_key_value_heads=32)
-    (row,) = [row for row in preset_rows(config) if row.name == LEADING]
-    assert not row.fits
-    assert "does not divide among 64 ranks" in row.why_not
+    row = preset_row(config, Deployment.load(LEADING))
+    assert "does not divide among 64 ranks" in row["why_not"] and cells(row)[6:] == [""] * 8
 
 
 def test_what_does_not_fit_has_a_line_below_the_table() -> None:
@@ -92,9 +89,9 @@ def test_what_does_not_fit_has_a_line_below_the_table() -> None:
     console = Console(record=True, width=165, file=io.StringIO())
     print_presets(rows := preset_rows(larger), console)
     text = console.export_text()
-    assert not rows[0].fits
+    assert not rows[0]["rank_memory"]["fits"]
     for row in rows:
-        assert (f"{row.name}: does not fit" in text) == (not row.fits), row.name
+        assert (f"{row['target']['name']}: does not fit" in text) == (not row["rank_memory"]["fits"])
 
 
 def test_a_preset_is_one_file(tmp_path: Path) -> None:

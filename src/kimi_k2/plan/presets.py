@@ -17,51 +17,26 @@ from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
+from kimi_k2.files import Json
 from kimi_k2.plan.comparison import gpu_lines
 from kimi_k2.plan.cost import decode_counts, prefill_counts, roofline
 from kimi_k2.plan.deployment import Deployment, Target, make_target, preset_names
-from kimi_k2.plan.kernels import step_bound
 from kimi_k2.plan.machines import GIB, INSTANCES, UTILIZATION, Instance
-from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, advice, category, memory_plan, moe_layers
-from kimi_k2.plan.published import expect
+from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, category, memory_plan, moe_layers
+from kimi_k2.plan.report import expected_ms, make_answer
 from kimi_k2.sharding.layout import Layout
 
 LEADING = "trn2-tp32-ep2"
 WIDTH = 165  # columns of the table
 
 
-@dataclass(frozen=True)
-class PresetRow:
-    """One preset; sizes in bytes a rank, times in seconds (modelled, see `roofline`).
-
-    Attributes:
-        fits: whether what it needs is usable; `certain`: with the published port's scratch too.
-        why_not: one line, where it does not fit or the model's sizes do not divide among its ranks.
-        tpot: of the deployed form, a bound; `expected`, and its `low` and `high`: by published runs, on Trainium.
-    """
-
-    name: str
-    layout: str
-    experts: str
-    batch: int
-    context: int
-    prompt: int
-    fits: bool
-    why_not: str = ""
-    resident: int = 0
-    scratch: int | None = None
-    usable: int = 0
-    decode_bytes: int = 0
-    tpot: float = 0.0
-    ttft: float = 0.0
-    needed: int = 0
-    certain: bool = False
-    expected: float | None = None
-    low: float | None = None
-    high: float | None = None
+COLUMNS = (
+    "preset", "layout", "experts", "batch", "context", "prompt", "held, GiB", "scratch", "of", "fits", "GB a step",
+    "TPOT bound, ms", "expected, ms", "TTFT bound, ms",
+)  # fmt: skip
 
 
-def preset_rows(config: KimiK2Config) -> list[PresetRow]:
+def preset_rows(config: KimiK2Config) -> list[Json]:
     """A row for each preset: Trainium's first, the leading one at the top, each layout's by batch and context."""
 
     def order(preset: Deployment) -> tuple[object, ...]:
@@ -71,53 +46,52 @@ def preset_rows(config: KimiK2Config) -> list[PresetRow]:
     return [preset_row(config, preset) for preset in sorted(map(Deployment.load, preset_names()), key=order)]
 
 
-def preset_row(config: KimiK2Config, preset: Deployment) -> PresetRow:
-    """One of them."""
-    layout = f"TP{preset.moe_tp_degree} EP{preset.moe_ep_degree}"
-    lengths = (preset.batch_size, preset.seq_len, preset.max_context_length)
+def preset_row(config: KimiK2Config, preset: Deployment) -> Json:
+    """The report of `make_answer`, the bound of TTFT, and `why_not`, a line.
+
+    Where the model's sizes do not divide among the ranks, the target and that line alone.
+    """
     try:
         target = make_target(preset, config)
-        memory = memory_plan(target)
+        report = make_answer(target)
     except ConfigError as error:
-        return PresetRow(preset.name, layout, preset.experts, *lengths, fits=False, why_not=str(error))
-    decode = decode_counts(target)
-    why = "" if memory.fits else f"{memory.verdict}; it would fit with {advice(memory)[0]}"
-    expected = expect(target, decode) or {}
-    time = (expected[name] for name in ("seconds", "low", "high") if expected)
-    return PresetRow(
-        preset.name, layout, preset.experts, *lengths, memory.fits, why, memory.resident,
-        memory.scratch.nbytes if memory.scratch else None, target.memory.usable, decode.memory_bytes,
-        step_bound(target, decode)[0],
-        roofline(prefill_counts(target), target.machine).bound, memory.needed, memory.certain, *time,
-    )  # fmt: skip
+        lengths = {"batch": preset.batch_size, "context": preset.seq_len, "prompt": preset.max_context_length}
+        ranks = {"moe_tp": preset.moe_tp_degree, "moe_ep": preset.moe_ep_degree}
+        return {"target": {"name": preset.name, "experts": preset.experts, **lengths, **ranks}, "why_not": str(error)}
+    memory = report["rank_memory"]
+    why = "" if memory["fits"] else f"{memory['verdict']}; it would fit with {report['advice'][0]}"
+    return {**report, "why_not": why, "ttft": {"bound": roofline(prefill_counts(target), target.machine).bound}}
 
 
-def cells(row: PresetRow) -> dict[str, str]:
-    """A row as text, by column; times of what fits alone."""
-    expected = [1e3 * time for time in (row.expected, row.low, row.high) if time]
-    return {
-        "preset": row.name, "layout": row.layout, "experts": row.experts, "batch": str(row.batch),
-        "context": f"{row.context:,}", "prompt": f"{row.prompt:,}", "held, GiB": f"{row.resident / GIB:.1f}",
-        "scratch": "" if row.scratch is None else f"{row.scratch / GIB:.1f}", "of": f"{row.usable / GIB:.1f}",
-        "fits": "yes" if row.certain else "if" if row.fits else "no", "GB a step": f"{row.decode_bytes / 1e9:.2f}",
-        "TPOT bound, ms": f"{row.tpot * 1e3:.2f}" if row.fits else "",
-        "expected, ms": "{:.0f} ({:.0f} to {:.0f})".format(*expected) if row.fits and expected else "",
-        "TTFT bound, ms": f"{row.ttft * 1e3:,.0f}" if row.fits else "",
-    }  # fmt: skip
+def cells(row: Json) -> list[str]:
+    """A row as text, by COLUMNS; times of what fits alone."""
+    target, memory = row["target"], row.get("rank_memory")
+    texts = [target["name"], f"TP{target['moe_tp']} EP{target['moe_ep']}", target["experts"], str(target["batch"])]
+    texts += [f"{target['context']:,}", f"{target['prompt']:,}"]
+    if memory:
+        scratch, step = memory["scratch"], row["decode"]
+        texts += [f"{memory['resident'] / GIB:.1f}", f"{scratch['nbytes'] / GIB:.1f}" if scratch else ""]
+        texts += [f"{memory['usable'] / GIB:.1f}", "yes" if memory["certain"] else "if" if memory["fits"] else "no"]
+        texts.append(f"{(step['bytes_read'] + step['bytes_moved']) / 1e9:.2f}")
+        if memory["fits"]:
+            tpot, expected = row["tpot"], row["tpot"]["expected"]
+            texts += [f"{tpot['bound'] * 1e3:.2f}", expected_ms(expected) if expected else ""]
+            texts.append(f"{row['ttft']['bound'] * 1e3:,.0f}")
+    return texts + [""] * (len(COLUMNS) - len(texts))
 
 
-def print_presets(rows: list[PresetRow], console: Console) -> None:
+def print_presets(rows: list[Json], console: Console) -> None:
     """The rows as a table; what does not fit has a line below it."""
-    table = Table(*cells(rows[0]), title="presets: one rank's memory, modelled times")
+    table = Table(*COLUMNS, title="presets: one rank's memory, modelled times")
     table.columns[0].no_wrap = True
     for column in table.columns[3:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*cells(row).values())
+        table.add_row(*cells(row))
     console.print(table)
     for row in rows:
-        if row.why_not:
-            console.print(f"{row.name}: {row.why_not}", soft_wrap=True)
+        if row["why_not"]:
+            console.print(f"{row['target']['name']}: {row['why_not']}", soft_wrap=True)
     console.print(
         "held: weights, cache, and micro-code or an engine's workspaces. scratch: modelled, its fixed part reported for"
         " the published K2.5 port; 'if': only with less scratch than that port took. Bounds: peak rates, at the whole"

@@ -191,8 +191,9 @@ def _print_verdict(report: Json, console: Console) -> None:
         print_drafts(report["drafts"], console)
 
 
-def _range(time: dict[str, float]) -> str:
-    return f"{time['seconds'] * 1e3:.0f} ms ({time['low'] * 1e3:.0f} to {time['high'] * 1e3:.0f})"
+def expected_ms(time: dict[str, float], unit: str = "") -> str:
+    """The expectation in milliseconds, and between which nine of ten are."""
+    return f"{time['seconds'] * 1e3:.0f}{unit} ({time['low'] * 1e3:.0f} to {time['high'] * 1e3:.0f})"
 
 
 def _print_time(report: Json, console: Console) -> None:
@@ -209,7 +210,9 @@ def _print_time(report: Json, console: Console) -> None:
         console.print(f"{name}: {bound}")
         return
     fused = expected["if_scales_fuse"]
-    words = f"expected {_range(expected)}" + (f", {_range(fused)} if the compiler fuses block scales" if fused else "")
+    words = f"expected {expected_ms(expected, ' ms')}" + (
+        f", {expected_ms(fused, ' ms')} if the compiler fuses block scales" if fused else ""
+    )
     console.print(f"{name}: {words}; {bound}")
     wide = f" (wider than {WIDE})" if expected["wide"] else ""
     near = "; ".join(f"{run['run']}, {run['tpot'] * 1e3:.1f} ms" for run in expected["nearest"])

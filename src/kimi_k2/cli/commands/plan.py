@@ -168,7 +168,7 @@ def _tables(config: KimiK2Config, lengths: Lengths, printed: Printed) -> None:
         return
     rows = presets.preset_rows(config)
     if printed.as_json:
-        say(json.dumps([asdict(row) for row in rows], indent=1))
+        say(json.dumps(rows, indent=1))
     else:
         presets.print_presets(rows, console)
 
