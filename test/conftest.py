@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -43,6 +45,20 @@ def _one_thread() -> None:
 def _capability_asked_anew() -> None:
     """Tests stand in for GPUs of several kinds."""
     hardware.capability.cache_clear()
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """What waits for ever, such as for a pipe's writer, fails instead."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("still running after 60 s")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -4,91 +4,21 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
-import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 import kimi_k2
-from kimi_k2.checkpoint.index import INDEX_NAME
-from kimi_k2.checkpoint.reader import CheckpointReader
-from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.head import other_member
-from kimi_k2.engine.defaults import GenerationDefaults
-from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error
+from kimi_k2.errors import CheckpointError, ConfigError
 from kimi_k2.files import LOCK, open_output, parse_yaml, read_bytes
-from kimi_k2.media.config import IMAGE_FILE, MediaConfig
 from kimi_k2.plan.deployment import Deployment
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import UNFINISHED, rank_file_name
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 SOURCE = Path(kimi_k2.__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A reader that waits for a pipe's writer fails instead."""
-
-    def ended(number: int, frame: FrameType | None) -> None:
-        raise AssertionError("waits for a file that never ends")
-
-    before = signal.signal(signal.SIGALRM, ended)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-
-
-READERS: dict[str, Callable[[Path], object]] = {
-    "config.json": KimiK2Config.from_pretrained,
-    INDEX_NAME: CheckpointReader,
-    "model-2-of-3.safetensors": CheckpointReader,
-    "tiktoken.model": KimiTokenizer.from_pretrained,
-    "tokenizer_config.json": KimiTokenizer.from_pretrained,
-    "chat_template.jinja": KimiTokenizer.from_pretrained,
-    "generation_config.json": lambda directory: GenerationDefaults.from_pretrained(
-        directory, KimiK2Config.from_pretrained(directory)
-    ),
-    IMAGE_FILE: MediaConfig.from_pretrained,
-}
-KINDS: dict[str, Callable[[Path], object]] = {
-    "a pipe": os.mkfifo,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a socket": listening,
-    "a directory": Path.mkdir,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", READERS)
-def test_what_is_no_regular_file_is_refused(
-    fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    copy = shutil.copytree(fp8, tmp_path / "c", copy_function=os.link)
-    monkeypatch.chdir(copy)  # a socket's name is short
-    (copy / name).unlink(missing_ok=True)
-    KINDS[kind](Path(name))
-    with pytest.raises(KimiK2Error, match=f"{name}.*expected a regular file, got {kind}"):
-        READERS[name](copy)
-
-
-def test_links_among_inputs_are_followed(fp8: Path, tmp_path: Path) -> None:
-    """Hugging Face's cache: every file is a link into a folder of blobs."""
-    for path in fp8.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    for read in READERS.values():
-        read(tmp_path)
 
 
 def test_a_file_that_is_longer_than_it_says_is_read_to_its_bound() -> None:
@@ -97,6 +27,7 @@ def test_a_file_that_is_longer_than_it_says_is_read_to_its_bound() -> None:
         read_bytes(Path("/proc/self/status"), 16, ConfigError)
 
 
+@pytest.mark.usefixtures("no_hang")
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
 @pytest.mark.parametrize(
     "name", [LOCK, f"{UNFINISHED}.partial", f"weights/{rank_file_name(1)}.partial", f"weights/{rank_file_name(0)}"]
@@ -118,6 +49,7 @@ def test_no_link_in_the_output_is_written_through(
     assert target.exists()
 
 
+@pytest.mark.usefixtures("no_hang")
 def test_a_pipe_is_no_output(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="got a pipe"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,6 @@ from kimi_k2.media.video import chunked, sampled_indices
 
 Frames = npt.NDArray[np.uint8]
 MODES = ["RGB", "RGBA", "L", "LA", "P", "P+t", "CMYK", "1", "PA", "YCbCr"]
-# Frames, height, width and frames a second.
-VIDEOS = [(1, 64, 96, 25), (50, 120, 88, 25), (28, 32, 256, 10), (9, 1000, 1400, 3), (120, 30, 28, 30)]
-
-
-def sizes() -> list[tuple[int, int]]:
-    """50 heights and widths, most of them drawn, from one pixel to beyond every limit."""
-    draw = random.Random(17)
-    fixed = [(1, 1), (28, 28), (27, 29), (448, 448), (1, 9000), (9000, 3), (2000, 2300), (1792, 1792), (14, 14)]
-    return fixed + [(int(2 ** draw.uniform(2, 10.5)), int(2 ** draw.uniform(2, 10.5))) for _ in range(41)]
-
-
-def image_of(number: int) -> Image.Image:
-    """One of the 50."""
-    return in_mode(drawn(*sizes()[number], number), MODES[number % len(MODES)], number)
 
 
 def drawn(height: int, width: int, seed: int) -> Frames:

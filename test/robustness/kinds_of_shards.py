@@ -214,7 +214,15 @@ def kinds() -> list[Kind]:
     # The same values in a wider format are a checkpoint too.
     found.append(Kind("a norm said to be F16", "fp8", entry(NORM, dtype="F16"), "", ()))
     found.append(Kind("an index with other spaces", "fp8", index(lambda raw: raw), "", ()))
+    found.append(Kind("every file a link, as in Hugging Face's cache", "fp8", links, "", ()))
     return found
+
+
+def links(directory: Path) -> None:
+    blobs = directory.rename(directory.with_name("blobs"))
+    directory.mkdir()
+    for path in blobs.iterdir():
+        (directory / path.name).symlink_to(path)
 
 
 def lone(directory: Path) -> None:

@@ -7,6 +7,7 @@ Conversion does not read them. `test_config_file.py` and `test_defaults.py` have
 from __future__ import annotations
 
 import base64
+import os
 
 from damage import Damage, Kind, line, linked, member, placed, remove, sparse, write
 from kinds_of_text import of_file
@@ -42,6 +43,7 @@ def kinds() -> list[Kind]:
         Kind("template: binary", "fp8", write(TEMPLATE, bytes(range(255, 0, -1))), TEMPLATE, ("load",)),
         Kind("template: 70 MB of nothing", "fp8", sparse(TEMPLATE, 70_000_000), TEMPLATE, ("load",)),
         Kind("template: a loop of links", "fp8", placed(TEMPLATE, linked(TEMPLATE)), TEMPLATE, ("load",)),
+        Kind("template: a pipe", "fp8", placed(TEMPLATE, os.mkfifo), TEMPLATE, ("load",)),
         Kind("template: missing", "fp8", remove(TEMPLATE), "", ()),
         Kind("template: no Jinja", "fp8", write(TEMPLATE, "{% if %}"), TEMPLATE, ("load",)),
         Kind("generation_config: eos null", "fp8", member(GENERATION, "eos_token_id", None), "", ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
@@ -60,9 +60,6 @@ class MediaConfig(BaseModel):
         sample_fps: frames that are taken of a second of a video.
         frames_a_chunk: of a video that share their tokens.
         patch_size, merge_size: pixels of a patch's side, patches of a token's.
-        rules: whose rule takes a video's frames, treats transparent pixels and resizes. `model`: that of the processor
-            published with the checkpoint, which the model was trained with: transparency is dropped, Pillow resizes.
-            `transformers`: that of transformers 5.23: transparent pixels lie on white, torchvision resizes.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
@@ -74,7 +71,6 @@ class MediaConfig(BaseModel):
     frames_a_chunk: PositiveInt = 4
     patch_size: PositiveInt = 14
     merge_size: PositiveInt = 2
-    rules: Literal["model", "transformers"] = "model"
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> MediaConfig:

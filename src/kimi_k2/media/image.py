@@ -44,7 +44,7 @@ def process_image(source: Path | bytes | Image.Image, config: MediaConfig, *, na
     grid = grid_of((image.height, image.width), config.max_patches, config)
     if grid.tokens((config.merge_size, config.merge_size)) > MEDIA_TOKENS:
         raise MediaError(f"needs more than {MEDIA_TOKENS} tokens", file=name)
-    return Media(*to_patches(to_rgb(image, config, name=name), config.max_patches, config))
+    return Media(*to_patches(to_rgb(image, name=name), config.max_patches, config))
 
 
 def read_bounded(path: Path) -> bytes:
@@ -108,8 +108,8 @@ def _check_size(image: Image.Image, name: str | None) -> None:
         raise MediaError(f"expected at most {IMAGE_PIXELS} pixels, got {image.width} x {image.height}", file=name)
 
 
-def to_rgb(image: Image.Image, config: MediaConfig, *, name: str | None = None) -> Image.Image:
-    """Eight bits of red, green and blue; see `MediaConfig.rules` for what is transparent.
+def to_rgb(image: Image.Image, *, name: str | None = None) -> Image.Image:
+    """Eight bits of red, green and blue; transparency is dropped, as the processor published with the model does.
 
     Grey levels of 16 bits and more are scaled; Pillow's own conversion, which transformers uses, clips them at 255.
 
@@ -120,11 +120,6 @@ def to_rgb(image: Image.Image, config: MediaConfig, *, name: str | None = None) 
     try:
         if image.mode in _WIDE_MODES:
             return Image.fromarray(_scaled(np.asarray(image), image.mode)).convert("RGB")
-        is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
-        if is_transparent and config.rules == "transformers":
-            layer = image.convert("RGBA")
-            white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-            return Image.alpha_composite(white, layer).convert("RGB")
         return image if image.mode == "RGB" else image.convert("RGB")
     except _DAMAGED as error:
         raise MediaError(f"mode {image.mode} cannot be converted to RGB: {error}", file=name) from None

@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -73,7 +72,7 @@ def grid_of(size: Size, max_patches: int, config: MediaConfig) -> Grid:
 
 
 def to_patches(image: Image.Image, max_patches: int, config: MediaConfig) -> tuple[Grid, Tensor]:
-    """Resize (bicubic, antialiased; see `MediaConfig.rules`), pad with black below and on the right, and cut.
+    """Resize by Pillow (bicubic, antialiased), pad with black below and on the right, and cut.
 
     Args:
         image: RGB.
@@ -83,30 +82,11 @@ def to_patches(image: Image.Image, max_patches: int, config: MediaConfig) -> tup
     """
     inner, outer = fitted((image.height, image.width), max_patches, config)
     canvas: npt.NDArray[np.uint8] = np.zeros((*outer, 3), dtype=np.uint8)
-    canvas[: inner[0], : inner[1]] = resized(image, inner, config)
+    canvas[: inner[0], : inner[1]] = np.asarray(image.resize(inner[::-1], Image.Resampling.BICUBIC))
     patch = config.patch_size
     rows, columns = outer[0] // patch, outer[1] // patch
     cut = canvas.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
     return Grid(1, rows, columns), torch.from_numpy(np.ascontiguousarray(cut).reshape(-1, 3, patch, patch))
-
-
-def resized(image: Image.Image, size: Size, config: MediaConfig) -> npt.NDArray[np.uint8]:
-    """Bicubic with antialiasing: by Pillow, or in the fixed-point arithmetic of torch for bytes, as torchvision does.
-
-    Beside sharp edges of thin images the two are several levels apart.
-
-    Args:
-        image: RGB.
-    """
-    if config.rules == "model":
-        return np.asarray(image.resize((size[1], size[0]), Image.Resampling.BICUBIC))
-    pixels: npt.NDArray[np.uint8] = np.array(image)
-    if pixels.shape[:2] == size:
-        return pixels
-    planes = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
-    done = F.interpolate(planes, size=size, mode="bicubic", align_corners=False, antialias=True)
-    out: npt.NDArray[np.uint8] = done[0].permute(1, 2, 0).numpy()
-    return out
 
 
 def chunks_of(frames: Sequence[tuple[float, Grid, Tensor]], config: MediaConfig) -> list[Media]:

@@ -76,11 +76,8 @@ def chunked(
 def sampled_indices(total: int, fps: float, config: MediaConfig) -> list[int]:
     """Frames that are taken of `total`: evenly, `sample_fps` a second, at least one and never one twice.
 
-    By the model's rule (`split_video_chunks` of its published processor) they reach from the first frame to the last.
+    By the rule of `split_video_chunks`, published with the model, they reach from the first frame to the last.
     """
-    if config.rules == "transformers":
-        count = min(max(1, int(total / fps * config.sample_fps)), total)
-        return [place * total // count for place in range(count)]
     count = max(1, round(total * min(config.sample_fps, fps) / fps))
     indices: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
     return indices
