@@ -9,10 +9,10 @@ from parser_cases import call, section
 from vllm_parsing import TOKENIZER, tokens_and_text
 
 from kimi_k2.tokenization.aligned import AlignedLexer
-from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer, TokenLexer
+from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer, marker_ids
 from kimi_k2.tokenization.special_tokens import CALL_END, SECTION_BEGIN, THINK, THINK_END
 
-IDS = {TOKENIZER.special_tokens[marker.value]: marker for marker in Marker}
+IDS = marker_ids(TOKENIZER.special_tokens)
 SINGULAR = "<|tool_call_section_begin|>"
 
 # Segments, true for markup: special tokens where spelled; else ordinary tokens.
@@ -43,16 +43,12 @@ def ids_of(segments: list[tuple[str, bool]]) -> list[int]:
     return [token for text, markup in segments for token in TOKENIZER.encode(text, allow_special=markup)]
 
 
-def by_tokens(ids: list[int]) -> list[Lexeme]:
-    lexer = TokenLexer(TOKENIZER)
-    return joined([lexeme for token in ids for lexeme in lexer.feed(token)] + lexer.flush())
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_markers_are_those_of_the_ids(name: str) -> None:
     """Also where another lexer goes on after some marker."""
     ids = ids_of(TEXTS[name])
-    draw, expected = random.Random(name), by_tokens(ids)
+    draw, marked = random.Random(name), (([text], TextLexer().feed(text))[markup] for text, markup in TEXTS[name])
+    expected = joined([lexeme for lexemes in marked for lexeme in lexemes])
     markers = sum(isinstance(lexeme, Marker) for lexeme in expected)
     for number in range(300):
         lexer = AlignedLexer(IDS, TOKENIZER.decode)

@@ -122,14 +122,8 @@ class Reply:
 
     def _parsed(self, tokens: Sequence[int], text: str) -> list[Delta]:
         self.text += text
-        deltas: list[Delta] = []
-        if self._parser is None:
-            deltas = [Content(text)] if text else []
-        elif tokens:
-            for token in tokens:
-                deltas += self._parser.feed_token(token)
-        else:
-            deltas = self._parser.feed(text)
+        plain: list[Delta] = [Content(text)] if text else []
+        deltas = plain if self._parser is None else self._parser.feed(text, tokens)
         self._deltas += deltas
         return deltas
 

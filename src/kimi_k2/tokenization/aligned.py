@@ -1,7 +1,7 @@
-"""Lexemes of a text whose token ids are known beside it, as serving engines hand them out.
+"""Lexemes of a text whose token ids are known beside it.
 
-An engine's text may lag behind its tokens (half a character, the beginning of a stop string) and may end before them
-(at a stop string), so neither can be read alone: the text says what was written, the ids say which spellings of a
+A serving engine's text may lag behind its tokens (half a character, the beginning of a stop string) and may end before
+them (at a stop string), so neither can be read alone: the text says what was written, the ids say which spellings of a
 marker in it are markers.
 """
 

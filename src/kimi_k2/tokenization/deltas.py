@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 
@@ -141,24 +142,10 @@ def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbouring text of one kind joined, empty text left out."""
     result: list[Delta] = []
-    texts: list[str] = []
-    last: Reasoning | Content | ToolCallArguments | None = None
-
-    def close() -> None:
-        text = "".join(texts)
-        if last is not None and text:
-            result.append(replace(last, text=text))
-        texts.clear()
-
-    for delta in deltas:
-        if isinstance(delta, (ToolCallStart, ToolCallEnd)):
-            close()
-            last = None
-            result.append(delta)
-            continue
-        if type(delta) is not type(last):
-            close()
-        last = delta
-        texts.append(delta.text)
-    close()
+    for kind, group in groupby(deltas, type):
+        run: list[Any] = list(group)
+        if kind in (ToolCallStart, ToolCallEnd):
+            result += run
+        elif text := "".join(delta.text for delta in run):
+            result.append(replace(run[0], text=text))
     return result

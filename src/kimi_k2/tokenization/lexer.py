@@ -1,19 +1,16 @@
-"""Text or token ids cut into lexemes: plain text, and the markers that structure a Kimi message.
+"""Text cut into lexemes: plain text, and the markers that structure a Kimi message.
 
 Only token ids tell a marker from text that is spelled like one: a model that quotes `<|tool_call_end|>` in a file it
-writes does so with ordinary tokens. `TokenLexer` keeps the two apart; `TextLexer` cannot, and takes both for markers.
+writes does so with ordinary tokens. `AlignedLexer` sees both and tells them apart; `TextLexer` takes both for markers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kimi_k2.tokenization import special_tokens as names
-
-if TYPE_CHECKING:
-    from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 
 class Marker(Enum):
@@ -76,30 +73,6 @@ class TextLexer:
         return [tail] if tail else []
 
 
-class TokenLexer:
-    """Turns token ids into lexemes as soon as whole characters are known; only marker tokens become markers."""
-
-    def __init__(self, tokenizer: KimiTokenizer) -> None:
-        self._markers = {
-            tokenizer.special_tokens[marker.value]: marker
-            for marker in Marker
-            if marker.value in tokenizer.special_tokens
-        }
-        self._decoder = tokenizer.incremental_decoder()
-
-    def feed(self, token: int) -> list[Lexeme]:
-        """Lexemes that this token completes.
-
-        Raises:
-            TokenizerError: the id is outside the vocabulary.
-        """
-        marker = self._markers.get(token)
-        if marker is not None:
-            return [*self.flush(), marker]
-        text = self._decoder.feed(token)
-        return [text] if text else []
-
-    def flush(self) -> list[Lexeme]:
-        """What is left of an unfinished character, as U+FFFD."""
-        text = self._decoder.flush()
-        return [text] if text else []
+def marker_ids(vocabulary: Mapping[str, int]) -> dict[int, Marker]:
+    """The marker tokens that a vocabulary has; members of the family without reasoning lack two."""
+    return {vocabulary[marker.value]: marker for marker in Marker if marker.value in vocabulary}

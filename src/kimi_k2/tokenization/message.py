@@ -1,8 +1,9 @@
 """Parser of a whole assistant message, reasoning, content and tool calls at once: what servers and chat programs use.
 
     stream = MessageStream(tokenizer=tokenizer, tools=tools, prefilled=opens_reasoning(prompt))
+    decoder = tokenizer.incremental_decoder()
     for token in generated:
-        for delta in stream.feed_token(token):
+        for delta in stream.feed(decoder.feed(token), [token]):
             match delta:
                 case Reasoning(text) | Content(text): print(text, end="")
                 case ToolCallStart(index, id, name): ...
@@ -11,9 +12,9 @@
     last = stream.finish("length" if len(generated) == limit else "stop")
     stream.finish_reason  # stop, tool_calls or length
 
-Text instead of tokens goes to `feed`. The deltas put together are the same however the stream is cut, and the same as
-`parse_message` of the whole text. Time and memory are linear in the stream. `openai_delta(deltas)` makes the object
-that OpenAI's API streams, `collect(deltas)` the whole message.
+Without ids every spelling of a marker counts as one. The deltas put together are the same however the stream is cut,
+and the same as `parse_message` of the whole text. Time and memory are linear in the stream. `openai_delta(deltas)` is
+the object that OpenAI's API streams, `collect(deltas)` the whole message.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.deltas import AssistantMessage, Delta, Reasoning, collect, merged
 from kimi_k2.tokenization.erasing import MarkerEraser
-from kimi_k2.tokenization.lexer import Lexeme, TextLexer, TokenLexer
+from kimi_k2.tokenization.lexer import Lexeme, marker_ids
 from kimi_k2.tokenization.reasoning import ReasoningMachine
 from kimi_k2.tokenization.special_tokens import THINK
 from kimi_k2.tokenization.template import Segment
@@ -43,7 +45,7 @@ class MessageStream:
         tools: OpenAI-style definitions of the request's tools: no call is for another; None where nobody knows them.
         prefilled: the prompt ended with <think>; see `opens_reasoning`.
         after_reasoning: another parser has taken the reasoning; the text is what follows it.
-        tokenizer: needed by `feed_token` only.
+        tokenizer: of the ids that `feed` is given; None where it is given text alone.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class MessageStream:
         after_reasoning: bool = False,
         tokenizer: KimiTokenizer | None = None,
     ) -> None:
-        self._text = TextLexer()
-        self._tokens = TokenLexer(tokenizer) if tokenizer is not None else None
+        self._tokenizer = tokenizer
+        special, decode = ({}, str) if tokenizer is None else (tokenizer.special_tokens, tokenizer.decode)
+        self._lexer = AlignedLexer(marker_ids(special), decode)
         self._reasoning = ReasoningMachine(prefilled=prefilled, over=after_reasoning)
         self._calls = ToolCallMachine(tools)
-        self._eraser, self._is_text = MarkerEraser(), False
+        self._eraser = MarkerEraser()
         self._finish_reason: FinishReason | None = None
 
     @property
@@ -66,24 +69,19 @@ class MessageStream:
         """OpenAI's reason for the end of the message; None before `finish`."""
         return self._finish_reason
 
-    def feed(self, text: str) -> list[Delta]:
-        """What this text adds; a marker spelled out in it counts as the marker."""
-        self._unfinished()
-        self._is_text = True
-        return merged(self._eraser.push(self._push(self._text.feed(text))))
+    def feed(self, text: str, ids: Sequence[int] = ()) -> list[Delta]:
+        """What this text adds, and the ids of it; without any a marker spelled out in it counts as the marker.
 
-    def feed_token(self, token: int) -> list[Delta]:
-        """What this token adds; only special tokens count as markers. One that ends a turn would be text.
-
-        Raises:
-            TokenizerError: the id is outside the vocabulary, or the stream was made without a tokenizer.
+        Args:
+            text: may lag behind the ids, where a character is cut.
+            ids: one that ends a turn would be text.
         """
         self._unfinished()
-        if self._tokens is None:
-            raise TokenizerError("feed_token needs a MessageStream made with a tokenizer")
-        text_deltas = [*self._eraser.push(self._push(self._text.flush())), *self._eraser.finish()]
-        self._is_text = False
-        return merged([*text_deltas, *self._push(self._tokens.feed(token))])
+        if ids and self._tokenizer is None:
+            raise TokenizerError("ids need a MessageStream made with a tokenizer")
+        self._lexer.feed(text, ids)
+        deltas = self._push(self._lexer.lexemes())
+        return merged(deltas if self._lexer.has_ids else self._eraser.push(deltas))
 
     def finish(self, reason: Literal["stop", "length"] | None = None) -> list[Delta]:
         """What was held back, at the end of the message.
@@ -95,13 +93,11 @@ class MessageStream:
         self._unfinished()
         if reason not in (None, "stop", "length"):
             raise TokenizerError(f"reason: expected stop, length or None, got {reason!r}")
-        text_deltas = [*self._eraser.push(self._push(self._text.flush()))]
-        last = [*self._push(self._tokens.flush() if self._tokens else []), *self._through(self._reasoning.finish())]
+        last = [*self._push(self._lexer.flush()), *self._through(self._reasoning.finish())]
         cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
         last += self._calls.finish()
-        last = [*text_deltas, *(self._eraser.push(last) if self._is_text else last), *self._eraser.finish()]
         self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
-        return merged(last)
+        return merged(last if self._lexer.has_ids else [*self._eraser.push(last), *self._eraser.finish()])
 
     def _unfinished(self) -> None:
         if self._finish_reason is not None:

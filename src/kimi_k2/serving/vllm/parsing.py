@@ -8,13 +8,8 @@ from typing import Any
 
 from kimi_k2.serving.vllm.adapter import EventType, ParserEngine, ParserEngineConfig, ParserState, Transition
 from kimi_k2.tokenization.aligned import AlignedLexer
-from kimi_k2.tokenization.lexer import Marker
+from kimi_k2.tokenization.lexer import Marker, marker_ids
 from kimi_k2.tokenization.special_tokens import IM_MIDDLE
-
-
-def marker_ids(vocabulary: Mapping[str, int]) -> dict[int, Marker]:
-    """The marker tokens that a vocabulary has; members of the family without reasoning lack two."""
-    return {vocabulary[marker.value]: marker for marker in Marker if marker.value in vocabulary}
 
 
 class ReasoningEnds(ParserEngine):  # type: ignore[misc]  # vLLM has no types for mypy here

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kimi_k2.serving.vllm.adapter import DeltaMessage, ParserEngineReasoningAdapter
-from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer, marker_ids
+from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.deltas import Reasoning
-from kimi_k2.tokenization.lexer import Lexeme, Marker
+from kimi_k2.tokenization.lexer import Lexeme, Marker, marker_ids
 from kimi_k2.tokenization.reasoning import ReasoningMachine
 from kimi_k2.tokenization.special_tokens import IM_MIDDLE, THINK, THINK_END
 
