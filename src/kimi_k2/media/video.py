@@ -18,6 +18,14 @@ from kimi_k2.media.image import read_bounded
 from kimi_k2.media.patches import Media, chunks_of, grid_of, to_patches
 from kimi_k2.vision_config import Grid
 
+# No protocol: a container in memory cannot make FFmpeg open anything else. By its own guess FFmpeg would also take
+# playlists and scripts, which open other files and addresses.
+_BOUNDS = {
+    "protocol_whitelist": "",
+    "enable_drefs": "0",
+    "format_whitelist": "mov,matroska,avi,gif,flv,mpegts",
+}
+
 
 def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None = None) -> list[Media]:
     """A video's chunks.
@@ -32,11 +40,10 @@ def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None
         raise MediaError("videos need PyAV: pip install 'kimi-k2[video]'", file=name) from None
     name = name or (str(source) if isinstance(source, Path) else None)
     data = read_bounded(source) if isinstance(source, Path) else source
-    kind = _container(data, name)
     try:
-        total, fps = _counted(av, data, kind, name)
+        total, fps = _counted(av, data, name)
         indices = sampled_indices(total, fps, config)
-        return chunked(_decoded(av, data, kind, indices, name), indices, fps, config, name)
+        return chunked(_decoded(av, data, indices, name), indices, fps, config, name)
     except MediaError:
         raise
     except (av.FFmpegError, ValueError, OSError, MemoryError, OverflowError, EOFError) as error:
@@ -90,37 +97,20 @@ def _check_tokens(size: tuple[int, int], frames: int, config: MediaConfig, name:
         raise MediaError(f"{frames} sampled frames need {tokens} tokens; at most {MEDIA_TOKENS} are taken", file=name)
 
 
-def _container(data: bytes, name: str | None) -> str:
-    """FFmpeg's name of the container, by its first bytes.
-
-    FFmpeg's own guess would also take playlists and scripts, which open other files and addresses.
-    """
-    if data[4:8] == b"ftyp" or data[4:8] in (b"moov", b"mdat", b"wide", b"free", b"skip"):
-        return "mov"
-    if data[:4] == b"\x1a\x45\xdf\xa3":
-        return "matroska"
-    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
-        return "avi"
-    if data[:6] in (b"GIF87a", b"GIF89a"):
-        return "gif"
-    if data[:3] == b"FLV":
-        return "flv"
-    if data[:1] == b"\x47" and data[188:189] == b"\x47":
-        return "mpegts"
-    raise MediaError("no video of a kind that is read (MP4, MOV, WebM, Matroska, AVI, GIF, FLV, MPEG-TS)", file=name)
-
-
-def _open(av: Any, data: bytes, kind: str, name: str | None) -> Any:
-    # From memory, and no protocol allowed: a container cannot make FFmpeg open anything else.
-    container = av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": "", "enable_drefs": "0"})
+def _open(av: Any, data: bytes, name: str | None) -> Any:
+    try:
+        container = av.open(io.BytesIO(data), options=_BOUNDS)
+    except av.FFmpegError as error:
+        kinds = "MP4, MOV, WebM, Matroska, AVI, GIF, FLV, MPEG-TS"
+        raise MediaError(f"damaged, or no video of a kind that is read ({kinds}): {error}", file=name) from None
     if not container.streams.video:
         raise MediaError("has no video stream", file=name)
     return container
 
 
-def _counted(av: Any, data: bytes, kind: str, name: str | None) -> tuple[int, float]:
+def _counted(av: Any, data: bytes, name: str | None) -> tuple[int, float]:
     """Number of frames and frames a second, without decoding."""
-    with _open(av, data, kind, name) as container:
+    with _open(av, data, name) as container:
         stream = container.streams.video[0]
         rate = stream.average_rate or stream.guessed_rate
         if not rate or not 0 < float(rate) <= 1000:
@@ -143,12 +133,10 @@ def _packets(container: Any, stream: Any, name: str | None) -> Iterator[Any]:
         yield packet
 
 
-def _decoded(
-    av: Any, data: bytes, kind: str, indices: Sequence[int], name: str | None
-) -> Iterator[tuple[int, Image.Image]]:
+def _decoded(av: Any, data: bytes, indices: Sequence[int], name: str | None) -> Iterator[tuple[int, Image.Image]]:
     """The frames of these ascending indices, upright, as RGB."""
     wanted, last = set(indices), indices[-1]
-    with _open(av, data, kind, name) as container:
+    with _open(av, data, name) as container:
         stream = container.streams.video[0]
         # One thread: same frames, and no lock of FFmpeg's workers against Python's.
         stream.codec_context.thread_count = 1
