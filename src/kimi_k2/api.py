@@ -33,7 +33,7 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.engine.vision import VisionEncoder
 from kimi_k2.errors import ConfigError, GenerationError, MediaError
 from kimi_k2.media.patches import Media
-from kimi_k2.media.prompt import MediaProcessor, media_parts
+from kimi_k2.media.prompt import MediaProcessor, MediaPrompt, media_parts
 from kimi_k2.model.cache import kv_cache_dtype as cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.turns import TIMEOUT
@@ -460,11 +460,11 @@ class KimiK2:
             if self.media_reader is None:
                 raise MediaError("this backend takes text only")
             rendered = self.media_reader.processor(messages, **options)
-            reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(rendered.segments)}
-            return Prompt(rendered.ids, reply, rendered.media)
-        segments = self.tokenizer.render_segments(messages, **options)
-        reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(segments)}
-        return Prompt(self.tokenizer.encode_segments(segments), reply)
+        else:
+            segments = self.tokenizer.render_segments(messages, **options)
+            rendered = MediaPrompt(self.tokenizer.encode_segments(segments), (), tuple(segments))
+        reply = {"tools": options.get("tools"), "prefilled": opens_reasoning(rendered.segments)}
+        return Prompt(rendered.ids, reply, rendered.media)
 
     def bare(self, text: str) -> Prompt:
         """Text as it is, without the chat template."""

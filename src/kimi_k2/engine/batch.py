@@ -110,11 +110,12 @@ class PagedCache(LatentCache):
 
     def update(self, layer: int, entries: Tensor, positions: Tensor, length: int) -> Tensor:
         """As LatentCache's; of several pages a sequence what is returned is a copy."""
-        if self.pages is None:
-            return super().update(layer, entries, positions, length)
-        slots = chunk_slots(positions, self.block_table, self.page)
-        store_slots(self.data[layer], entries.flatten(0, 1), slots.flatten())
-        return gather_pages(self.data[layer], self.block_table, length)
+        return self.stored(self.data[layer], entries, positions, length)
+
+    def stored(self, data: Tensor, entries: Tensor, positions: Tensor, length: int) -> Tensor:
+        """`update` of a layer's `data` [N, page, width] that lies in the pages of this cache."""
+        store_slots(data, entries.flatten(0, 1), chunk_slots(positions, self.block_table, self.page).flatten())
+        return data[:, :length] if self.pages is None else gather_pages(data, self.block_table, length)
 
 
 def new_cache(

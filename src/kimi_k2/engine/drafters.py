@@ -18,7 +18,6 @@ from kimi_k2.engine.graphs import Captured, Recorder
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.engine.sampler import Proposal
 from kimi_k2.model.cache import LatentCache
-from kimi_k2.ops.mla import chunk_slots, gather_pages, store_slots
 
 # Tokens that must agree: as many as there are of these, the most first.
 MOST, LEAST = 4, 1
@@ -135,9 +134,7 @@ class DraftCache(LatentCache):
 
     def update(self, layer: int, entries: Tensor, positions: Tensor, length: int) -> Tensor:
         """As LatentCache's."""
-        table, page = self.target.block_table, self.target.page
-        store_slots(self.data, entries.flatten(0, 1), chunk_slots(positions, table, page).flatten())
-        return self.data[:, :length] if self.target.pages is None else gather_pages(self.data, table, length)
+        return self.target.stored(self.data, entries, positions, length)
 
 
 class HeadDrafter:

@@ -24,7 +24,7 @@ from kimi_k2.engine.drafters import Drafter
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone
 from kimi_k2.engine.prompt_step import Media, PromptStep
 from kimi_k2.engine.sampler import Sampler, SamplingParams, Step, Steps, check_finite
-from kimi_k2.engine.speculate import PromptReader, speculative_steps
+from kimi_k2.engine.speculate import PromptReader, ended, speculative_steps
 from kimi_k2.engine.vision import MediaRows
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.cache import LatentCache
@@ -238,9 +238,9 @@ class Generator:
     def _close(self) -> None:
         if self.prompt is not None:
             self.prompt.close()
-        for one in (self.drafter, self._step):
-            if one is not None:
-                one.close()
+        for user in (self.drafter, self._step):
+            if user is not None:
+                user.close()
         self._step = self.prompt = None
 
     def stream(
@@ -379,12 +379,10 @@ def token_steps(
             tuple(value if alive else None for value, alive in zip(values, running, strict=True)),
             time.perf_counter() - start,
         )
-        if not params.ignore_eos and any(value in params.eos_token_ids for value in values):
-            running = [
-                alive and value not in params.eos_token_ids for value, alive in zip(values, running, strict=True)
-            ]
+        going_on = [alive and not ended([value], params) for value, alive in zip(values, running, strict=True)]
+        if going_on != running:
             # An ended sequence stays where it is: its row goes on being computed, and is ignored.
-            moves = torch.tensor(running, device=tokens.device)
+            running, moves = going_on, torch.tensor(going_on, device=tokens.device)
         if not any(running):
             return
 

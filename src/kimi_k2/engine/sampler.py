@@ -154,6 +154,7 @@ class Sampler:
 
     Attributes:
         logprobs: of the last step, a sequence each; empty unless `params.logprobs` asks for them.
+        reply_lengths: tokens that were chosen of each sequence.
     """
 
     def __init__(self, params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
@@ -161,7 +162,7 @@ class Sampler:
         self.generators = [random.Random(params.seed + i) for i in range(len(prompts))]
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self._prompts, self._counts = prompts, torch.empty(0)
-        self._made = [0] * len(prompts)  # tokens of each sequence
+        self.reply_lengths = [0] * len(prompts)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [B, vocab_size] to token ids int64 [B].
@@ -179,7 +180,7 @@ class Sampler:
             tokens = draw(self.probabilities(penalized.float()), uniform.to(logits.device))
         if self.params.penalizes:
             self._counts.scatter_add_(1, tokens[:, None], torch.ones_like(self._counts[:, :1]))
-        self._made = [made + 1 for made in self._made]
+        self.reply_lengths = [length + 1 for length in self.reply_lengths]
         if self.params.logprobs is not None:
             self.logprobs = token_logprobs(logits, tokens, self.params.logprobs)
         return tokens
@@ -191,20 +192,20 @@ class Sampler:
             logits: [B, K + 1, vocab_size].
             drafted: int64 [B, K].
         """
-        if not self.params.penalizes and min(self._made) >= self.params.min_tokens:
+        if not self.params.penalizes and min(self.reply_lengths) >= self.params.min_tokens:
             return logits
-        made = [self._processed(logits[:, 0])]
+        processed = [self._processed(logits[:, 0])]
         counts = self._counts.clone()
         for position in range(drafted.shape[1]):
             if self.params.penalizes:
                 self._counts.scatter_add_(1, drafted[:, position, None], torch.ones_like(counts[:, :1]))
-            made.append(self._processed(logits[:, position + 1], position + 1))
+            processed.append(self._processed(logits[:, position + 1], position + 1))
         self._counts = counts
-        return torch.stack(made, dim=1)
+        return torch.stack(processed, dim=1)
 
     def count(self, taken: Sequence[Sequence[int]]) -> None:
         """Take note of tokens of each sequence that were chosen elsewhere."""
-        self._made = [made + len(tokens) for made, tokens in zip(self._made, taken, strict=True)]
+        self.reply_lengths = [length + len(own) for length, own in zip(self.reply_lengths, taken, strict=True)]
         if self.params.penalizes:
             for row, tokens in zip(self._counts, taken, strict=True):
                 for token in tokens:
@@ -214,7 +215,7 @@ class Sampler:
         """Logits [B, vocab_size] with penalties, and without end tokens where a sequence has fewer than min_tokens."""
         params = self.params
         logits = self._penalized(logits) if params.penalizes else logits
-        early = [made + ahead < params.min_tokens for made in self._made]
+        early = [length + ahead < params.min_tokens for length in self.reply_lengths]
         if not any(early) or params.ignore_eos:
             return logits
         ends = torch.zeros(logits.shape[1], dtype=torch.bool)

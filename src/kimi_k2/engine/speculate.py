@@ -85,7 +85,7 @@ def speculative_steps(
     began = time.perf_counter()
     first, aux = begin()
     new = [[token] for token in first.tolist()]
-    yield Step(tuple(own[0] for own in new), time.perf_counter() - began, sampler.logprobs)
+    yield from steps_of(new, time.perf_counter() - began, [sampler.logprobs])
     sequences = _Sequences(prompts, sampler, verifies, drafter, stats, new, aux, first.device)
     while any(sequences.running):
         most = length.choose(sum(sequences.running))
@@ -120,14 +120,16 @@ class _Sequences:
 
     def __post_init__(self) -> None:
         self.starts = [len(prompt) - 1 for prompt in self.prompts]
-        self.counts, self.running = [0] * len(self.new), [True] * len(self.new)
-        for row, tokens in enumerate(self.new):
-            self._took(row, tokens)
+        self.running = [True] * len(self.new)
+        self._stop(self.new)
 
-    def _took(self, row: int, tokens: list[int]) -> None:
-        self.counts[row] += len(tokens)
-        params = self.sampler.params
-        self.running[row] = self.counts[row] < params.max_new_tokens and not ended(tokens, params)
+    def _stop(self, taken: Sequence[Sequence[int]]) -> None:
+        """End sequences whose last tokens, which the sampler has counted, end them, or are the last that are wanted."""
+        params, counts = self.sampler.params, self.sampler.reply_lengths
+        self.running = [
+            alive and count < params.max_new_tokens and not ended(own, params)
+            for alive, count, own in zip(self.running, counts, taken, strict=True)
+        ]
 
     def _hold(self) -> None:
         """Keep the last step's hidden states, which the next one overwrites, for the drafter."""
@@ -138,9 +140,9 @@ class _Sequences:
 
     def plain(self) -> Step:
         """A token a sequence, from the last step's where they lie."""
-        began, running = time.perf_counter(), self.running
+        began = time.perf_counter()
         if self.following is None:
-            sequences = list(zip(self.new, self.starts, running, strict=True))
+            sequences = list(zip(self.new, self.starts, self.running, strict=True))
             tokens = torch.tensor([[own[-1] if alive else 0] for own, _, alive in sequences]).to(self.device)
             at = torch.tensor([[start + len(own) if alive else -1] for own, start, alive in sequences]).to(self.device)
             self.following = tokens, at
@@ -148,24 +150,23 @@ class _Sequences:
         tokens, at = self.following
         logits, self.aux = self.verifies(tokens, at)
         tokens, at = self.sampler(logits[:, 0]), torch.where(at < 0, at, at + 1)
-        taken = [token if alive else None for token, alive in zip(tokens.tolist(), running, strict=True)]
-        for row, token in enumerate(taken):
-            if token is not None:
-                self.new[row].append(token)
-                self._took(row, [token])
-                if not running[row]:
-                    at[row] = -1
-        count = len(taken) - taken.count(None)
+        taken = [[token] if alive else [] for token, alive in zip(tokens.tolist(), self.running, strict=True)]
+        self._stop(taken)
+        for row, own in enumerate(taken):
+            self.new[row] += own
+            if own and not self.running[row]:
+                at[row] = -1
+        count = sum(map(len, taken))
         self.stats.steps += count
         self.stats.tokens += count
         self.behind += 1
         self.following = tokens[:, None], at
-        return Step(tuple(taken), time.perf_counter() - began, self.sampler.logprobs)
+        return next(steps_of(taken, time.perf_counter() - began, [self.sampler.logprobs]))
 
     def drafted(self, most: int, length: DraftLength) -> Iterator[Step]:
         """A verification of at most so many tokens."""
         began, sampler, running = time.perf_counter(), self.sampler, self.running
-        room = [sampler.params.max_new_tokens - 1 - count for count in self.counts]
+        room = [sampler.params.max_new_tokens - 1 - count for count in sampler.reply_lengths]
         wanted = [min(most, left) if alive else 0 for left, alive in zip(room, running, strict=True)]
         kept = [own if alive else [] for own, alive in zip(self.new, running, strict=True)]
         aux = self.aux
@@ -186,9 +187,9 @@ class _Sequences:
                 length.observe(count, len(verified) - 1)
                 taken[row] = up_to_end(verified, sampler.params)
                 self.stats.add(count, len(verified) - 1, len(taken[row]))
-                self._took(row, taken[row])
         _warn(self.drafter, self.stats)
         sampler.count(taken)
+        self._stop(taken)
         self.new, self.behind, self.following = taken, int(len(columns) == 1), None
         yield from steps_of(taken, time.perf_counter() - began, _logprobs(logits, taken, sampler.params.logprobs))
 
