@@ -239,22 +239,14 @@ def test_what_was_drafted_before_counts(setting: dict[str, Any]) -> None:
     assert run(Oracle([[*own, *[1] * 24] for own in wanted]), 4) == wanted
 
 
-def processed(logits: np.ndarray[Any, Any], said: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
-    """Probabilities in float64 after penalties, temperature, top-k and top-p, written by hand."""
-    logits = logits.astype(np.float64).copy()
-    for token in {0, *said}:  # the prompt is token 0
-        logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
-    for token, count in Counter(said).items():
-        logits[token] -= params.frequency_penalty * count + params.presence_penalty
-    logits /= params.temperature
-    if params.top_k:
-        logits[logits < np.sort(logits)[-params.top_k]] = -np.inf
-    chances = np.exp(logits - logits.max())
-    chances /= chances.sum()
-    order = np.argsort(-chances)
-    before = np.cumsum(chances[order]) - chances[order]
-    chances[order[before >= params.top_p]] = 0
-    return chances / chances.sum()  # type: ignore[no-any-return]
+def chances(logits: Tensor, replies: list[list[int]], params: SamplingParams) -> np.ndarray[Any, Any]:
+    """Probabilities of each row behind a reply to token 0, as `test_defaults.py` holds them to transformers'."""
+    sampler = Sampler(params, [[0]] * len(replies))
+    nothing = torch.zeros(len(replies), 0, dtype=torch.int64)
+    sampler.along(logits[:, None], nothing)  # so that tokens are counted from the first
+    sampler.count(replies)
+    found = sampler.probabilities(sampler.along(logits[:, None], nothing)[:, 0].double())
+    return (found / found.sum(dim=-1, keepdim=True)).numpy()
 
 
 SETTINGS = [
@@ -288,14 +280,13 @@ def chi_square(observed: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [*((Table, setting) for setting in SETTINGS), (Certain, SETTINGS[3])],
-    ids=lambda one: one.__name__ if isinstance(one, type) else "-".join(one),
+    ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(value),
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sampled_pairs_have_the_targets_distribution(kind: type[Table], setting: dict[str, Any], seed: int) -> None:
     """Tokens two and three of a reply, which a draft of two was verified for; and acceptance as the formula has it."""
     table, batch = kind(seed), min(500, DRAWS)
     params = SamplingParams(max_new_tokens=4, **setting)
-    logits = table.target.numpy()
     found: Counter[tuple[int, ...]] = Counter()
     accepted, first = list[int](), 7
     for number in range(-(-DRAWS // batch)):
@@ -313,17 +304,17 @@ def test_sampled_pairs_have_the_targets_distribution(kind: type[Table], setting:
         found.update(tuple(reply[1:3]) for reply in replies_of(steps))
         accepted += noted.accepted[:batch]  # of the first verification
     count = sum(found.values())
-    one = processed(logits[first], [first], params)
-    expected = np.stack([one[a] * processed(logits[a], [first, a], params) for a in range(64)])
+    second = chances(table.target[first][None], [[first]], params)[0]
+    expected = second[:, None] * chances(table.target, [[first, token] for token in range(64)], params)
     observed = np.zeros_like(expected)
     for (a, b), times in found.items():
         observed[a, b] = times
     assert observed[expected == 0].sum() == 0
     assert chi_square(observed, expected * count) > 1e-4
     own = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-    draft = processed(table.draft.numpy()[first], [], own)
-    chance = np.minimum(one, draft).sum() if kind is Table else one[table.draft[first].argmax()]
-    rate = sum(one > 0 for one in accepted) / count
+    draft = chances(table.draft[first][None], [[]], own)[0]
+    chance = np.minimum(second, draft).sum() if kind is Table else second[table.draft[first].argmax()]
+    rate = sum(kept > 0 for kept in accepted) / count
     assert abs(rate - chance) < 4.5 * np.sqrt(chance * (1 - chance) / count) + 1e-9
 
 

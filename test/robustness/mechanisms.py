@@ -1,28 +1,28 @@
-"""Drawn damage by mechanism: a member of a file's JSON or header, or bytes anywhere.
-
-A seed draws one checkpoint's fault together with what each command must make of it.
-"""
+"""Drawn damage: of an even seed a member of a file's JSON or header, of an odd one bytes anywhere."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from damage import CONFIG, INDEX, Kind, header, own, rewritten
+from damage import CONFIG, INDEX, Kind, edited, header, rewritten
 
 FILES = (CONFIG, INDEX, "tokenizer_config.json", "generation_config.json")
 OTHERS = ("tiktoken.model", "chat_template.jinja")
 
 
 def drawn(seed: int, directory: Path) -> Kind:
-    """The fault of a seed, for a checkpoint that is like the one in `directory`."""
-    mechanism = MECHANISMS[seed % len(MECHANISMS)]
-    shards = sorted(path.name for path in directory.glob("*.safetensors"))
-    kind = _MAKERS[mechanism](random.Random(seed), shards)
-    return replace(kind, name=f"{mechanism}: {kind.name}")
+    """The fault of a seed, for a checkpoint that is like the one in `directory`: a member, or bytes."""
+    draw, shards = random.Random(seed), sorted(path.name for path in directory.glob("*.safetensors"))
+    name = draw.choice([*FILES, *OTHERS, *shards] if seed % 2 else [*FILES, CONFIG, INDEX, shards[0], shards[-1]])
+
+    def edit(raw: Any) -> None:
+        _anywhere(raw, random.Random(seed))
+
+    member = header(edit, name) if name in shards else rewritten(name, edit)
+    damage = edited(name, lambda data: _scribbled(data, random.Random(seed))) if seed % 2 else member
+    return Kind(f"{name} {seed}", "", damage, "", None)
 
 
 JUNK: list[Any] = [
@@ -32,17 +32,6 @@ JUNK: list[Any] = [
     "../model.safetensors", "/dev/zero", ".", "..", "a/b.safetensors", "\ud800.safetensors", "*.safetensors",
     "https://huggingface.co/x.safetensors", "model-1-of-3.safetensors.partial", "tiktoken.model",
 ]  # fmt: skip
-
-
-def _member(draw: random.Random, shards: list[str]) -> Kind:
-    """A member of JSON or of a header at a drawn depth; whether that is wrong depends on which it is."""
-    name, seed = draw.choice([*FILES, CONFIG, INDEX, shards[0], shards[-1]]), draw.random()
-
-    def edit(raw: Any) -> None:
-        _anywhere(raw, random.Random(seed))
-
-    damage = header(edit, name) if name in shards else rewritten(name, edit)
-    return Kind(f"{name} {seed:.4f}", "", damage, "", None)
 
 
 def _anywhere(raw: Any, draw: random.Random) -> None:
@@ -68,22 +57,11 @@ def _anywhere(raw: Any, draw: random.Random) -> None:
         holder[key] = draw.choice(JUNK)
 
 
-def _bytes(draw: random.Random, shards: list[str]) -> Kind:
-    """Bytes anywhere in a file."""
-    name, seed = draw.choice([*FILES, *OTHERS, *shards]), draw.random()
-
-    def damage(directory: Path) -> None:
-        path, draw = own(directory / name), random.Random(seed)
-        data = bytearray(path.read_bytes())
-        start = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 4000))
-        size = min(draw.choice([1, 1, 8, 100, 5000]), len(data) - start)
-        put = draw.choice([bytes([data[start] ^ 1 << draw.randrange(8)]), bytes(size), b"", draw.randbytes(size)])
-        end = draw.choice([start, start + len(put), start + size, len(data)])
-        data[start:end] = put
-        path.write_bytes(data)
-
-    return Kind(f"{name} {seed:.4f}", "", damage, "", None)
-
-
-_MAKERS: dict[str, Callable[[random.Random, list[str]], Kind]] = {"member": _member, "bytes": _bytes}
-MECHANISMS = tuple(_MAKERS)
+def _scribbled(content: bytes, draw: random.Random) -> bytes:
+    """Bytes anywhere replaced, removed, or all behind them."""
+    data = bytearray(content)
+    start = draw.randrange(len(data) if draw.random() < 0.5 else min(len(data), 4000))
+    size = min(draw.choice([1, 1, 8, 100, 5000]), len(data) - start)
+    put = draw.choice([bytes([data[start] ^ 1 << draw.randrange(8)]), bytes(size), b"", draw.randbytes(size)])
+    data[start : draw.choice([start, start + len(put), start + size, len(data)])] = put
+    return bytes(data)

@@ -18,14 +18,14 @@ import kinds_of_text
 import kinds_of_tokenizers
 import pytest
 from damage import Kind, private_copy
-from mechanisms import MECHANISMS, drawn
+from mechanisms import drawn
 
 from kimi_k2.api import KimiK2
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
-SEEDS = len(MECHANISMS) * int(os.environ.get("KIMI_K2_DRAWS", "7"))
+SEEDS = 2 * int(os.environ.get("KIMI_K2_DRAWS", "7"))
 ALL = bool(os.environ.get("KIMI_K2_SLOW"))
 KINDS = [*kinds_of_text.kinds(), *kinds_of_shards.kinds(), *kinds_of_tokenizers.kinds()]
 # Of CPU, and of memory beyond the most that this process has held.
@@ -69,7 +69,7 @@ def test_a_kind(checkpoints: dict[str, Path], tmp_path: Path, kind: Kind) -> Non
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_mechanism(checkpoints: dict[str, Path], tmp_path: Path, seed: int) -> None:
-    base = checkpoints[("fp8", "thinking", "bf16", "k2.5")[seed // len(MECHANISMS) % 4]]
+    base = checkpoints[("fp8", "thinking", "bf16", "k2.5")[seed // 2 % 4]]
     kind = drawn(seed, base)
     directory = private_copy(base, tmp_path / "checkpoint")
     kind.damage(directory)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kimi_k2.engine.sampler import TokenLogprobs
 from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
 from kimi_k2.tokenization.message import FinishReason, MessageStream
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
-
-
-@dataclass
-class _Piece:
-    """Tokens that together are whole characters."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    early: bool = False  # of the tokens that min_tokens asks for
 
 
 class Reply:
@@ -57,7 +47,7 @@ class Reply:
         self._decoder = tokenizer.incremental_decoder()
         self._end_ids, self._stop, self._min_tokens = end_ids, tuple(stop), min_tokens
         self._parser = MessageStream(tools=tools or (), prefilled=prefilled, tokenizer=tokenizer) if parse else None
-        self._held = [_Piece()]  # may begin a stop string; the last piece may be part of a character
+        self._held, self._early = "", 0  # may begin a stop string; how much of it is of the first min_tokens
         self._deltas: list[Delta] = []
 
     @property
@@ -72,58 +62,36 @@ class Reply:
         self.tokens += 1
         if token in self._end_ids:
             return self._end("stop")
-        self._held[-1].tokens.append(token)
-        return self._take(self._decoder.feed(token))
+        return self._take(self._decoder.feed(token), [token])
 
     def finish(self) -> list[Delta]:
         """What was held back, when the limit of tokens ended the sequence."""
         return [] if self.finish_reason is not None else self._end("length")
 
-    def _take(self, text: str) -> list[Delta]:
+    def _take(self, text: str, ids: Sequence[int] = ()) -> list[Delta]:
         """Pass on what can no longer be part of a stop string; end at one."""
-        if not text:
-            return []
-        self._held[-1].text, self._held[-1].early = text, self.tokens <= self._min_tokens
-        self._held.append(_Piece())
-        pending = "".join(piece.text for piece in self._held)
+        self._held += text
+        if self.tokens <= self._min_tokens:
+            self._early = len(self._held)
         # One that is whole within the early tokens ends nothing.
-        early = sum(len(piece.text) for piece in self._held if piece.early)
-        starts = [(stop, max(0, early - len(stop) + 1)) for stop in self._stop]
-        stops = [found for stop, start in starts if (found := pending.find(stop, start)) >= 0]
+        starts = [(stop, max(0, self._early - len(stop) + 1)) for stop in self._stop]
+        stops = [found for stop, start in starts if (found := self._held.find(stop, start)) >= 0]
         if stops:
-            deltas = self._pass_on(min(stops))
-            self._held = [_Piece()]
-            return deltas + self._close("stop")
-        return self._pass_on(self._ready(pending), whole_pieces=True)
+            return self._pass_on(min(stops), ids) + self._close("stop")
+        return self._pass_on(self._ready(), ids)
 
-    def _ready(self, text: str) -> int:
+    def _ready(self) -> int:
         """How much of the held text begins no stop string, whatever follows."""
-        longest = max(map(len, self._stop), default=1) - 1
-        starts = range(max(0, len(text) - longest), len(text))
-        rests = ((start, text[start:]) for start in starts)
-        return next(
-            (start for start, rest in rests if any(stop.startswith(rest) and stop != rest for stop in self._stop)),
-            len(text),
-        )
+        length = len(self._held)
+        starts = range(max(0, length - max(map(len, self._stop), default=1) + 1), length)
+        return next((at for at in starts if any(stop.startswith(self._held[at:]) for stop in self._stop)), length)
 
-    def _pass_on(self, length: int, *, whole_pieces: bool = False) -> list[Delta]:
-        """The deltas of the held text's first `length` characters; a piece that is cut counts as plain text."""
-        deltas: list[Delta] = []
-        while len(self._held) > 1 and length > 0:
-            piece = self._held[0]
-            if len(piece.text) > length:
-                if not whole_pieces:
-                    deltas += self._parsed([], piece.text[:length])
-                break
-            del self._held[0]
-            length -= len(piece.text)
-            deltas += self._parsed(piece.tokens, piece.text)
-        return deltas
-
-    def _parsed(self, tokens: Sequence[int], text: str) -> list[Delta]:
+    def _pass_on(self, length: int, ids: Sequence[int] = ()) -> list[Delta]:
+        """The deltas of the held text's first `length` characters; the rest may be of the same ids."""
+        text, self._held, self._early = self._held[:length], self._held[length:], max(0, self._early - length)
         self.text += text
         plain: list[Delta] = [Content(text)] if text else []
-        deltas = plain if self._parser is None else self._parser.feed(text, tokens)
+        deltas = plain if self._parser is None else self._parser.feed(text, ids)
         self._deltas += deltas
         return deltas
 
@@ -132,9 +100,7 @@ class Reply:
         deltas = self._take(self._decoder.flush())
         if self.finish_reason is not None:
             return deltas
-        for piece in self._held:
-            deltas += self._parsed(piece.tokens, piece.text)
-        return deltas + self._close(reason)
+        return deltas + self._pass_on(len(self._held)) + self._close(reason)
 
     def _close(self, reason: Literal["stop", "length"]) -> list[Delta]:
         self.finish_reason = reason
