@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -212,6 +212,19 @@ def read_data(
         return parse(data)
     except ValueError as reason:
         raise error(f"not valid {parse.__name__.removeprefix('parse_').upper()}: {reason}", file=path) from None
+
+
+def read_fields(path: Path, error: FileError, limit: int = JSON_BYTES) -> Mapping[str, Any]:
+    """The fields of a JSON object in a file that may be left out: none then. A link that leads nowhere is an error."""
+    if not is_there(path):
+        return {}
+    try:
+        raw = read_data(path, error, limit)
+    except FileNotFoundError:
+        raise error("a link to a file that is not there", file=path) from None
+    if not isinstance(raw, Mapping):
+        raise error(f"expected a JSON object, got {type(raw).__name__}", file=path)
+    return raw
 
 
 def open_output(path: Path, *, truncate: bool = False) -> int:

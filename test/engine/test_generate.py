@@ -75,6 +75,10 @@ def test_eos_ends_a_sequence_and_leaves_the_others_running(model: KimiK2ForCausa
                 ("frequency_penalty", -2.1),
                 ("min_tokens", -1),
                 ("max_new_tokens", 0),
+                ("max_new_tokens", 2.5),
+                ("top_k", True),
+                ("temperature", "0.6"),
+                ("ignore_eos", "no"),
             )
         ),
     ],

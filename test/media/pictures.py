@@ -62,4 +62,4 @@ def write_video(path: Path, frames: Frames, fps: int, codec: str = "mpeg4", **op
 def chunks_of_frames(frames: Sequence[Frames], fps: float, config: MediaConfig) -> list[Media]:
     """Of a video that is decoded already, as `process_video` makes them."""
     indices = sampled_indices(len(frames), fps, config)
-    return chunked(((each, Image.fromarray(frames[each])) for each in indices), indices, fps, config)
+    return chunked((Image.fromarray(frames[number]) for number in indices), indices, fps, config)

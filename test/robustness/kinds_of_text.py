@@ -91,7 +91,7 @@ FIELDS: list[tuple[str, object, str | None]] = [
 ]  # fmt: skip
 
 _WEIGHTS = "quantization_config/config_groups/group_0/weights"
-FP8: list[tuple[str, object, str]] = [
+FP8: list[tuple[str, object, str | None]] = [
     ("quantization_config", "fp8", "quantization_config"),
     ("quantization_config", {}, "quant_method"),
     ("quantization_config", None, "q_a_proj.weight"),
@@ -108,7 +108,7 @@ FP8: list[tuple[str, object, str]] = [
     ("quantization_config/fmt", "e5m2", "fmt"),
     ("quantization_config/activation_scheme", "magic", "activation_scheme"),
 ]
-INT4: list[tuple[str, object, str]] = [
+INT4: list[tuple[str, object, str | None]] = [
     (f"{_WEIGHTS}/num_bits", 8, "num_bits"),
     (f"{_WEIGHTS}/num_bits", DELETED, "num_bits"),
     (f"{_WEIGHTS}/group_size", 0, "group_size"),
@@ -187,11 +187,10 @@ def kinds() -> list[Kind]:
     """All of them."""
     found = [Kind(f"config.json: {way}", "fp8", damage, CONFIG) for way, damage in of_file(CONFIG).items()]
     found += [
-        Kind(f"config.json: {place} = {_short(content)}", "fp8", config(place, content), says or place.split("/")[-1])
-        for place, content, says in FIELDS
+        Kind(f"{base}: {place} = {_short(content)}", base, config(place, content), says or place.split("/")[-1])
+        for base, rows in (("fp8", [*FIELDS, *FP8]), ("thinking", INT4))
+        for place, content, says in rows
     ]
-    found += [Kind(f"fp8: {place} = {_short(new)}", "fp8", config(place, new), says) for place, new, says in FP8]
-    found += [Kind(f"int4: {place} = {_short(new)}", "thinking", config(place, new), says) for place, new, says in INT4]
     found.append(Kind("fp8 said of BF16", "bf16", config("quantization_config", {"quant_method": "fp8"}), "block_size"))
     # Without an index a lone model.safetensors is looked for: the directory is named.
     found += [Kind(f"index: {way}", "fp8", damage, "safetensors") for way, damage in of_file(INDEX).items()]

@@ -28,11 +28,6 @@ def pages_of(slots: int) -> int:
     return -(-slots // PAGE)
 
 
-def pages_pay(slots: Sequence[int]) -> bool:
-    """Whether sequences of so many slots take less than half the memory in pages. Otherwise one piece is simpler."""
-    return 2 * sum(map(pages_of, slots)) < len(slots) * pages_of(max(slots))
-
-
 class PagedCache(LatentCache):
     """`LatentCache` whose `data` is [layers, N, page, cache_dim]: N pages, of any sequence.
 
@@ -138,9 +133,10 @@ def new_cache(
         dtype: None is the model's `kv_cache_dtype`.
     """
     most = model.config.max_position_embeddings
-    longest, *rounded = (min(-(-one // multiple) * multiple, most) for one in (length, *(slots or ())))
-    rounded = rounded or [longest] * batch if paged else rounded
-    pages = sum(map(pages_of, rounded)) if rounded and (paged or pages_pay(rounded)) else None
+    longest, *rounded = (min(-(-count // multiple) * multiple, most) for count in (length, *(slots or ())))
+    rounded = rounded or [longest] * batch
+    total = sum(map(pages_of, rounded))
+    pages = total if paged or 2 * total < batch * pages_of(max(rounded)) else None
     device, dtype = model.lm_head.weight.device, dtype or model.kv_cache_dtype or model.dtype
     cache = PagedCache(model.config, batch, longest, pages, dtype=dtype, device=device)
     if slots is not None or paged:

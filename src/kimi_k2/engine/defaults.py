@@ -16,7 +16,7 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError, GenerationError, KimiK2Warning
-from kimi_k2.files import is_there, read_data
+from kimi_k2.files import is_there, read_fields
 
 NAME = "generation_config.json"
 # <|im_end|> of the real vocabulary ends a turn in every chat model of the family, whatever config.json says.
@@ -84,12 +84,11 @@ class GenerationDefaults:
             ConfigError: a field is not known, asks for what `generate` has not, or has a value that is none of its.
         """
         path = Path(directory) / NAME
-        there = is_there(path)
+        where = path if is_there(path) else path.with_name("config.json")
+        raw = read_fields(where, ConfigError)
         try:
-            raw = _of_file(path) if there else _of_config(Path(directory) / "config.json")
-            return cls._parse(raw, config, str(path))
+            return cls._parse(raw if where == path else _of_config(raw), config, str(path))
         except ConfigError as error:
-            where = path if there else path.with_name("config.json")
             raise ConfigError(error.message, field=error.field, file=where) from None
 
     @classmethod
@@ -182,19 +181,8 @@ def with_chosen(params: SamplingParams, chosen: Mapping[str, Any]) -> SamplingPa
     return params
 
 
-def _of_file(path: Path) -> Mapping[str, Any]:
-    try:
-        raw = read_data(path, ConfigError)
-    except FileNotFoundError:
-        raise ConfigError("a link to a file that is not there") from None
-    if not isinstance(raw, Mapping):
-        raise ConfigError("expected a JSON object")
-    return raw
-
-
-def _of_config(path: Path) -> Mapping[str, Any]:
+def _of_config(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of generation in config.json, which older files have; of the model and of generation is none."""
-    outer = read_data(path, ConfigError) if is_there(path) else {}
     merged = {**(outer.get("text_config") or {}), **outer}
     names = (_READ | set(_ONLY)) - {"eos_token_id"}
     return {name: value for name, value in merged.items() if name in names and value != _WRITTEN_BY_4.get(name)}

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
-from kimi_k2.config_fields import refuse_unknown
+from kimi_k2.config_fields import first_fault, refuse_unknown
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import is_there, read_data
+from kimi_k2.files import read_fields
 from kimi_k2.limits import MEDIA_TOKENS
 
 IMAGE_FILE = "preprocessor_config.json"
@@ -83,14 +83,11 @@ class MediaConfig(BaseModel):
         fields: dict[str, Any] = {}
         for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
             path = Path(directory) / name
-            if is_there(path):
-                fields |= _fields(read_data(path, ConfigError), limit, path)
+            fields |= _fields(read_fields(path, ConfigError), limit, path)
         try:
             config = cls.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = str(first["loc"][0])
-            raise ConfigError(f"{first['msg']}, got {first['input']!r}", field=field, file=directory) from None
+            raise first_fault(error, directory) from None
         for field in ("max_patches", "max_patches_a_frame", "max_side"):
             if getattr(config, field) > 4 * MEDIA_TOKENS:
                 raise ConfigError(f"expected at most {4 * MEDIA_TOKENS}", field=field, file=directory)
@@ -102,9 +99,7 @@ class MediaConfig(BaseModel):
         return published | _PUBLISHED_ONLY | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
-def _fields(raw: Any, limit: str, path: Path) -> dict[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"expected an object, got {type(raw).__name__}", file=path)
+def _fields(raw: Mapping[str, Any], limit: str, path: Path) -> dict[str, Any]:
     published = raw.get("media_proc_cfg", raw)
     if not isinstance(published, Mapping):
         raise ConfigError(f"expected an object, got {type(published).__name__}", field="media_proc_cfg", file=path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,14 +86,3 @@ def to_patches(image: Image.Image, max_patches: int, config: MediaConfig) -> tup
     rows, columns = outer[0] // patch, outer[1] // patch
     cut = canvas.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
     return Grid(1, rows, columns), torch.from_numpy(np.ascontiguousarray(cut).reshape(-1, 3, patch, patch))
-
-
-def chunks_of(frames: Sequence[tuple[float, Grid, Tensor]], config: MediaConfig) -> list[Media]:
-    """Frames of one size, each with its second, as chunks of a few frames that share their tokens."""
-    made = []
-    for start in range(0, len(frames), config.frames_a_chunk):
-        chunk = frames[start : start + config.frames_a_chunk]
-        seconds, grid, _ = chunk[0]
-        patches = torch.cat([part for _, _, part in chunk])
-        made.append(Media(grid._replace(frames=len(chunk)), patches, seconds))
-    return made

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from kimi_k2.errors import MediaError
 from kimi_k2.limits import FRAME_PIXELS, MEDIA_TOKENS, VIDEO_FRAMES, VIDEO_PIXELS
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import read_bounded
-from kimi_k2.media.patches import Media, chunks_of, grid_of, to_patches
+from kimi_k2.media.patches import Media, grid_of, to_patches
 from kimi_k2.vision_config import Grid
 
 # No protocol: a container in memory cannot make FFmpeg open anything else. By its own guess FFmpeg would also take
@@ -51,7 +53,7 @@ def process_video(source: Path | bytes, config: MediaConfig, *, name: str | None
 
 
 def chunked(
-    pictures: Iterable[tuple[int, Image.Image]],
+    pictures: Iterable[Image.Image],
     indices: Sequence[int],
     fps: float,
     config: MediaConfig,
@@ -60,24 +62,28 @@ def chunked(
     """A video's chunks.
 
     Args:
-        pictures: the frames that are taken, RGB, with their numbers.
-        indices: these numbers.
+        pictures: the frames that are taken, RGB.
+        indices: their numbers.
         fps: frames a second.
 
     Raises:
         MediaError: too many tokens, frames of several sizes, or fewer than expected.
     """
-    frames: list[tuple[float, Grid, Tensor]] = []
-    for number, picture in pictures:
+    frames: list[tuple[Grid, Tensor]] = []
+    for picture in pictures:
         if not frames:
             _check_tokens((picture.height, picture.width), len(indices), config, name)
             first = picture.size
         if picture.size != first:
             raise MediaError(f"changes its size from {first} to {picture.size}", file=name)
-        frames.append((number / fps, *to_patches(picture, config.max_patches_a_frame, config)))
+        frames.append(to_patches(picture, config.max_patches_a_frame, config))
     if len(frames) < len(indices):
         raise MediaError(f"ends before frame {indices[len(frames)]}: truncated or damaged", file=name)
-    return chunks_of(frames, config)
+    chunks = []
+    for start in range(0, len(frames), config.frames_a_chunk):
+        grids, patches = zip(*frames[start : start + config.frames_a_chunk], strict=True)
+        chunks.append(Media(grids[0]._replace(frames=len(grids)), torch.cat(patches), indices[start] / fps))
+    return chunks
 
 
 def sampled_indices(total: int, fps: float, config: MediaConfig) -> list[int]:
@@ -120,31 +126,24 @@ def _counted(av: Any, data: bytes, name: str | None) -> tuple[int, float]:
             raise MediaError(f"expected frames of 1 to {FRAME_PIXELS} pixels, got {size}", file=name)
         total = stream.frames
         if total <= 0:  # Matroska and transport streams do not say
-            total = sum(1 for packet in _packets(container, stream, name) if packet.size)
+            total = sum(packet.size > 0 for packet in islice(container.demux(stream), 2 * VIDEO_FRAMES))
         if not 0 < total <= VIDEO_FRAMES or total * size > VIDEO_PIXELS:
             raise MediaError(f"expected 1 to {min(VIDEO_FRAMES, VIDEO_PIXELS // size)} frames, got {total}", file=name)
         return total, float(rate)
 
 
-def _packets(container: Any, stream: Any, name: str | None) -> Iterator[Any]:
-    for number, packet in enumerate(container.demux(stream)):
-        if number > VIDEO_FRAMES:
-            raise MediaError(f"expected at most {VIDEO_FRAMES} frames", file=name)
-        yield packet
-
-
-def _decoded(av: Any, data: bytes, indices: Sequence[int], name: str | None) -> Iterator[tuple[int, Image.Image]]:
+def _decoded(av: Any, data: bytes, indices: Sequence[int], name: str | None) -> Iterator[Image.Image]:
     """The frames of these ascending indices, upright, as RGB."""
     wanted, last = set(indices), indices[-1]
     with _open(av, data, name) as container:
         stream = container.streams.video[0]
         # One thread: same frames, and no lock of FFmpeg's workers against Python's.
         stream.codec_context.thread_count = 1
-        for place, frame in enumerate(container.decode(stream)):
+        for number, frame in enumerate(container.decode(stream)):
             if frame.width * frame.height > FRAME_PIXELS:
                 raise MediaError(f"a frame of {frame.width} x {frame.height} pixels", file=name)
-            if place in wanted:
+            if number in wanted:
                 picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
-                yield place, picture.rotate(frame.rotation, expand=True) if frame.rotation else picture
-            if place >= last:
+                yield picture.rotate(frame.rotation, expand=True) if frame.rotation else picture
+            if number >= last:
                 return

@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError, TokenizerError
-from kimi_k2.files import is_there, read_data
+from kimi_k2.files import read_fields
 from kimi_k2.limits import TOKENIZER_BYTES
 from kimi_k2.tokenization.special_tokens import BOS, EOS, EOT, IM_END, PAD, special_tokens
 
@@ -65,7 +65,7 @@ class TokenizerConfig:
             TokenizerError: a file cannot be read, or a field is not known or asks for what is not done here.
         """
         path, beside = Path(directory) / CONFIG_NAME, Path(directory) / MAP_NAME
-        fields, mapped = (_read(one) for one in (path, beside))
+        fields, mapped = map(_read, (path, beside))
         names = _names(fields.get("added_tokens_decoder", {}), base, path)
         own = _variables(fields, path) | _lists(fields, path)
         others = _variables(mapped, beside) | _lists(mapped, beside)
@@ -89,14 +89,7 @@ class TokenizerConfig:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    if not is_there(path):
-        return {}
-    try:
-        raw = read_data(path, TokenizerError, TOKENIZER_BYTES)
-    except FileNotFoundError:
-        raise TokenizerError("a link to a file that is not there", file=path) from None
-    if not isinstance(raw, Mapping):
-        raise TokenizerError(f"expected a JSON object, got {type(raw).__name__}", file=path)
+    raw = read_fields(path, TokenizerError, TOKENIZER_BYTES)
     _check(raw, {*_LISTS, *filter(_is_variable, raw), *(_READ if path.name == CONFIG_NAME else ())}, path)
     return raw
 

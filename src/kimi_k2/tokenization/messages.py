@@ -174,7 +174,8 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
         if not isinstance(content, (list, tuple)):
             raise _error(index, "content", f"expected text or a list of parts, got {type(content).__name__}")
         for number, part in enumerate(content):
-            _check_part(part, index, f"content[{number}]")
+            if not isinstance(part, Mapping) or (part_kind(part) is None and not isinstance(part.get("text"), str)):
+                raise _error(index, f"content[{number}]", f"expected a part of text, image or video, got {shown(part)}")
     if message.get("name") is not None and not isinstance(message["name"], str):
         raise _error(index, "name", f"expected text, got {shown(message['name'])}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -208,13 +209,6 @@ def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
     if is_medium:
         return f"<{type(value).__name__}>"
     raise TokenizerError(f"{where}: expected JSON's text, numbers, lists and objects, got {type(value).__name__}")
-
-
-def _check_part(part: Any, index: int, where: str) -> None:
-    if not isinstance(part, Mapping):
-        raise _error(index, where, f"expected a part of text, image or video, got {type(part).__name__}")
-    if part_kind(part) is None and not isinstance(part.get("text"), str):
-        raise _error(index, where, f"expected a part of text, image or video, got type {shown(part.get('type'))}")
 
 
 def part_kind(part: Mapping[Any, Any]) -> str | None:

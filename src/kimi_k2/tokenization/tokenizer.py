@@ -63,7 +63,6 @@ class KimiTokenizer:
         self,
         ranks: dict[bytes, int],
         names: dict[str, int],
-        name: str = VOCABULARY_NAME,
         chat_template: ChatTemplate | None = None,
         choice: StyleChoice | None = None,
     ) -> None:
@@ -72,7 +71,7 @@ class KimiTokenizer:
         choice = choice or StyleChoice(ChatStyle.INSTRUCT, "no other was asked for")
         self.chat_style, self.style_reason = choice.style, choice.reason
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
-        self.encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=names)
+        self.encoding = tiktoken.Encoding(VOCABULARY_NAME, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=names)
         self.vocab_size = self.encoding.n_vocab
         self.bos_token_id, self.eos_token_id, self.pad_token_id = names[BOS], names[EOS], names[PAD]
         self.stop_token_ids = frozenset(names[token] for token in (IM_END, EOS, EOT))
