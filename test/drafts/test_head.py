@@ -90,11 +90,11 @@ def run(head: Eagle3Head, tokens: Tensor, hidden: Tensor, cut: int) -> tuple[Ten
     """All places, in two passes that part at `cut`."""
     cache, length = Plain(head.cache_dim, len(tokens), tokens.shape[1]), tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
-    made = [
-        head(tokens[:, part], hidden[:, part], positions[:, part], cache, part.stop)
-        for part in (slice(0, cut), slice(cut, length))
+    passes = [
+        head(tokens[:, columns], hidden[:, columns], positions[:, columns], cache, columns.stop)
+        for columns in (slice(0, cut), slice(cut, length))
     ]
-    normed, after = (torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+    normed, after = (torch.cat(pieces, dim=1) for pieces in zip(*passes, strict=True))
     return normed, after
 
 
@@ -158,21 +158,21 @@ def test_a_head_is_that_of_transformers_modules(
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, CONFIG.vocab_size, (2, 7), generator=generator)
     aux = torch.randn(2, 7, len(head.aux_layers) * CONFIG.hidden_size, generator=generator)
-    parts = aux.chunk(len(head.aux_layers), dim=-1)
+    states = aux.chunk(len(head.aux_layers), dim=-1)
     if config.fc_norm:
-        parts = tuple(
-            torch.nn.functional.rms_norm(part, part.shape[-1:], stored[f"fc_norm.{i}.weight"].float(), 1e-6)
-            for i, part in enumerate(parts)
+        states = tuple(
+            torch.nn.functional.rms_norm(state, state.shape[-1:], stored[f"fc_norm.{i}.weight"].float(), 1e-6)
+            for i, state in enumerate(states)
         )
-    hidden = torch.cat(parts, dim=-1) @ stored["fc.weight"].float().T
+    hidden = torch.cat(states, dim=-1) @ stored["fc.weight"].float().T
     torch.testing.assert_close(head.fuse(aux), hidden, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         fields = draft_fields(CONFIG, form, **changes)
         expected = reference(stored, config, fields, target.model.embed_tokens(tokens), hidden)
-    made = run(head, tokens, hidden, cut=4)
-    for mine, theirs in zip(made, expected, strict=True):
+    found = run(head, tokens, hidden, cut=4)
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
-    logits = head.logits(made[0])
+    logits = head.logits(found[0])
     torch.testing.assert_close(logits, expected[0] @ stored["lm_head.weight"].float().T, rtol=1e-4, atol=1e-4)
     assert head.to_target(torch.arange(96)).tolist() == stored["t2d"].nonzero().flatten().tolist()
 

@@ -55,7 +55,7 @@ def run(
     decode = DecodeStep(model, cache)
     rows = [prefill(model, prompts, cache, chunk, read=PromptStep(decode))]
     for step in range(STEPS):
-        tokens = torch.tensor([one[step] for one in following])
+        tokens = torch.tensor([tail[step] for tail in following])
         rows.append(decode(tokens, torch.tensor([len(prompt) + step for prompt in prompts])))
     return torch.stack(rows, dim=1)
 
@@ -79,17 +79,17 @@ def test_logits_do_not_depend_on_the_batch(
     for seed in range(DRAWN):
         rng = random.Random(seed)
         prompts, others = drawn(model, seed)
-        place = rng.randint(0, len(prompts))
+        row = rng.randint(0, len(prompts))
         chunk = rng.choice([None, 7, 16, 33])
         batch = run(
             model,
-            [*prompts[:place], prompt[0], *prompts[place:]],
-            [*others[:place], following[0], *others[place:]],
+            [*prompts[:row], prompt[0], *prompts[row:]],
+            [*others[:row], following[0], *others[row:]],
             chunk,
             rng.choice([0, 5]),
             paged=bool(seed % 2),
         )
-        assert torch.equal(batch[place], alone[0]), (seed, len(prompts), place, chunk)
+        assert torch.equal(batch[row], alone[0]), (seed, len(prompts), row, chunk)
 
 
 def test_the_normal_mode_does_depend_on_it(checkpoints: dict[str, Path]) -> None:
@@ -111,8 +111,8 @@ def test_two_models_of_different_modes(checkpoints: dict[str, Path]) -> None:
     turns = zip(*(Generator(model).stream(prompts, PARAMS) for model in models), strict=True)
     assert [list(steps) for steps in zip(*([s.logprobs for s in turn] for turn in turns), strict=True)] == wanted
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda model: [step.logprobs for step in Generator(model).stream(prompts, PARAMS)], models)
-        assert list(made) == wanted
+        found = pool.map(lambda model: [step.logprobs for step in Generator(model).stream(prompts, PARAMS)], models)
+        assert list(found) == wanted
     assert not registry.batch_invariant()
 
 

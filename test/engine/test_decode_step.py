@@ -62,8 +62,8 @@ def test_prompts_and_steps_agree_with_the_plain_model(
     for _ in range(3):
         found.append(step(ids[torch.arange(2), positions], positions))
         positions = positions + 1
-    for place, logits in enumerate(found, -1):
-        right = wanted[torch.arange(2), torch.tensor(lengths) + place]
+    for offset, logits in enumerate(found, -1):
+        right = wanted[torch.arange(2), torch.tensor(lengths) + offset]
         assert (logits - right).norm() / right.norm() < limit
     if pages is None:
         entries, right = (held.data[:, 0, :7] for held in (cache, plain))
@@ -84,11 +84,11 @@ def test_prompts_and_steps_agree_with_the_plain_model(
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of kernels, on a CPU that the table takes for a GPU: every entry takes everything and computes plainly."""
     registry.load_providers()
-    made: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
 
     def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            made[name] += 1
+            calls[name] += 1
             return plain(*arguments, **keywords)
 
         return call
@@ -98,7 +98,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             monkeypatch.setattr(entry, "takes", lambda *_, **__: True)
             monkeypatch.setattr(entry, "call", counted(f"{operation.name}={entry.name}", operation.plain.call))
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    return made
+    return calls
 
 
 def used() -> Counter[str]:

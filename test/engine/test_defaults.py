@@ -90,7 +90,7 @@ def theirs(ours: tuple[KimiK2, Path]) -> Any:
 def drawn(draw: random.Random, often: int) -> dict[str, Any]:
     def filled(value: Any) -> Any:
         if isinstance(value, list):
-            return [filled(one) for one in value]
+            return [filled(each) for each in value]
         return often if value == "often" else value
 
     names = draw.sample(list(FIELDS)[:MOST_DRAWN], draw.randint(1, 5))
@@ -145,12 +145,12 @@ def outcome(model: KimiK2, theirs: Any, directory: Path, often: int) -> str:
         return "refused"
     tokens, logits, scores = by_transformers(theirs, directory)
     if params.temperature == 0:
-        made = [token for step in model.generator.stream([PROMPT], params) for token in step.tokens]
-        assert made == tokens, fields
+        greedy = [token for step in model.generator.stream([PROMPT], params) for token in step.tokens]
+        assert greedy == tokens, fields
         assert reply is not None
         assert reply.tokens == len(tokens), fields
         return "greedy"
-    ends = [place for place, token in enumerate(tokens) if token in params.eos_token_ids]
+    ends = [position for position, token in enumerate(tokens) if token in params.eos_token_ids]
     assert len(tokens) == (ends[0] + 1 if ends else params.max_new_tokens), fields
     processed = Sampler(params, [PROMPT]).along(logits.float(), torch.tensor([tokens[:-1]], dtype=torch.int64))
     own = Sampler(params, [PROMPT]).probabilities(processed.flatten(0, 1))

@@ -48,7 +48,7 @@ def test_stop_strings_cut_where_the_first_of_them_begins(
     early, expected = len(tokenizer.decode(tokens[:least]).rstrip("\ufffd")), text
     for count in range(least + 1, len(tokens) + 1):
         so_far = tokenizer.decode(tokens[:count])
-        found = [place for one in stop if (place := so_far.find(one, max(0, early - len(one) + 1))) >= 0]
+        found = [at for string in stop if (at := so_far.find(string, max(0, early - len(string) + 1))) >= 0]
         if found:
             expected = text[: min(found)]
             break

@@ -57,8 +57,8 @@ def drawn(seed: int, count: int, vocabulary: int) -> list[list[int]]:
     rng = random.Random(seed)
     prompts = []
     for _ in range(count):
-        part = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 3, 17, 40, 70]))]
-        prompts.append(part * rng.choice([1, 2]))
+        pattern = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 3, 17, 40, 70]))]
+        prompts.append(pattern * rng.choice([1, 2]))
     return prompts
 
 

@@ -166,14 +166,14 @@ def seeing(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 def asked(folder: Path) -> list[list[dict[str, Any]] | str]:
     """Conversations with and without pictures, and bare texts."""
-    made: list[list[dict[str, Any]] | str] = ["Hello", "a b a b a b a b"]
+    questions: list[list[dict[str, Any]] | str] = ["Hello", "a b a b a b a b"]
     for number in range(3):
         picture = folder / f"{number}.png"
         Image.new("RGB", (56 + 28 * number, 56), (80 * number, 9, 200)).save(picture)
-        parts = [{"type": "image", "image": str(picture)}, {"type": "text", "text": "What is it?"}]
-        made.append([{"role": "user", "content": parts}])
-        made.append([{"role": "user", "content": f"Question {number}?"}])
-    return made
+        content = [{"type": "image", "image": str(picture)}, {"type": "text", "text": "What is it?"}]
+        questions.append([{"role": "user", "content": content}])
+        questions.append([{"role": "user", "content": f"Question {number}?"}])
+    return questions
 
 
 def odd(value: Any) -> Any:

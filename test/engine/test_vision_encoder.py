@@ -33,8 +33,8 @@ class Tower:
         return [torch.cat([self.rows(one) for one in pack]) for pack in packs]
 
     @staticmethod
-    def rows(one: Media) -> Tensor:
-        return torch.full((one.grid.tokens(CONFIG.merge_kernel_size), WIDTH), float(one.patches[0, 0, 0, 0]))
+    def rows(item: Media) -> Tensor:
+        return torch.full((item.grid.tokens(CONFIG.merge_kernel_size), WIDTH), float(item.patches[0, 0, 0, 0]))
 
 
 def encoder(tower: Tower, **options: Any) -> VisionEncoder:
@@ -53,18 +53,18 @@ A, B, C, LARGE = (picture(1), picture(2), picture(3), picture(4, 2, 4))  # of on
 ])  # fmt: skip
 def test_what_was_used_last_is_kept(rows: int, calls: list[list[Media]], seen: list[int]) -> None:
     tower = Tower()
-    made = encoder(tower, cache_bytes=rows * 4 * WIDTH)
+    kept = encoder(tower, cache_bytes=rows * 4 * WIDTH)
     for media in calls:
-        found = made.encode(media)
-        assert all(each.equal(Tower.rows(one)) for each, one in zip(found, media, strict=True))
+        found = kept.encode(media)
+        assert all(each.equal(Tower.rows(item)) for each, item in zip(found, media, strict=True))
     assert tower.seen == seen
 
 
 def test_a_kept_row_does_not_keep_its_pack() -> None:
-    made = encoder(Tower())
+    kept = encoder(Tower())
     media = [picture(value) for value in range(4)]
-    made.encode(media)
-    for rows in made.encode(media):
+    kept.encode(media)
+    for rows in kept.encode(media):
         assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
@@ -87,4 +87,4 @@ def test_the_same_bytes_in_another_grid_are_another_image() -> None:
 )
 def test_packs(patches: list[int], most: int, packs: list[list[int]]) -> None:
     media = [picture(0, 2, number // 2) for number in patches]
-    assert [[one.grid.patches for one in pack] for pack in packed(media, most)] == packs
+    assert [[item.grid.patches for item in pack] for pack in packed(media, most)] == packs

@@ -46,7 +46,7 @@ def python() -> list[str]:
 
 def serve(descriptor: int) -> None:
     """Fork a process for each connection, until killed."""
-    sys.path = [str(Path(one).absolute()) for one in sys.path]
+    sys.path = [str(Path(folder).absolute()) for folder in sys.path]
     for name in IMPORTED:
         __import__(name)
     gc.freeze()

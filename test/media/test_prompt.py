@@ -38,7 +38,7 @@ def ask(*content: Any) -> list[dict[str, Any]]:
 
 def test_every_way_to_give_an_image(processor: MediaProcessor, picture: Path) -> None:
     data = "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
-    parts: list[dict[str, Any]] = [
+    ways: list[dict[str, Any]] = [
         {"type": "image", "image": str(picture)}, {"type": "image", "image": picture},
         {"type": "image", "image": Image.open(picture)}, {"type": "image", "image": picture.read_bytes()},
         {"type": "image_url", "image_url": {"url": data}}, {"type": "image_url", "image_url": data},
@@ -46,7 +46,7 @@ def test_every_way_to_give_an_image(processor: MediaProcessor, picture: Path) ->
         {"type": "input_image", "image_url": data},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}},
     ]  # fmt: skip
-    prompts = [processor(ask(part, {"type": "text", "text": "What?"})) for part in parts]
+    prompts = [processor(ask(part, {"type": "text", "text": "What?"})) for part in ways]
     assert len({tuple(prompt.ids) for prompt in prompts}) == 1
     assert len({prompt.media[0].digest for prompt in prompts}) == 1
     tokens = -(-60 // 28) * -(-90 // 28)
@@ -62,7 +62,7 @@ def test_a_text_part_with_null_media_is_text(processor: MediaProcessor) -> None:
 def test_media_come_in_the_order_of_their_tokens(processor: MediaProcessor, picture: Path, tmp_path: Path) -> None:
     film = write_video(tmp_path / "a.mp4", np.stack([drawn(28, 56, seed) for seed in range(12)]), 2)
     prompt = processor(ask({"image": str(picture)}, {"type": "text", "text": "and"}, {"video": str(film)}))
-    assert [tuple(one.grid) for one in prompt.media] == [(1, 6, 8), (4, 2, 4), (4, 2, 4), (4, 2, 4)]
+    assert [tuple(item.grid) for item in prompt.media] == [(1, 6, 8), (4, 2, 4), (4, 2, 4), (4, 2, 4)]
     text = processor.tokenizer.decode(prompt.ids)
     assert text.count("<|media_pad|>") == 12 + 3 * 2
     for second in (0, 2, 4):

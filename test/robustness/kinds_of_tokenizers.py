@@ -35,10 +35,10 @@ VOCABULARIES: list[tuple[str, Damage]] = [
 def kinds() -> list[Kind]:
     """All of them."""
     found = [Kind(f"vocabulary: {name}", "fp8", damage, VOCABULARY, ("load",)) for name, damage in VOCABULARIES]
-    for name, what in ((CONFIG, "tokenizer_config"), (GENERATION, "generation_config")):
+    for name, title in ((CONFIG, "tokenizer_config"), (GENERATION, "generation_config")):
         ways = of_file(name)
-        found.append(Kind(f"{what}: missing", "fp8", ways.pop("missing"), "", ()))
-        found += [Kind(f"{what}: {way}", "fp8", damage, name, ("load",)) for way, damage in ways.items()]
+        found.append(Kind(f"{title}: missing", "fp8", ways.pop("missing"), "", ()))
+        found += [Kind(f"{title}: {way}", "fp8", damage, name, ("load",)) for way, damage in ways.items()]
     found += [
         Kind("template: binary", "fp8", write(TEMPLATE, bytes(range(255, 0, -1))), TEMPLATE, ("load",)),
         Kind("template: 70 MB of nothing", "fp8", sparse(TEMPLATE, 70_000_000), TEMPLATE, ("load",)),

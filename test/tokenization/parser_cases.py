@@ -65,11 +65,11 @@ def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, l
 def in_two(pieces: Sequence[str], prefilled: bool = False, **options: Any) -> AssistantMessage:
     """The same by two parsers, as engines have them: one takes the reasoning, the other what it leaves."""
     first, second = ReasoningStream(prefilled=prefilled), MessageStream(after_reasoning=True, **options)
-    parts = [*map(first.feed, pieces), first.flush()]
-    assert all(part.closed for part in parts[:-1] if part.content)
-    message = collect([delta for part in parts for delta in second.feed(part.content)] + second.finish())
-    message.reasoning_content += "".join(part.reasoning for part in parts)
-    message.finish_reason = str(second.finish_reason) if parts[-1].closed else "length"
+    splits = [*map(first.feed, pieces), first.flush()]
+    assert all(split.closed for split in splits[:-1] if split.content)
+    message = collect([delta for split in splits for delta in second.feed(split.content)] + second.finish())
+    message.reasoning_content += "".join(split.reasoning for split in splits)
+    message.finish_reason = str(second.finish_reason) if splits[-1].closed else "length"
     return message
 
 
@@ -99,8 +99,8 @@ def check_nothing_is_lost(text: str, message: AssistantMessage) -> None:
     def characters(text: str) -> list[str]:
         return sorted("".join(without_markers(text).split()))
 
-    parts = [message.reasoning_content, message.content, *(c.id + c.arguments for c in message.tool_calls)]
-    assert characters("".join(parts)) == characters(text)
+    texts = [message.reasoning_content, message.content, *(c.id + c.arguments for c in message.tool_calls)]
+    assert characters("".join(texts)) == characters(text)
     assert without_markers(message.content) == message.content
 
 

@@ -68,7 +68,7 @@ def test_markers_are_those_of_the_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_without_ids_each_spelling_is_a_marker(name: str) -> None:
-    text = "".join(part for part, _ in TEXTS[name])
+    text = "".join(piece for piece, _ in TEXTS[name])
     lexer, whole = AlignedLexer(IDS, TOKENIZER.decode), TextLexer()
     found: list[Lexeme] = []
     for character in text:

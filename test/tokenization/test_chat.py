@@ -137,7 +137,7 @@ def test_results_without_their_calls_are_kept() -> None:
         {"role": "tool", "tool_call_id": "call_x", "content": None},
     ]  # fmt: skip
     text = apply_chat_template(messages)
-    ids = [part.split("\n")[0] for part in text.split("## Return of ")[1:]]
+    ids = [result.split("\n")[0] for result in text.split("## Return of ")[1:]]
     assert ids[:4] == ["functions.f:4", "call_x", "functions.g:5", "functions.g:5"]
     assert ids[4:] == ["functions.get_weather:6"] * 2
     assert "<|tool_call_begin|>functions.get_weather:6<|tool_call_argument_begin|>" in text

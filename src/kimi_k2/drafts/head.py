@@ -188,8 +188,8 @@ class Eagle3Head(nn.Module):
         whole = len(target.lm_head.weight) == target.config.vocab_size
         device = target.lm_head.weight.device
         weights, tokens = read_head(directory, config, target.config)
-        for stacked, parts in STACKED.items():
-            names = [f"{LAYER}{part}.weight" for part in parts]
+        for stacked, sources in STACKED.items():
+            names = [f"{LAYER}{source}.weight" for source in sources]
             if names[0] in weights:
                 weights[f"{LAYER}{stacked}.weight"] = torch.cat([weights.pop(name) for name in names])
         with torch.device("meta"):
@@ -226,8 +226,8 @@ class Eagle3Head(nn.Module):
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
-            parts = aux.chunk(len(self.fc_norm), dim=-1)
-            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            states = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
         fused: Tensor = self.fc(aux)
         return fused
 
@@ -255,8 +255,8 @@ class Eagle3Head(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] to [..., draft_vocab_size]."""
-        made: Tensor = (self.lm_head or self._target[0].lm_head)(normed)
-        return made
+        logits: Tensor = (self.lm_head or self._target[0].lm_head)(normed)
+        return logits
 
     def to_target(self, drafted: Tensor) -> Tensor:
         """Rows of lm_head to the target's tokens."""
@@ -320,10 +320,10 @@ def _base_models(head: Path) -> list[str]:
     path = head / _README
     if not path.is_file():
         return []
-    parts = read_text(path, _README_BYTES, ConfigError).split("---", 2)
+    sections = read_text(path, _README_BYTES, ConfigError).split("---", 2)
     try:
-        card: Any = parse_yaml(parts[1].encode()) if len(parts) == 3 and not parts[0].strip() else None
+        card: Any = parse_yaml(sections[1].encode()) if len(sections) == 3 and not sections[0].strip() else None
     except ValueError:  # it says nothing
         return []
     models = card.get("base_model") if isinstance(card, dict) else None
-    return [one for one in (models if isinstance(models, list) else [models]) if isinstance(one, str)]
+    return [name for name in (models if isinstance(models, list) else [models]) if isinstance(name, str)]

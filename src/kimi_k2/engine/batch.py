@@ -226,24 +226,28 @@ class Batch:
     @cached_property
     def single(self) -> Single:
         """Of the decodes, the same for all layers."""
-        one, (cos, sin), table = self.decodes, self.rotation, self.block_table
+        rows, (cos, sin), table = self.decodes, self.rotation, self.block_table
         return Single(
-            cos[:one], sin[:one], self.slots[:one], self.seq_lens[:one], None if table is None else table[:one]
+            cos[:rows],
+            sin[:rows],
+            self.slots[:rows],
+            self.seq_lens[:rows],
+            None if table is None else table[:rows],
         )
 
     def phases(self) -> Iterator[tuple[slice, Batch]]:
         """Decodes and chunks as batches of their own, with the rows of each, so that neither sees the other."""
-        one, (cos, sin) = self.decodes, self.rotation
-        if not self.chunks or not one:
+        count, (cos, sin) = self.decodes, self.rotation
+        if not self.chunks or not count:
             yield slice(None), self
             return
         yield (
-            slice(0, one),
-            replace(self, tokens=one, slots=self.slots[:one], chunks=(), rotation=(cos[:one], sin[:one])),
+            slice(0, count),
+            replace(self, tokens=count, slots=self.slots[:count], chunks=(), rotation=(cos[:count], sin[:count])),
         )
-        chunks = [each._replace(rows=slice(each.rows.start - one, each.rows.stop - one)) for each in self.chunks]
-        rest = {"slots": self.slots[one:], "rotation": (cos[one:], sin[one:]), "chunks": chunks, "plan": None}
-        yield slice(one, None), replace(self, tokens=self.tokens - one, decodes=0, **rest)  # type: ignore[arg-type]
+        chunks = [each._replace(rows=slice(each.rows.start - count, each.rows.stop - count)) for each in self.chunks]
+        rest = {"slots": self.slots[count:], "rotation": (cos[count:], sin[count:]), "chunks": chunks, "plan": None}
+        yield slice(count, None), replace(self, tokens=self.tokens - count, decodes=0, **rest)  # type: ignore[arg-type]
 
     @classmethod
     def of_sequences(
@@ -272,7 +276,7 @@ class Batch:
         chunks: list[Chunk | RaggedChunk] = []
         together = sum(lengths) <= MOST_SLOTS
         if (len(lengths) > 1 and together) or (lengths and spread is not None):
-            for some in [slice(0, len(new))] if together else [slice(one, one + 1) for one in range(len(new))]:
+            for some in [slice(0, len(new))] if together else [slice(row, row + 1) for row in range(len(new))]:
                 if not any(new[some]):
                     continue
                 first, last = decodes + some.start, decodes + some.stop
@@ -318,6 +322,6 @@ def _slots_of(
     if spread is not None:
         return keys, spread.gathered(new, keys, block_table, page)
     sequence = torch.arange(len(lengths), device=seq_lens.device).repeat_interleave(seq_lens, output_size=count)
-    place = torch.arange(count, device=seq_lens.device) - keys.starts[sequence]
-    pages = block_table[sequence, place.div(page, rounding_mode="floor")]
-    return keys, (pages.long(), place % page)
+    position = torch.arange(count, device=seq_lens.device) - keys.starts[sequence]
+    pages = block_table[sequence, position.div(page, rounding_mode="floor")]
+    return keys, (pages.long(), position % page)

@@ -169,7 +169,7 @@ class HeadDrafter:
         length = int(positions.max()) + 1
         if length > 0:
             assert self._cache is not None and aux is not None
-            tokens, positions = (one.to(self._cache.data.device) for one in (following, positions))
+            tokens, positions = (tensor.to(self._cache.data.device) for tensor in (following, positions))
             with self.head.computing():
                 self.head(tokens, self.head.fuse(aux), positions, self._cache, length)
 

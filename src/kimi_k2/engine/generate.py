@@ -105,10 +105,10 @@ def prefill(
     for start in range(cached, longest, step):
         chunk = slice(start, start + step)
         at = (last - start).clamp(0, min(step, longest - start) - 1)
-        part = None
+        chunk_media = None
         if media is not None and index is not None and bool((index[:, chunk] >= 0).any()):
-            part = (index[:, chunk].to(device), media.features)
-        logits = read(ids[:, chunk], positions[:, chunk], at, part)
+            chunk_media = (index[:, chunk].to(device), media.features)
+        logits = read(ids[:, chunk], positions[:, chunk], at, chunk_media)
         if result is None:
             result = torch.empty_like(logits)
         ended = ((last >= start) & (last < start + step)).to(device)
@@ -292,35 +292,29 @@ class Generator:
         if kept is not None and cache is kept[0] and single and not self.model.batch_invariant:
             pairs = zip(kept[1], prompts[0][:-1], strict=False)
             cached = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        sampler, read = Sampler(params, prompts), self._reader(cache, prompts)
+        assert self.prompt is not None
+        sampler, read = Sampler(params, prompts), self.prompt
         chunk_size = max(1, CHUNK // len(prompts)) if chunk_size is None else chunk_size
 
-        def first() -> Tensor:
+        def first(read: Read) -> Tensor:
             logits = prefill(self.model, prompts, cache, chunk_size, media, read, cached)
             check_finite(logits)
             return sampler(logits)
 
         if self.drafter is not None:
-            steps = self._speculate(prompts, self.drafter, decode, sampler, first)
-            return self._noted(cache, prompts[0], steps) if self.keep and single else steps
-        steps = token_steps(
-            [len(prompt) for prompt in prompts],
-            params,
-            first,
-            lambda tokens, positions: sampler(decode(tokens, positions)),
-        )
-        if params.logprobs is not None:
-            steps = (replace(step, logprobs=sampler.logprobs) for step in steps)
+            self.drafter.start(cache, prompts)
+            reader = PromptReader(read, self.drafter, prompts, self.model.config.vocab_size)
+            steps = self._speculate(prompts, self.drafter, decode, sampler, lambda: (first(reader), reader.aux))
+        else:
+            steps = token_steps(
+                [len(prompt) for prompt in prompts],
+                params,
+                partial(first, read),
+                lambda tokens, positions: sampler(decode(tokens, positions)),
+            )
+            if params.logprobs is not None:
+                steps = (replace(step, logprobs=sampler.logprobs) for step in steps)
         return self._noted(cache, prompts[0], steps) if self.keep and single else steps
-
-    def _reader(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> Read:
-        """What reads chunks of the prompts, for the drafter too if there is one."""
-        assert self.prompt is not None
-        if self.drafter is None:
-            return self.prompt
-        self.drafter.start(cache, prompts)
-        self._prompts = PromptReader(self.prompt, self.drafter, prompts, self.model.config.vocab_size)
-        return self._prompts
 
     def _speculate(
         self,
@@ -328,17 +322,13 @@ class Generator:
         drafter: Drafter,
         step: DecodeStep,
         sampler: Sampler,
-        first: Callable[[], Tensor],
+        begin: Callable[[], tuple[Tensor, Tensor | None]],
     ) -> Iterator[Step]:
         """Steps of drafted and verified tokens."""
         self.stats = DraftStats()
         adaptive = self.model.lm_head.weight.is_cuda if self.adaptive is None else self.adaptive
         cost = step_cost(self.model.config) if adaptive else None
         length = DraftLength(self.draft_tokens, cost, drafter.cost)
-
-        def begin() -> tuple[Tensor, Tensor | None]:
-            return first(), self._prompts.aux
-
         return speculative_steps(prompts, sampler, begin, step.verify, drafter, length, self.stats)
 
     def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:

@@ -39,15 +39,15 @@ def stack_rows(first: Linear, second: Linear, dtype: torch.dtype) -> Weight:
 
     Where a scale's block would straddle the two, or they are stored differently, it is a dequantized copy in `dtype`.
     """
-    one, other = first.stored(), second.stored()
-    quantization = one.quantization
-    if quantization != other.quantization or not _ends_with_a_block(one, first.rows):
+    upper, lower = first.stored(), second.stored()
+    quantization = upper.quantization
+    if quantization != lower.quantization or not _ends_with_a_block(upper, first.rows):
         return Weight({"weight": torch.cat((first.dequantized(dtype), second.dequantized(dtype)))})
     both: dict[str, Tensor] = {}
-    for suffix, top in one.tensors.items():
-        both[suffix] = _join(top, other.tensors[suffix])
-    first.hold({suffix: tensor[: len(one.tensors[suffix])] for suffix, tensor in both.items()})
-    second.hold({suffix: tensor[len(one.tensors[suffix]) :] for suffix, tensor in both.items()})
+    for suffix, top in upper.tensors.items():
+        both[suffix] = _join(top, lower.tensors[suffix])
+    first.hold({suffix: tensor[: len(upper.tensors[suffix])] for suffix, tensor in both.items()})
+    second.hold({suffix: tensor[len(upper.tensors[suffix]) :] for suffix, tensor in both.items()})
     return Weight(both, quantization)
 
 
@@ -135,9 +135,9 @@ class LayerStep:
         CUDA graphs that hold this step may be replayed then.
         """
         fresh = LayerStep(self.layer, self.reduce)
-        for current, made in zip(self._computed(), fresh._computed(), strict=True):
-            if current.data_ptr() != made.data_ptr():
-                current[: len(made)].copy_(made)  # behind them may be heads of zeros
+        for current, renewed in zip(self._computed(), fresh._computed(), strict=True):
+            if current.data_ptr() != renewed.data_ptr():
+                current[: len(renewed)].copy_(renewed)  # behind them may be heads of zeros
         self.experts = fresh.experts
 
     def _computed(self) -> list[Tensor]:
@@ -218,21 +218,21 @@ class LayerStep:
         number = self.attention.layer
         if batch.before_attention is not None:
             batch.before_attention(number)
-        one = qkv_a if batch.decodes == len(qkv_a) else qkv_a[: batch.decodes]
-        parts = [self._decode(one, batch, cache)] if batch.decodes else []
+        decoding = qkv_a if batch.decodes == len(qkv_a) else qkv_a[: batch.decodes]
+        values = [self._decode(decoding, batch, cache)] if batch.decodes else []
         if made is not None:
             (q, entries), rest = made, slice(batch.decodes, batch.tokens)
             store_slots(cache, entries[rest], batch.slots[rest])
-            parts += [self._chunk(q[chunk.rows], entries[chunk.rows], chunk, batch, cache) for chunk in batch.chunks]
+            values += [self._chunk(q[chunk.rows], entries[chunk.rows], chunk, batch, cache) for chunk in batch.chunks]
         if batch.after_attention is not None:
             batch.after_attention(number)
         if out is not None:
-            if parts:
-                torch.cat(parts, out=out[: batch.tokens])
+            if values:
+                torch.cat(values, out=out[: batch.tokens])
             return out
-        if batch.tokens < len(qkv_a) or not parts:
-            parts.append(qkv_a.new_zeros(len(qkv_a) - batch.tokens, self.width))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if batch.tokens < len(qkv_a) or not values:
+            values.append(qkv_a.new_zeros(len(qkv_a) - batch.tokens, self.width))
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def _decode(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
@@ -256,7 +256,7 @@ class LayerStep:
     def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
         """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""
         config, dtype = self.attention.config, q.dtype
-        parts = [config.qk_nope_head_dim, config.qk_rope_head_dim]
+        widths = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         kv_b = self.attention.kv_b(dtype)
         if len(kv_b) != len(self.w_uk):  # heads of zeros
             kv_b = torch.cat((self.w_uk, self.w_uv), dim=1)
@@ -268,7 +268,7 @@ class LayerStep:
                 slots = batch.spread.slots(cache, entries, chunk.places)
             else:
                 slots = cache[chunk.places]
-            queries = q.squeeze(1).split(parts, dim=-1)
+            queries = q.squeeze(1).split(widths, dim=-1)
             inputs = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
             return mla_ragged_attention(*inputs).flatten(1)
         sequences, new = chunk.positions.shape
@@ -278,7 +278,7 @@ class LayerStep:
             slots = cache[chunk.sequences, : chunk.length]
         else:
             slots = gather_pages(cache, batch.block_table[chunk.sequences], chunk.length)
-        q_nope, q_rope = q.view(sequences, new, *q.shape[2:]).split(parts, dim=-1)
+        q_nope, q_rope = q.view(sequences, new, *q.shape[2:]).split(widths, dim=-1)
         values = self.attention.over(q_nope, q_rope, slots.to(dtype), kv_b, chunk.positions, chunk.whole)
         return values.flatten(2).flatten(0, 1)
 

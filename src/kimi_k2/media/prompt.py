@@ -96,7 +96,7 @@ class MediaProcessor:
             TokenizerError: a message is malformed.
         """
         if isinstance(messages, (list, tuple)):  # what is none is the template's to refuse
-            messages = [made for index, message in enumerate(messages) for made in translated(message, index)]
+            messages = [each for index, message in enumerate(messages) for each in translated(message, index)]
         parts = list(media_parts(messages))
         segments = self.tokenizer.render_segments(without_sources(messages), **options)
         slots = [segment for segment in segments if segment.markup and segment.text in (MEDIA_PAD, VIDEO_PLACEHOLDER)]

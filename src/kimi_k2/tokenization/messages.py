@@ -55,12 +55,12 @@ def translated(message: Any, index: int) -> Iterator[Any]:
             rest.append({"type": "image_url", "image_url": {"url": _address(part, where)}})
     if has_results and not rest:
         return
-    made = {**message, "content": rest or ""}
+    rewritten = {**message, "content": rest or ""}
     if reasoning:
-        made["reasoning_content"] = "".join(reasoning)
+        rewritten["reasoning_content"] = "".join(reasoning)
     if calls:
-        made["tool_calls"] = calls
-    yield made
+        rewritten["tool_calls"] = calls
+    yield rewritten
 
 
 def _is_foreign(part: Any) -> bool:
@@ -117,8 +117,8 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"messages: expected a list, got {type(messages).__name__}")
     ids = _ToolCallIds()
-    made = ((each, index) for index, message in enumerate(messages) for each in translated(message, index))
-    return [ids.rewrite(_checked(message, index)) for message, index in made]
+    translations = ((each, index) for index, message in enumerate(messages) for each in translated(message, index))
+    return [ids.rewrite(_checked(message, index)) for message, index in translations]
 
 
 class _ToolCallIds:
@@ -182,11 +182,11 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
         raise _error(index, "tool_call_id", f"expected text, got {shown(message.get('tool_call_id'))}")
     if role == "assistant":
         _check_assistant(message, index)
-    made = {
+    fields = {
         key: plain_data(value, f"message {index}: field '{key}'") for key, value in message.items() if value is not None
     }
-    reasoning = next((made[name] for name in REASONING_FIELDS if name in made), None)
-    return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
@@ -204,8 +204,8 @@ def plain_data(value: Any, where: str, *, is_medium: bool = False) -> Any:
         is_medium = is_medium or part_kind(value) is not None
         return {plain_data(key, where): plain_data(item, where, is_medium=is_medium) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        made = [plain_data(item, where, is_medium=is_medium) for item in value]
-        return tuple(made) if isinstance(value, tuple) else made
+        items = [plain_data(item, where, is_medium=is_medium) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if is_medium:
         return f"<{type(value).__name__}>"
     raise TokenizerError(f"{where}: expected JSON's text, numbers, lists and objects, got {type(value).__name__}")
