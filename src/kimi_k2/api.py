@@ -33,7 +33,7 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.engine.vision import VisionEncoder
 from kimi_k2.errors import ConfigError, GenerationError, MediaError
 from kimi_k2.media.patches import Media
-from kimi_k2.media.prompt import MediaProcessor, MediaPrompt, media_parts
+from kimi_k2.media.prompt import MediaProcessor, MediaPrompt, taken_out
 from kimi_k2.model.cache import kv_cache_dtype as cache_dtype
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.turns import TIMEOUT
@@ -456,7 +456,7 @@ class KimiK2:
         Raises:
             MediaError: it has images or videos that cannot be read, or the model takes none.
         """
-        if any(media_parts(messages)):
+        if taken_out(messages)[1]:
             if self.media_reader is None:
                 raise MediaError("this backend takes text only")
             rendered = self.media_reader.processor(messages, **options)

@@ -16,7 +16,7 @@ from PIL import Image
 from kimi_k2.errors import ConfigError, MediaError, TokenizerError
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import open_image, to_rgb
-from kimi_k2.media.prompt import MediaProcessor
+from kimi_k2.media.prompt import MediaProcessor, taken_out
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
 
@@ -46,6 +46,7 @@ def test_every_way_to_give_an_image(processor: MediaProcessor, picture: Path) ->
         {"type": "input_image", "image_url": data},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}},
     ]  # fmt: skip
+    assert all(len(taken_out(ask(part))[1]) == 1 for part in ways), "KimiK2 knows by it that there is an image"
     prompts = [processor(ask(part, {"type": "text", "text": "What?"})) for part in ways]
     assert len({tuple(prompt.ids) for prompt in prompts}) == 1
     assert len({prompt.media[0].digest for prompt in prompts}) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,13 @@ class MediaProcessor:
                 out.
             TokenizerError: a message is malformed.
         """
-        if isinstance(messages, (list, tuple)):  # what is none is the template's to refuse
-            messages = [each for index, message in enumerate(messages) for each in translated(message, index)]
-        parts = list(media_parts(messages))
-        segments = self.tokenizer.render_segments(without_sources(messages), **options)
+        bare, sources = taken_out(messages)
+        segments = self.tokenizer.render_segments(bare, **options)
         slots = [segment for segment in segments if segment.markup and segment.text in (MEDIA_PAD, VIDEO_PLACEHOLDER)]
-        kinds = [MEDIA_PAD if kind == "image" else VIDEO_PLACEHOLDER for kind, _, _ in parts]
+        kinds = [MEDIA_PAD if kind == "image" else VIDEO_PLACEHOLDER for kind, _, _ in sources]
         if [slot.text for slot in slots] != kinds:
-            raise MediaError(f"the chat template has places for {len(slots)} of {len(parts)} images and videos")
-        remaining_parts = iter(parts)
+            raise MediaError(f"the chat template has places for {len(slots)} of {len(sources)} images and videos")
+        remaining = iter(sources)
         ids: list[int] = []
         media: list[Media] = []
         text = ""  # held back, since a video's first time continues it
@@ -113,25 +111,21 @@ class MediaProcessor:
                 continue
             if segment.text not in (MEDIA_PAD, VIDEO_PLACEHOLDER):
                 ids += [*self.tokenizer.encode(text), *self.tokenizer.encode(segment.text, allow_special=True)]
-                text = ""
-                continue
-            kind, source, where = next(remaining_parts)
-            name, content = _content(source, kind, where)
-            if kind == "image":
-                image = process_image(content, self.config, name=name)
-                ids += [*self.tokenizer.encode(text), *self.image_tokens(image)]
-                media.append(image)
             else:
-                chunks = process_video(content, self.config, name=name)
-                ids += self.video_tokens(chunks, text)
-                media += chunks
+                kind, source, where = next(remaining)
+                name, content = _content(source, kind, where)
+                if kind == "image":
+                    image = process_image(content, self.config, name=name)
+                    tokens = image.grid.tokens(self.vision.merge_kernel_size)  # begin and end are the template's
+                    ids += [*self.tokenizer.encode(text), *[self.vision.image_token_id] * tokens]
+                    media.append(image)
+                else:
+                    chunks = process_video(content, self.config, name=name)
+                    ids += self.video_tokens(chunks, text)
+                    media += chunks
             text = ""
         ids += self.tokenizer.encode(text)
         return MediaPrompt(ids, tuple(media), tuple(segments))
-
-    def image_tokens(self, image: Media) -> list[int]:
-        """What takes the place of an image's one placeholder; begin and end are the template's."""
-        return [self.vision.image_token_id] * image.grid.tokens(self.vision.merge_kernel_size)
 
     def video_tokens(self, chunks: Sequence[Media], text: str = "") -> list[int]:
         """What takes the place of a video's placeholder: for every chunk its time and its tokens.
@@ -156,31 +150,28 @@ def timestamp(seconds: float) -> str:
     return f"{whole // 3600 % 24:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}.{int(seconds % 1 * 1000):03d}"
 
 
-def media_parts(messages: Sequence[Message]) -> Iterator[tuple[str, Any, str]]:
-    """Images and videos of a conversation in their order: `image` or `video`, the source, and where it stands."""
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for number, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-            if isinstance(part, Mapping) and (kind := part_kind(part)):
-                names = IMAGE_PARTS if kind == "image" else VIDEO_PARTS
-                source = next((part[name] for name in (*names, "url", "path") if part.get(name) is not None), None)
-                if isinstance(source, Mapping):
-                    source = source.get("url")
-                yield kind, source, f"message {index}: content[{number}]"
+def taken_out(messages: Sequence[Message]) -> tuple[list[Any], list[tuple[str, Any, str]]]:
+    """Translated messages with bare image and video parts; and of each of these kind, source, and where it stands.
 
-
-def without_sources(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with bare image and video parts: templates need no more, and a source may be long or no text."""
+    Templates need no more, and a source may be long or no text.
+    """
     bare: list[Any] = []  # what is no message is the template's to refuse
-    for message in messages:
+    sources: list[tuple[str, Any, str]] = []
+    plain = [(number, each) for number, given in enumerate(messages) for each in translated(given, number)]
+    for index, message in plain:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, (list, tuple)):
-            parts = [
-                {"type": kind} if isinstance(part, Mapping) and (kind := part_kind(part)) else part for part in content
-            ]
+            parts = list(content)
+            for number, part in enumerate(content):
+                if isinstance(part, Mapping) and (kind := part_kind(part)):
+                    names = IMAGE_PARTS if kind == "image" else VIDEO_PARTS
+                    source = next((part[name] for name in (*names, "url", "path") if part.get(name) is not None), None)
+                    source = source.get("url") if isinstance(source, Mapping) else source
+                    sources.append((kind, source, f"message {index}: content[{number}]"))
+                    parts[number] = {"type": kind}
             message = {**message, "content": parts}
         bare.append(message)
-    return bare
+    return bare, sources
 
 
 def _content(source: Any, kind: str, where: str) -> tuple[str, Any]:
