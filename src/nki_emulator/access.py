@@ -197,20 +197,20 @@ def form_of(tensor: NkiTensor) -> np.dtype[Any]:
 
 def resolve(call: Call, operand: str, tensor: NkiTensor) -> tuple[int, Array | None]:
     """(element offset, row of every partition or None) with run-time places looked up."""
-    place = tensor.indirect_place
-    if place is None:
+    indirect = tensor.indirect_place
+    if indirect is None:
         return tensor.offset, None
-    if isinstance(place.index, VirtualRegister):
-        indices = np.array([place.index.value])
+    if isinstance(indirect.index, VirtualRegister):
+        indices = np.array([indirect.index.value])
     else:
-        if place.index.buffer is not Region.sbuf:
-            raise call.fail(operand, "an index in SBUF", place.index.buffer.value, PlaceError)
-        indices = call.read(f"{operand} (index)", place.index).reshape(-1).astype(np.int64)
-    if place.a_partition:
+        if indirect.index.buffer is not Region.sbuf:
+            raise call.fail(operand, "an index in SBUF", indirect.index.buffer.value, PlaceError)
+        indices = call.read(f"{operand} (index)", indirect.index).reshape(-1).astype(np.int64)
+    if indirect.a_partition:
         call.need(len(indices) == tensor.shape[0], operand, f"{tensor.shape[0]} indices", len(indices))
         return tensor.offset, indices
     call.need(len(indices) == 1, operand, "one index", len(indices))
-    return tensor.offset + int(indices[0]) * place.stride, None
+    return tensor.offset + int(indices[0]) * indirect.stride, None
 
 
 def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offset: int, form: np.dtype[Any]) -> Array:
@@ -220,11 +220,11 @@ def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offs
         ShapeError: it reaches beyond the tile.
     """
     item = tensor.itemsize
-    place = tensor.indirect_place
+    indirect = tensor.indirect_place
     shape, strides = tensor.shape, tensor.strides
-    if place is not None and place.a_partition:
+    if indirect is not None and indirect.a_partition:
         # The rows that may be chosen, in place of those of the pattern.
-        shape, strides = (max(rows_within(tensor), 1), *shape[1:]), (place.stride, *strides[1:])
+        shape, strides = (max(rows_within(tensor), 1), *shape[1:]), (indirect.stride, *strides[1:])
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     if tensor.row:
         partition, column = divmod(offset, tensor.row)
@@ -236,9 +236,9 @@ def open_window(call: Call, operand: str, tensor: NkiTensor, memory: Array, offs
         steps = [tensor.storage.pitch, *(stride * item for stride in strides[1:])]
     else:
         if offset < 0 or offset + sum(reach) >= tensor.extent:
-            if place is not None and not place.a_partition:
-                raise call.fail(operand, f"an index below {place.extent}", f"element {offset} of {tensor.extent}")
-            if place is None or offset < 0:
+            if indirect is not None and not indirect.a_partition:
+                raise call.fail(operand, f"an index below {indirect.extent}", f"element {offset} of {tensor.extent}")
+            if indirect is None or offset < 0:
                 raise call.fail(operand, f"a pattern within the tensor's {tensor.extent} elements", tensor)
         start = tensor.base + offset * item
         steps = [stride * item for stride in strides]
@@ -262,10 +262,10 @@ def _check_rows(call: Call, operand: str, tensor: NkiTensor, index: Array) -> No
 
 def rows_within(tensor: NkiTensor) -> int:
     """How many rows an index may reach without leaving the tensor."""
-    place = tensor.indirect_place
-    assert place is not None
+    indirect = tensor.indirect_place
+    assert indirect is not None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.strides[1:], strict=True))
-    return min(place.extent, (tensor.extent - 1 - reach - tensor.offset) // max(place.stride, 1) + 1)
+    return min(indirect.extent, (tensor.extent - 1 - reach - tensor.offset) // max(indirect.stride, 1) + 1)
 
 
 def scatter(call: Call, operand: str, tensor: NkiTensor, offset: int, values: Array, index: Array) -> None:

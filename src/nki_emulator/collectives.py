@@ -177,7 +177,7 @@ def _exchange(
         abort_if(launch.ranks.turns.failure)
         raise DeadlockError(call.operation, "replica_group", "all ranks of the group come to the same", group)
     for number, dst in enumerate(dsts):
-        arrays = [part[number] for part in brought]
+        arrays = [tensors[number] for tensors in brought]
         exact = call.operation.endswith(("all_gather", "all_to_all"))
         values = combine(arrays if exact else [widen(array, dst.dtype) for array in arrays], group.index(launch.rank))
         call.write("dsts", dst, values.reshape(dst.shape))

@@ -58,8 +58,8 @@ class Launch:
         turns = self.ranks.turns
 
         def work(number: int) -> None:
-            place = self.ranks.place(self.rank, number)
-            turns.enter(place)
+            turn = self.ranks.place(self.rank, number)
+            turns.enter(turn)
             enter(cores[number])
             try:
                 if turns.failure is None:
@@ -71,7 +71,7 @@ class Launch:
                 turns.failure = turns.failure or error
             finally:
                 enter(None)
-                turns.end(place)
+                turns.end(turn)
 
         self.threads = [threading.Thread(target=work, args=(number,)) for number in range(self.cores)]
         for thread in self.threads:
@@ -175,9 +175,9 @@ def result(value: Any) -> Any:
         steps = [stride * value.itemsize for stride in value.strides]
         return np.ndarray(value.shape, NUMPY[value.dtype], value.storage.data, start, steps).copy()
     if isinstance(value, list | tuple):
-        return type(value)(result(part) for part in value)
+        return type(value)(result(item) for item in value)
     if isinstance(value, dict):
-        return {name: result(part) for name, part in value.items()}
+        return {name: result(item) for name, item in value.items()}
     return value
 
 
@@ -227,7 +227,7 @@ class Kernel:
             if before("0.7") and (isinstance(value, list) or hasattr(value, "_fields")):
                 raise NkiError("nki.jit", "argument", "tuples, no lists and named tuples", type(value).__name__)
             if isinstance(value, list | tuple):
-                values = [once(part) for part in value]
+                values = [once(item) for item in value]
                 return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
             if id(value) not in seen:
                 seen[id(value)] = argument(value, region)
@@ -243,5 +243,5 @@ class Kernel:
         out = launch.end()
         launch.arguments = [tensor.storage.number if isinstance(tensor, NkiTensor) else None for tensor in tensors]
         results = out if isinstance(out, list | tuple) else [out]
-        launch.results = [part.storage.number for part in results if isinstance(part, NkiTensor)]
+        launch.results = [tensor.storage.number for tensor in results if isinstance(tensor, NkiTensor)]
         return result(out)

@@ -149,8 +149,8 @@ class NkiTensor:
         self, shape: Iterable[int], strides: Iterable[int], offset: int | None = None, **more: Any
     ) -> NkiTensor:
         """Another layout over the same storage."""
-        place = self.offset if offset is None else offset
-        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=place, **more)
+        start = self.offset if offset is None else offset
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=start, **more)
 
     def _replaced(self, begin: int, end: int, sizes: Iterable[int], strides: Iterable[int]) -> NkiTensor:
         """Dimensions `begin` to `end` (exclusive) replaced."""
@@ -287,18 +287,18 @@ class NkiTensor:
             raise self._fail("select", "at most one dynamic select")
         if dim == 0 and self.buffer.on_chip:
             raise self._fail("select", "a dynamic select that is not of the partition")
-        place = Indirect(index, self.strides[dim], self.shape[dim], a_partition=False)
+        indirect = Indirect(index, self.strides[dim], self.shape[dim], a_partition=False)
         shape, strides = [*self.shape], [*self.strides]
         del shape[dim], strides[dim]
-        return self.with_layout(shape or (1,), strides or (1,), indirect_place=place)
+        return self.with_layout(shape or (1,), strides or (1,), indirect_place=indirect)
 
     @_from_05
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """A row for each partition, by an index in SBUF."""
         if dim != 0 or self.buffer.on_chip or self.is_indirect():
             raise self._fail("vector_select", "dimension 0 of a tensor in HBM, once")
-        place = Indirect(vector_offset, self.strides[0], self.shape[0], a_partition=True)
-        return self.with_layout((vector_offset.shape[0], *self.shape[1:]), self.strides, indirect_place=place)
+        indirect = Indirect(vector_offset, self.strides[0], self.shape[0], a_partition=True)
+        return self.with_layout((vector_offset.shape[0], *self.shape[1:]), self.strides, indirect_place=indirect)
 
     def ap(
         self,
@@ -315,7 +315,7 @@ class NkiTensor:
         cast = self if dtype is None or str(dtype) == self.dtype else self._recast(str(dtype))
         strides = tuple(int(step) for step, _ in pattern)
         shape = tuple(int(count) for _, count in pattern)
-        place = None
+        indirect = None
         if scalar_offset is not None and vector_offset is not None:
             raise self._fail("ap", "scalar_offset or vector_offset, not both")
         if scalar_offset is not None or vector_offset is not None:
@@ -324,7 +324,7 @@ class NkiTensor:
             if vector_offset is not None and (indirect_dim != 0 or self.buffer.on_chip):
                 raise self._fail("ap", "vector_offset along dimension 0 of a tensor in HBM")
             index = scalar_offset if vector_offset is None else vector_offset
-            place = Indirect(index, stride, self.shape[indirect_dim], a_partition=vector_offset is not None)
+            indirect = Indirect(index, stride, self.shape[indirect_dim], a_partition=vector_offset is not None)
         start = offset or 0
         narrow = math.prod(cast.shape[1:])
         if cast.buffer.on_chip and cast.dtype == self.dtype and narrow != cast.row and strides[0] == narrow:
@@ -333,7 +333,7 @@ class NkiTensor:
                 raise self._fail("ap", "a dense slice, for a pattern in its own width", self.get_pattern())
             start = start // narrow * cast.row + start % narrow
             strides = (cast.row, *strides[1:])
-        view = cast.with_layout(shape, strides, cast.offset + start, indirect_place=place)
+        view = cast.with_layout(shape, strides, cast.offset + start, indirect_place=indirect)
         if self.buffer.on_chip and shape[0] > 1 and strides[0] != view.row:
             rule = f"a partition step of the whole row ({view.row} elements)"
             raise ShapeError("nki.language.NkiTensor.ap", "pattern", rule, list(pattern))

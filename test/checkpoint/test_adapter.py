@@ -85,9 +85,13 @@ def outcome(directory: Path, fields: dict[str, Any], seed: int) -> str:
     chosen = [name for name in NAMES if fields["target_modules"] != ["o_proj"] or name == "o_proj"]
     pairs = {name: (torch.randn(rank, COLUMNS), torch.randn(ROWS, rank)) for name in chosen}
     named = {
-        f"{name}.lora_{side}.weight": one for name, pair in pairs.items() for side, one in zip("AB", pair, strict=True)
+        f"{name}.lora_{side}.weight": matrix
+        for name, pair in pairs.items()
+        for side, matrix in zip("AB", pair, strict=True)
     }
-    save_file({f"base_model.model.{name}": one for name, one in named.items()}, directory / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.{name}": matrix for name, matrix in named.items()}, directory / "adapter_model.safetensors"
+    )
     plain = Layer()
     expected = {name: getattr(plain, name).weight.detach().clone() for name in NAMES}
     for name, (a, b) in pairs.items():

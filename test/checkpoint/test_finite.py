@@ -29,21 +29,21 @@ def test_every_pattern_is_judged_as_torch_does(dtype: torch.dtype) -> None:
     patterns = torch.arange(256**dtype.itemsize, dtype=torch.int32).to(integer).view(dtype)
     good = patterns.to(torch.float32).isfinite()
     assert is_finite(patterns[good])
-    assert not any(is_finite(one) for one in patterns[~good].split(1))
+    assert not any(is_finite(value) for value in patterns[~good].split(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # At both ends, in the middle, and at the end of a part that is read at a time: its last value, and 64 bytes before.
-@pytest.mark.parametrize("place", [0, 1_000_000, -1, "last", "near"])
-def test_one_bad_value_among_many_is_found(dtype: torch.dtype, place: int | str) -> None:
+@pytest.mark.parametrize("index", [0, 1_000_000, -1, "last", "near"])
+def test_one_bad_value_among_many_is_found(dtype: torch.dtype, index: int | str) -> None:
     tensor = torch.linspace(-400, 400, 1_500_001).to(dtype)
-    if isinstance(place, str):
-        part = CHUNK_VALUES // dtype.itemsize
-        place = 2 * part - (1 if place == "last" else 64 // dtype.itemsize)
+    if isinstance(index, str):
+        chunk = CHUNK_VALUES // dtype.itemsize
+        index = 2 * chunk - (1 if index == "last" else 64 // dtype.itemsize)
     assert is_finite(tensor)
     assert is_finite(tensor[:0])
     for value in (torch.nan, torch.inf, -torch.inf)[: 1 if dtype == torch.float8_e4m3fn else 3]:  # which has no Inf
-        tensor[place] = value
+        tensor[index] = value
         assert not is_finite(tensor)
 
 

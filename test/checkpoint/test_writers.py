@@ -47,7 +47,7 @@ def renamed(source: Path, target: Path, name: Callable[[str], str], **fields: An
 
 
 def same_logits(source: Path, other: Path) -> bool:
-    first, second = (KimiK2ForCausalLM.from_pretrained(one)(IDS) for one in (source, other))
+    first, second = (KimiK2ForCausalLM.from_pretrained(path)(IDS) for path in (source, other))
     return torch.equal(first, second)
 
 
@@ -190,13 +190,13 @@ def test_layer_ids_of_a_head_by_the_convention_that_they_tell(
     config = DraftConfig.from_pretrained(tmp_path)
     config.fit(target)
     assert config.layers(target) == layers
-    assert [str(one.message) for one in recwarn if "taken for outputs" in str(one.message)] == [
-        str(one.message) for one in recwarn if told
+    assert [str(warning.message) for warning in recwarn if "taken for outputs" in str(warning.message)] == [
+        str(warning.message) for warning in recwarn if told
     ]
     assert len(recwarn) == int(told)
     for reading, shift in (("inputs", 0), ("outputs", 1)):
         config = DraftConfig.from_pretrained(tmp_path, reading)  # type: ignore[arg-type]
-        assert config.layers(target) == tuple(one + shift for one in ids)
+        assert config.layers(target) == tuple(number + shift for number in ids)
     assert len(recwarn) == int(told)
 
 
@@ -232,8 +232,10 @@ def by_model_optimizer(source: Path, target: KimiK2Config, form: Form, out: Path
     values |= {name: head[name] for name in ("architectures", "model_type")} | {"tie_word_embeddings": False}
     values |= {"use_cache": True, "eagle_config": {**MODELOPT, **head["eagle_config"], **eagle}}
     (out / "config.json").write_text(json.dumps(values, indent=4))
-    kept = {name: one for name, one in load_file(source / "model.safetensors").items() if name != "t2d"}
-    save_file({name.replace("midlayer.", "layers.0."): one for name, one in kept.items()}, out / "model.safetensors")
+    kept = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if name != "t2d"}
+    save_file(
+        {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}, out / "model.safetensors"
+    )
 
 
 def by_specforge(source: Path, target: KimiK2Config, form: Form, out: Path) -> None:
@@ -311,13 +313,13 @@ def tree(state: dict[str, Tensor]) -> nn.Module:
     for name, tensor in state.items():
         owner: Any = root
         *path, leaf = name.split(".")
-        for depth, part in enumerate(path, 1):
-            if not hasattr(owner, part):
-                matrix = depth == len(path) and leaf == "weight" and tensor.dim() == 2 and part != "embed_tokens"
+        for depth, name in enumerate(path, 1):
+            if not hasattr(owner, name):
+                matrix = depth == len(path) and leaf == "weight" and tensor.dim() == 2 and name != "embed_tokens"
                 owner.add_module(
-                    part, nn.Linear(tensor.shape[1], tensor.shape[0], bias=False) if matrix else nn.Module()
+                    name, nn.Linear(tensor.shape[1], tensor.shape[0], bias=False) if matrix else nn.Module()
                 )
-            owner = getattr(owner, part)
+            owner = getattr(owner, name)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
 
@@ -329,8 +331,8 @@ def scaled(weight: Tensor, scheme: dict[str, Any]) -> Tensor:
     sides = {"tensor": (rows, columns), "channel": (1, columns), "block": (128, 128), "group": (1, size)}
     down, across = sides[scheme["strategy"]]
     most = weight.float().abs().reshape(rows // down, down, columns // across, across).amax(dim=(1, 3))
-    made = most / (448 if scheme["type"] == "float" else 2 ** (scheme["num_bits"] - 1) - 1)
-    return made.reshape(-1) if scheme["strategy"] == "tensor" else made
+    scale = most / (448 if scheme["type"] == "float" else 2 ** (scheme["num_bits"] - 1) - 1)
+    return scale.reshape(-1) if scheme["strategy"] == "tensor" else scale
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -339,7 +341,7 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     scheme, refused = SCHEMES[name]
-    source, out, plain = (tmp_path / part for part in ("source", "out", "plain"))
+    source, out, plain = (tmp_path / name for name in ("source", "out", "plain"))
     config = tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2)
     write_synthetic_checkpoint(source, with_format(config, "bf16"), seed=3)
     stored = tensors_of(source)
@@ -372,5 +374,5 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     for module in quantized:  # so that the library's own values are not rounded to BF16
         module.weight_scale.data = module.weight_scale.float()
     compressor.decompress_model(model)
-    save_file({key: one for key, one in model.state_dict().items() if key in stored}, plain / "model.safetensors")
+    save_file({key: tensor for key, tensor in model.state_dict().items() if key in stored}, plain / "model.safetensors")
     assert same_logits(out, plain)

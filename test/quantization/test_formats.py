@@ -74,16 +74,16 @@ def test_int4_packing_is_compressed_tensors(shape: tuple[int, int], seed: int) -
     assert torch.equal(helpers.unpack_from_int32(packed, 4, torch.Size(shape)), unpack_int4(packed, shape[1]))
 
 
-@pytest.mark.parametrize(("name", "place"), [("int4", "config_groups.*.weights."), ("gptq", "")])
-def test_columns_that_do_not_divide_into_groups(name: str, place: str) -> None:
+@pytest.mark.parametrize(("name", "where"), [("int4", "config_groups.*.weights."), ("gptq", "")])
+def test_columns_that_do_not_divide_into_groups(name: str, where: str) -> None:
     held: Any = formats()[name]
     with pytest.raises(ConfigError, match=r"x has 256 input columns, .* groups of 96") as caught:
         list(held(group_size=96).specs("x", 128, 256))
-    assert caught.value.field == f"quantization_config.{place}group_size"
+    assert caught.value.field == f"quantization_config.{where}group_size"
 
 
 def test_chunks_of_rows_have_a_bounded_size() -> None:
-    assert [part for part, _ in row_chunks(torch.empty(3, CHUNK_VALUES // 2))] == [slice(0, 2), slice(2, 4)]
+    assert [rows for rows, _ in row_chunks(torch.empty(3, CHUNK_VALUES // 2))] == [slice(0, 2), slice(2, 4)]
 
 
 def test_every_e4m3_code_is_converted_as_torch_does() -> None:

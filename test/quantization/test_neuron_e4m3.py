@@ -39,12 +39,12 @@ def test_nan_is_kept_in_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long tensors are halved a piece at a time."""
     monkeypatch.setattr(neuron_e4m3, "_CHUNK", 4)
     codes = torch.arange(24, dtype=torch.uint8).add(64)
-    for place in range(24):
+    for index in range(24):
         weight = codes.clone()
-        weight[place] = nan = (0x7F, 0xFF)[place % 2]
+        weight[index] = nan = (0x7F, 0xFF)[index % 2]
         halved, _, inexact = halve_blocks(weight.view(torch.float8_e4m3fn).view(12, 2), torch.ones(12, 2), (1, 1), 1)
-        assert halved.float().isnan().flatten().nonzero().tolist() == [[place]]
-        assert halved.view(torch.uint8).flatten()[place] == nan and not len(inexact)
+        assert halved.float().isnan().flatten().nonzero().tolist() == [[index]]
+        assert halved.view(torch.uint8).flatten()[index] == nan and not len(inexact)
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (1024, 1536)])

@@ -34,8 +34,8 @@ def unquantized_preset(name: str) -> dict[str, Any]:
 
 def group(**changed: Any) -> dict[str, Any]:
     weights = {**WEIGHTS, **changed.pop("weights", {})}
-    one = {"targets": ["Linear"], "weights": weights, "input_activations": None, **changed}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": one}}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, **changed}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -139,9 +139,9 @@ def test_drawn_configs(seed: int) -> None:
         said[wrong] = value
     key = draw.choice(["quantization_config", "compression_config"])
     raw = unquantized_preset(draw.choice(["kimi-k2.5", "kimi-k2-thinking"]))
-    places = draw.choice([[raw], [raw["text_config"]], [raw, raw["text_config"]]] if "text_config" in raw else [[raw]])
-    for place in places:
-        place[key] = dict(draw.sample(sorted(said.items(), key=str), len(said)))
+    holders = draw.choice([[raw], [raw["text_config"]], [raw, raw["text_config"]]] if "text_config" in raw else [[raw]])
+    for holder in holders:
+        holder[key] = dict(draw.sample(sorted(said.items(), key=str), len(said)))
     if wrong is not None:
         with pytest.raises(ConfigError) as caught:
             KimiK2Config.from_dict(raw)

@@ -88,13 +88,16 @@ def test_values_are_the_librarys(name: str, shape: tuple[int, int]) -> None:
     stored = held.quantize(weight)
     # The compressor of four-bit floats knows BF16 alone.
     dtype = torch.bfloat16 if "fp4" in name else torch.float32
-    widened = {suffix: one.to(torch.float32) if one.dtype == torch.bfloat16 else one for suffix, one in stored.items()}
+    widened = {
+        suffix: tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
+        for suffix, tensor in stored.items()
+    }
     assert torch.equal(held.dequantize(stored, dtype), by_the_library(held, widened, dtype))
     error = (held.dequantize(stored, torch.float32) - weight).norm() / weight.norm()
     # One step a row of 7168 Gaussian values, whose largest is four deviations out, is 4 / 7 of one.
     assert error < {"fp8": 0.04, "int4-channel": 4 / 7 / 12**0.5 * 1.1}.get("fp8" if "fp8" in name else name, 0.13)
     assert torch.equal(held.dequantize(held.hold(stored), dtype), held.dequantize(stored, dtype))
-    assert {suffix: one.shape for suffix, one in held.hold(stored).items()} == {
+    assert {suffix: tensor.shape for suffix, tensor in held.hold(stored).items()} == {
         spec.name.removeprefix("x."): spec.shape for spec in held.held("x", *shape)
     }
 
@@ -104,7 +107,7 @@ def test_awq_and_gptq_by_their_packing(name: str, fields: dict[str, Any]) -> Non
     """(code - zero point) times scale, with codes where AutoAWQ's gemm and AutoGPTQ's packers put them."""
     held = form(name, **fields)
     stored = held.quantize(torch.randn(24, 96, generator=torch.Generator().manual_seed(1)))
-    assert {suffix: one.shape for suffix, one in stored.items()} == {
+    assert {suffix: tensor.shape for suffix, tensor in stored.items()} == {
         spec.name.removeprefix("x."): spec.shape for spec in held.specs("x", 24, 96)
     }
     if name == "gptq":
@@ -112,17 +115,17 @@ def test_awq_and_gptq_by_their_packing(name: str, fields: dict[str, Any]) -> Non
     found = held.dequantize(stored, torch.float32)
     order = [0, 4, 1, 5, 2, 6, 3, 7] if name == "awq" else list(range(8))  # the nibble of a word that a column is in
 
-    def nibble(word: Tensor, place: int) -> int:
-        return (int(word) >> 4 * place) & 15
+    def nibble(word: Tensor, index: int) -> int:
+        return (int(word) >> 4 * index) & 15
 
     for row in range(24):
         for column in (0, 1, 7, 8, 31, 32, 95):
-            group, place = column // 32, order[row % 8]
+            group, index = column // 32, order[row % 8]
             if name == "awq":
-                code = nibble(stored["qweight"][column, row // 8], place)
+                code = nibble(stored["qweight"][column, row // 8], index)
             else:
                 code = nibble(stored["qweight"][column // 8, row], column % 8)
-            zero = nibble(stored["qzeros"][group, row // 8], place) + (name == "gptq" and not fields)
+            zero = nibble(stored["qzeros"][group, row // 8], index) + (name == "gptq" and not fields)
             assert found[row, column] == (code - zero) * stored["scales"][group, row].float()
 
 
@@ -161,7 +164,7 @@ def test_nvfp4_of_modelopt_by_its_rule() -> None:
     assert [stored[name].dtype for name in held.suffixes] == [torch.uint8, torch.float8_e4m3fn, torch.float32]
     assert stored["weight_scale_2"].shape == ()
     table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    table += [-one for one in table]
+    table += [-value for value in table]
     found = held.dequantize(stored, torch.float32)
     for row, column in ((0, 0), (0, 1), (5, 17), (23, 63)):
         byte = int(stored["weight"][row, column // 2])
@@ -207,17 +210,17 @@ def plain_copy(source: Path, target: Path) -> Path:
 
     def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         modules: dict[str, dict[str, Tensor]] = {}
-        for name, one in tensors.items():
+        for name, tensor in tensors.items():
             module, _, suffix = name.rpartition(".")
-            modules.setdefault(module, {})[suffix] = one
-        made: dict[str, Tensor] = {}
+            modules.setdefault(module, {})[suffix] = tensor
+        rewritten_tensors: dict[str, Tensor] = {}
         for module, stored in modules.items():
             held = format_of(config.quantization, module.removeprefix(config.tensor_prefix))
             if held.method is None or "vision_tower" in module or "mm_projector" in module:
-                made |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
+                rewritten_tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in stored.items()}
             else:
-                made[f"{module}.weight"] = held.dequantize(stored, torch.float32)
-        return made
+                rewritten_tensors[f"{module}.weight"] = held.dequantize(stored, torch.float32)
+        return rewritten_tensors
 
     return rewritten(source, target, dequantized, unquantized)
 
@@ -239,7 +242,7 @@ def test_the_whole_way(written: dict[str, Path], tmp_path: Path, name: str) -> N
     # What `plan` and `inspect` count by, from the configuration alone.
     read = CheckpointReader.for_config(source, config, vision=True).tensors
     named = {spec.name: spec.nbytes for spec in expected_tensors(config)}
-    assert named.items() <= {one: stored.nbytes for one, stored in read.items()}.items()
+    assert named.items() <= {name: stored.nbytes for name, stored in read.items()}.items()
     reference = load_transformers_model(plain_copy(source, tmp_path / "plain"))
     with torch.inference_mode():
         expected = reference(IDS).logits
@@ -299,13 +302,13 @@ def test_nvfp4_as_modelopt_leaves_it_beside_an_older_quantization(written: dict[
 
 def test_groups_in_several_formats(tmp_path: Path) -> None:
     """Attention in FP8 a channel, routed experts in NVFP4, the rest in BF16."""
-    parts = {name: formats()[name]().to_hf_dict() for name in ("fp8-channel", "nvfp4-packed")}
+    configs = {name: formats()[name]().to_hf_dict() for name in ("fp8-channel", "nvfp4-packed")}
     targets = (["re:.*self_attn.*"], ["re:.*mlp\\.experts.*"])
     groups = {
-        f"group_{number}": {**part["config_groups"]["group_0"], "targets": target, "format": part["format"]}
-        for number, (part, target) in enumerate(zip(parts.values(), targets, strict=True))
+        f"group_{number}": {**config["config_groups"]["group_0"], "targets": target, "format": config["format"]}
+        for number, (config, target) in enumerate(zip(configs.values(), targets, strict=True))
     }
-    raw = {**parts["fp8-channel"], "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
+    raw = {**configs["fp8-channel"], "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
     held = parse_quantization(raw)
     assert parse_quantization(held.to_hf_dict()) == held
     root = "model.layers.1"

@@ -34,8 +34,8 @@ class Drawn(NamedTuple):
     def ordinary(self, ranks: int) -> tuple[Tensor, Tensor]:
         """Each rank's part, their sum, the residual stream and the norm are BF16: the stream, and what is behind it."""
         each = zip(self.inner.chunk(ranks, dim=1), self.out.chunk(ranks, dim=1), strict=True)
-        parts = [(value.float() @ weight.float().T).to(torch.bfloat16).float() for value, weight in each]
-        stream = self.residual + torch.stack(parts).sum(dim=0).to(torch.bfloat16)
+        sums = [(value.float() @ weight.float().T).to(torch.bfloat16).float() for value, weight in each]
+        stream = self.residual + torch.stack(sums).sum(dim=0).to(torch.bfloat16)
         norm = RMSNorm(HIDDEN, EPS).to(torch.bfloat16)
         norm.weight.data = self.gamma
         return stream, norm(stream).float() @ self.behind.float().T
@@ -57,11 +57,11 @@ def factor(stream: Tensor) -> Tensor:
 def test_choices_are_closer_to_exact_than_those_by_rounded_hidden_states() -> None:
     """Experts chosen by folded weights, and as the ordinary BF16 graph does."""
     generator = torch.Generator().manual_seed(1)
-    one = drawn(generator, 512, 8 * 128, 384)
+    sample = drawn(generator, 512, 8 * 128, 384)
     bias = torch.randn(384, generator=generator) * 0.1
-    wanted, (stream, rounded) = one.exact(), one.ordinary(8)
-    of_residual, of_heads = early_router.fold(one.behind, one.gamma, {"weight": one.out}, format_of(None, ""))
-    early = (one.residual.float() @ of_residual + one.inner.float() @ of_heads) * factor(stream)
+    wanted, (stream, rounded) = sample.exact(), sample.ordinary(8)
+    of_residual, of_heads = early_router.fold(sample.behind, sample.gamma, {"weight": sample.out}, format_of(None, ""))
+    early = (sample.residual.float() @ of_residual + sample.inner.float() @ of_heads) * factor(stream)
 
     def error(logits: Tensor) -> tuple[float, int]:
         sets = [noaux_tc_gate(some, bias.to(some.dtype), 8)[0].sort(dim=1).values for some in (logits, wanted)]
@@ -76,15 +76,19 @@ def test_choices_are_closer_to_exact_than_those_by_rounded_hidden_states() -> No
 def test_down_projections_are_closer_to_exact_than_those_of_rounded_hidden_states() -> None:
     """64 ranks with 32 columns of two experts."""
     ranks = 64
-    one = drawn(torch.Generator().manual_seed(1), 64, ranks * 2 * 32, 2112)
-    wanted, (stream, rounded) = one.exact(), one.ordinary(ranks)
-    names = {"q_a_proj": one.behind[:1536], "kv_a_proj_with_mqa": one.behind[1536:], "input_layernorm": one.gamma}
+    sample = drawn(torch.Generator().manual_seed(1), 64, ranks * 2 * 32, 2112)
+    wanted, (stream, rounded) = sample.exact(), sample.ordinary(ranks)
+    names = {
+        "q_a_proj": sample.behind[:1536],
+        "kv_a_proj_with_mqa": sample.behind[1536:],
+        "input_layernorm": sample.gamma,
+    }
     config = KimiK2Config.from_preset("kimi-k2-instruct-0905").model_copy(update={"quantization": None})
     scaled = early_qkv_a.scaled_projections(config, 1, lambda module: {"weight": names[module.rpartition(".")[2]]})
-    of_inner = early_qkv_a.fold(scaled, one.out.float(), torch.bfloat16)
+    of_inner = early_qkv_a.fold(scaled, sample.out.float(), torch.bfloat16)
     of_residual = scaled.T.to(torch.bfloat16)
     # Summands of each rank in float32, and in BF16 as they would ride in a BF16 all-reduce.
-    cuts = (one.residual.chunk(ranks, dim=1), of_residual.chunk(ranks), one.inner.chunk(ranks, dim=1))
+    cuts = (sample.residual.chunk(ranks, dim=1), of_residual.chunk(ranks), sample.inner.chunk(ranks, dim=1))
     each = zip(*cuts, of_inner.chunk(ranks), strict=True)
     summands = torch.stack([h.float() @ a.float() + v.float() @ w.float() for h, a, v, w in each])
     early = (summands.sum(dim=0) * factor(stream)).to(torch.bfloat16)

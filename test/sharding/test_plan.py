@@ -91,5 +91,5 @@ def test_what_is_not_refused() -> None:
     make_plan(REAL, Layout(1, 64))
     layout = Layout(**LAYERS | {"moe_tp": 4, "query_group": 2})
     plans = [make_plan(config, layout).tensors for config in (TILED, with_format(TILED, "bf16"))]
-    found = [{one.dtype for one in plan if ".tiles." in one.name} for plan in plans]
+    found = [{tensor.dtype for tensor in plan if ".tiles." in tensor.name} for plan in plans]
     assert found == [{torch.float8_e4m3fn, torch.float32}, {torch.bfloat16}]

@@ -108,14 +108,14 @@ def test_converters_started_at_once(source: Path, tmp_path: Path, options: tuple
         job.stdin.close()
         job.stdin = None
     said = [job.communicate()[1].decode() for job in jobs]
-    made = json.loads((tmp_path / "out" / MANIFEST).read_text())["made_from"]["options"]["experts"]
+    first = json.loads((tmp_path / "out" / MANIFEST).read_text())["made_from"]["options"]["experts"]
     for experts, job, words in zip(options, jobs, said, strict=True):
         # Whoever came late finds the same work done, or is refused by name; nobody else says it is well.
         refused = "another process is writing here: " in words or "other options" in words
         assert job.returncode == 0 or refused, words
-        assert job.returncode != 0 or experts == made
+        assert job.returncode != 0 or experts == first
     assert any(job.returncode == 0 for job in jobs)
-    Presharder(source, tmp_path / "alone", Layout(2, 2, experts=made)).run()
+    Presharder(source, tmp_path / "alone", Layout(2, 2, experts=first)).run()
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "alone")
 
 
@@ -381,18 +381,18 @@ def test_space_is_compared_before_the_first_file(source: Path, tmp_path: Path, m
 
 def test_a_failed_reservation_is_given_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files before it too: nothing in them is of use."""
-    reserve, made = os.posix_fallocate, list[int]()
+    reserve, sizes = os.posix_fallocate, list[int]()
 
     def third_fails(descriptor: int, start: int, size: int) -> None:
-        made.append(size)
-        if len(made) == 3:
+        sizes.append(size)
+        if len(sizes) == 3:
             raise OSError(28, "No space left on device")
         reserve(descriptor, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", third_fails)
     with pytest.raises(CheckpointError, match="cannot reserve"):
         Presharder(source, tmp_path, LAYOUT).run()
-    assert len(made) == 3
+    assert len(sizes) == 3
     assert not list((tmp_path / "weights").iterdir())
 
 

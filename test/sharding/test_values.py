@@ -142,13 +142,13 @@ class Rank:
             behind = torch.cat([self.weight(layer + 1, name) for name in DOWN]).double() * gamma
         for module in modules:
             gate, up, down = (self.weight(layer, f"{module}.{name}") for name in MLP)
-            both = [piece(one, 0, parts, part) for one in (gate, up)]
+            both = [piece(weight, 0, parts, part) for weight in (gate, up)]
             found.setdefault("gate_up_proj", []).append(torch.cat(both).T)
             found.setdefault("down_proj", []).append(piece(down, 1, parts, part).T)
             if behind is not None:
                 found.setdefault("early_qkv_a", []).append(piece((behind @ down.double()).T, 0, parts, part))
-        made = {f"{root}.{name}": torch.stack(values) for name, values in found.items()}
-        return made if behind is None else {**made, "early_qkv_a.residual_weight": self.cut(behind.T, 0)}
+        stacks = {f"{root}.{name}": torch.stack(values) for name, values in found.items()}
+        return stacks if behind is None else {**stacks, "early_qkv_a.residual_weight": self.cut(behind.T, 0)}
 
     def attention_tiles(self, layer: int) -> dict[str, Tensor]:
         heads, group = self.config.num_attention_heads, self.layout.query_group
@@ -291,7 +291,7 @@ def test_cuda(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout) 
     directory, state = source_of(source)
     config = KimiK2Config.from_pretrained(directory)
     _, files = converted(directory, tmp_path, layout)
-    stored = {name.removeprefix("language_model."): one for name, one in tensors_of(directory).items()}
+    stored = {name.removeprefix("language_model."): tensor for name, tensor in tensors_of(directory).items()}
     if layout.experts == "bf16":
         stored = {
             name: value.to(torch.bfloat16 if name.endswith("weight") else value.dtype) for name, value in state.items()
@@ -311,11 +311,11 @@ def test_cuda(source_of: SourceOf, tmp_path: Path, source: str, layout: Layout) 
                 names = ("gate_proj", "up_proj") if projection == "gate_up" else ("down_proj",)
                 each = [
                     torch.cat([
-                        piece(stored[f"{module}.{one}.{p}.weight{more}"], MLP[p], layout.moe_tp, part) for p in names
+                        piece(stored[f"{module}.{expert}.{p}.weight{more}"], MLP[p], layout.moe_tp, part) for p in names
                     ])
-                    for one in range(group * local, (group + 1) * local)
+                    for expert in range(group * local, (group + 1) * local)
                 ]  # fmt: skip
-                expected = torch.stack([one.view(torch.uint8) for one in each]).view(each[0].dtype)
+                expected = torch.stack([expert.view(torch.uint8) for expert in each]).view(each[0].dtype)
             else:
                 unseen.remove(name)
                 cut = {

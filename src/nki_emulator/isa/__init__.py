@@ -24,7 +24,7 @@ ABSENT = (
 _OWN = {
     name: value for name, value in vars(constants).items() if getattr(value, "__module__", "") == constants.__name__
 }
-_ENUMERATIONS = {name: one for name, one in _OWN.items() if isinstance(one, Enum | EnumType)}
+_ENUMERATIONS = {name: kind for name, kind in _OWN.items() if isinstance(kind, Enum | EnumType)}
 globals().update(INSTRUCTIONS | _ENUMERATIONS)
 
 

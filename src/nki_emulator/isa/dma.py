@@ -87,9 +87,9 @@ def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None
     for row in np.flatnonzero(keep):
         operands: dict[str, NkiTensor] = {}
         for operand, tensor in (("src", src), ("dst", dst)):
-            place = tensor.indirect_place
-            if operand in index and place is not None:
-                offset = tensor.offset + int(index[operand][row]) * place.stride
+            indirect = tensor.indirect_place
+            if operand in index and indirect is not None:
+                offset = tensor.offset + int(index[operand][row]) * indirect.stride
                 shape = (1, *tensor.shape[1:])
                 operands[operand] = tensor.with_layout(shape, tensor.strides, offset, indirect_place=None)
             else:

@@ -183,7 +183,7 @@ def test_a_wrong_kernel_is_found(rule: str, tmp_path: Path) -> None:
     for source in WRONG[rule]:
         kernel = made(tmp_path, source)
         for release in RELEASES:
-            found = [one for one in check(kernel, release) if one.rule == rule]
+            found = [finding for finding in check(kernel, release) if finding.rule == rule]
             assert bool(found) == RULES[rule].holds(release), (release, source)
             for finding in found:
                 assert finding.file.startswith(str(tmp_path))
@@ -193,7 +193,7 @@ def test_a_wrong_kernel_is_found(rule: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", RIGHT)
 def test_a_right_kernel_passes(source: str, tmp_path: Path) -> None:
-    assert [str(one) for release in RELEASES for one in check(made(tmp_path, source), release)] == []
+    assert [str(finding) for release in RELEASES for finding in check(made(tmp_path, source), release)] == []
 
 
 def test_what_a_kernel_calls_is_read_too(tmp_path: Path) -> None:
@@ -260,4 +260,4 @@ def of_piece(path: Path, code: str) -> Any:
 @pytest.mark.parametrize(("release", "old", "new"), pieces() if SDK else [])
 def test_the_migration_guide(release: str, old: str, new: str, tmp_path: Path) -> None:
     assert check(of_piece(tmp_path, old), release)
-    assert [str(one) for one in check(of_piece(tmp_path, new), release) if one.level == ERROR] == []
+    assert [str(finding) for finding in check(of_piece(tmp_path, new), release) if finding.level == ERROR] == []

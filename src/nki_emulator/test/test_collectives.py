@@ -79,7 +79,7 @@ def _drawn(rows: int = 8, columns: int = 6) -> list[Any]:
 def test_collectives_over_sbuf(cores: int, groups: list[list[int]]) -> None:
     data = _drawn()
     for form in ("reduce", "gather"):
-        found = run_on_ranks(in_sbuf[cores], [(one, form, groups) for one in data])
+        found = run_on_ranks(in_sbuf[cores], [(array, form, groups) for array in data])
         for rank, out in enumerate(found):
             group = next(group for group in groups if rank in group)
             shares = [data[other].reshape(8, cores, -1) for other in group]
@@ -94,7 +94,7 @@ def test_collectives_over_sbuf(cores: int, groups: list[list[int]]) -> None:
 def test_collectives_over_hbm(cores: int) -> None:
     data, groups = _drawn(), [[1, 0], [2, 3]]
     for form in ("gather", "exchange"):
-        found = run_on_ranks(in_hbm[cores], [(one, form, groups) for one in data])
+        found = run_on_ranks(in_hbm[cores], [(array, form, groups) for array in data])
         for rank, (out, row) in enumerate(found):
             group = next(group for group in groups if rank in group)
             pieces = [
@@ -108,13 +108,14 @@ def test_a_rank_that_does_not_come_is_a_deadlock() -> None:
     data = _drawn()
     with pytest.raises(errors.DeadlockError, match="all ranks of the group"):
         run_on_ranks(
-            in_sbuf[2], [(one, "gather" if rank == 3 else "reduce", [[0, 1, 2, 3]]) for rank, one in enumerate(data)]
+            in_sbuf[2],
+            [(array, "gather" if rank == 3 else "reduce", [[0, 1, 2, 3]]) for rank, array in enumerate(data)],
         )
 
 
 def test_a_collective_over_hbm_needs_the_other_core_to_be_done() -> None:
     with pytest.raises(errors.RaceError):
-        run_on_ranks(in_hbm[2], [(one, "gather", [[0, 1, 2, 3]], False) for one in _drawn()])
+        run_on_ranks(in_hbm[2], [(array, "gather", [[0, 1, 2, 3]], False) for array in _drawn()])
 
 
 def _sum(source: Any, target: Any, ranks: tuple[int, ...] = (0,), op: Any = nl.add) -> None:
@@ -189,8 +190,8 @@ def test_ranks_that_are_processes_of_their_own(kernel: Any, form: str, cores: in
     given = [[generator.standard_normal((8, 8)).astype(np.float32), form, groups] for _ in range(RANKS)]
     alone, together = _as_processes([kernel[cores]] * RANKS, given), run_on_ranks(kernel[cores], given)
     for found, wanted in zip(alone, together, strict=True):
-        for one, other in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
-            np.testing.assert_array_equal(one, other)
+        for mine, other in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
+            np.testing.assert_array_equal(mine, other)
 
 
 def test_processes_that_come_to_different_collectives() -> None:

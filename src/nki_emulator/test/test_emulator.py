@@ -59,18 +59,18 @@ def test_double_row_contracts_256() -> None:
 
 def test_gather_by_a_vector_of_indices_and_by_a_scalar() -> None:
     @nki.jit
-    def kernel(table: NkiTensor, places: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
-        index = nl.load(places)
+    def kernel(table: NkiTensor, indices: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
+        index = nl.load(indices)
         tile = nl.ndarray((8, 32), dtype=nl.float32)
         nisa.dma_copy(tile, table.reshape((64, 32)).ap([[32, 8], [1, 32]], vector_offset=index, indirect_dim=0))
         group = nl.ndarray((4, 32), dtype=nl.float32)
         nisa.dma_copy(group, table.select(0, index[3:4]))
         return stored(tile), stored(group)
 
-    table, places = draw(16, 4, 32), np.array([[5], [0], [63], [7], [7], [1], [2], [3]], np.int32)
-    rows, one = kernel(table, places)
-    assert np.array_equal(rows, table.reshape(64, 32)[places[:, 0]])
-    assert np.array_equal(one, table[7])
+    table, indices = draw(16, 4, 32), np.array([[5], [0], [63], [7], [7], [1], [2], [3]], np.int32)
+    rows, group = kernel(table, indices)
+    assert np.array_equal(rows, table.reshape(64, 32)[indices[:, 0]])
+    assert np.array_equal(group, table[7])
 
 
 def test_lnc2_shares_hbm_and_exchanges_sbuf() -> None:

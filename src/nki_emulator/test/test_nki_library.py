@@ -63,7 +63,7 @@ def run(file: str, cases: str, each: str) -> str:
         "-q",
     ]
     command += ["-W", "ignore", "--rootdir=.", "-c", os.devnull, "--import-mode=importlib", "--tb=line"]
-    expression = " and ".join(f"({part})" for part in (cases, "not model_config and not mx") if part)
+    expression = " and ".join(f"({condition})" for condition in (cases, "not model_config and not mx") if condition)
     done = subprocess.run(
         [*command, "-k", expression, file], cwd=LIBRARY, env=environment, capture_output=True, text=True
     )
