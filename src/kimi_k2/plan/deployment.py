@@ -490,12 +490,12 @@ class Target:
         Raises:
             ConfigError: a length is no integer or below 1, or the prompt is longer than the context.
         """
-        for field, value in (("context", context), ("batch", batch), ("prompt", prompt)):
+        for field, value in (("max_model_len", context), ("batch_size", batch), ("prompt_length", prompt)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"expected an integer, at least 1, got {value!r}", field=field)
         slots = context or self.context
         if prompt is not None and prompt > slots:
-            raise ConfigError(f"expected at most the context ({slots}), got {prompt}", field="prompt")
+            raise ConfigError(f"expected at most the context ({slots}), got {prompt}", field="prompt_length")
         return replace(self, context=slots, batch=batch or self.batch, prompt=min(prompt or self.prompt, slots))
 
 
