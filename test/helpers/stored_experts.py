@@ -42,7 +42,8 @@ def _four_bits(name: str, experts: int, inter: int, hidden: int, device: str) ->
     def held(rows: int, columns: int) -> dict[str, Tensor]:
         weight = torch.randn(rows, columns, generator=generator, device=device) * 0.02
         spread = torch.randint(-8, 1, (rows, columns // 16), generator=generator, device=device)
-        return format_.hold(format_.quantize(weight * 2.0 ** spread.repeat_interleave(16, 1)))
+        with torch.device(device):  # where a format makes scales of its own
+            return format_.hold(format_.quantize(weight * 2.0 ** spread.repeat_interleave(16, 1)))
 
     stacks: tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]] = ([], [])
     for _ in range(experts):
@@ -72,13 +73,14 @@ def drawn(
                 dict(zip(("weight", "weight_scale_inv"), blocks(*shape, device=device), strict=True)), Fp8BlockFormat()
             )
             if name == "fp8"
-            else Weight({"weight": (torch.randn(*shape, device=device) * 0.03).to(dtype)})
+            else Weight({"weight": torch.randn(*shape, device=device).mul_(0.03).to(dtype)})
             for shape in shapes
         )
         return ExpertWeights(one, other)
+    draw = _four_bits if draw_on == "cpu" else _four_bits.__wrapped__  # a GPU's memory is the test's alone
     gate_up, down = (
         Weight({suffix: tensor.to(device).clone() for suffix, tensor in weight.tensors.items()}, weight.quantization)
-        for weight in _four_bits(name, experts, inter, hidden, draw_on)
+        for weight in draw(name, experts, inter, hidden, draw_on)
     )
     return ExpertWeights(gate_up, Weight({"weight": dequantize(down, torch.bfloat16)}) if w2_bf16 else down)
 

@@ -142,7 +142,7 @@ def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Call
     choices = [
         LinearChoice("block", *tile, cluster)
         for tile in block_gemm.TILES[terms]
-        for cluster in (1, 2, 3, 4, 6, 8)
+        for cluster in (1, 2, 3, 4, 5, 6, 8)
         if tokens <= 1024 and tile.tokens <= 2 * tokens and cluster <= columns // BLOCK
         if cluster == 1 or -(-rows // (64 * tile.groups)) * -(-tokens // tile.tokens) * cluster <= 2 * sms
     ] + [

@@ -142,10 +142,13 @@ class Line:
                 known = ", ".join(f"{name} {size}" for name, size in sizes.items() if name[0].isupper())
                 raise KernelError(f"{one.name} {fault}, expected {one.text} on {device}, here {known}")
         for text, code in self.conditions:
-            if not (part and any(name not in sizes and name not in _NAMES for name in code.co_names)):
-                self._hold(
-                    text, eval(code, _NAMES, sizes), {name: sizes[name] for name in code.co_names if name in sizes}
-                )
+            try:
+                true = eval(code, _NAMES, sizes)
+            except NameError:  # of what is not there
+                if not part:
+                    raise
+            else:
+                self._hold(text, true, {name: sizes[name] for name in code.co_names if name in sizes})
         return {**sizes, "device": device}
 
     def fits(self, **values: Any) -> bool:

@@ -187,9 +187,7 @@ def _few_int4(x: Tensor, experts: ExpertWeights, topk_indices: Tensor) -> bool:
         return False
     named = {"gate_up_proj_packed": words, "gate_up_proj_scale": scale, "down_proj_packed": down}
     splits = invariant.decode_splits(topk_indices.shape[1], x.shape[1], words.shape[1] // 2, int4=True)
-    return w4a16_few.moe_w4a16_few.fits(
-        **named, down_proj_scale=second, T=len(x), k=topk_indices.shape[1], splits=splits
-    )
+    return w4a16_few.moe_w4a16_few.fits(x=x, **named, down_proj_scale=second, k=topk_indices.shape[1], splits=splits)
 
 
 @ops_experts.routed_experts.entry(
