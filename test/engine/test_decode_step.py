@@ -80,6 +80,38 @@ def test_prompts_and_steps_agree_with_the_plain_model(
             assert own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("keep_quantized", [True, False])
+@pytest.mark.parametrize("source", ["fp8", "thinking", "bf16"])
+@torch.inference_mode()
+def test_a_renewed_step_computes_with_the_weights_taken_since(
+    checkpoints: dict[str, Path], source: str, keep_quantized: bool
+) -> None:
+    """As recorded graphs do, it reads where it read before; the plain model reads the weights themselves."""
+    model = KimiK2ForCausalLM.from_pretrained(checkpoints[source], dtype=torch.float32, keep_quantized=keep_quantized)
+    cache = PagedCache(model.config, 1, 9, dtype=torch.float32)
+    cache.assign([9])
+    step = DecodeStep(model, cache)
+
+    def addresses() -> list[list[int]]:
+        read = [[layer.w_uk, layer.w_uv, *layer.qkv_a.tensors.values()] for layer in step.layers]
+        return [[tensor.data_ptr() for tensor in tensors] for tensors in read]
+
+    before = addresses()
+    for tensor in model.model.layers.state_dict().values():
+        rows = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor  # PyTorch rolls no FP8
+        rows.copy_(rows.roll(1, 0))
+    for layer in step.layers:
+        layer.renew()
+    assert addresses() == before
+    ids = torch.randint(0, model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(2))
+    wanted = model(ids, None, model.new_cache(1, 9))[0]
+    found = (
+        prefill(model, [ids[0, :8].tolist()], cache, None, read=PromptStep(step)),
+        step(ids[:, 8], torch.tensor([8])),
+    )
+    assert (torch.cat(found) - wanted[7:]).norm() / wanted[7:].norm() < 2e-5
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of kernels, on a CPU that the table takes for a GPU: every entry takes everything and computes plainly."""
