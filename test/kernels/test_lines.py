@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -299,17 +300,23 @@ def test_other_tensors_are_refused(name: str) -> None:
             for wrong in (*others, *broken(one, given[one.name], bound)):
                 with pytest.raises(KernelError, match="expected"):
                     OPERATIONS[name](**given | {one.name: wrong})
+                assert not line.fits(**given | {one.name: wrong})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_condition_refuses(name: str) -> None:
-    """By its text; those that say more are refused too."""
+    """By its text, whether all arguments are asked about or called with; those that say more are refused too."""
     line, (case, _, worse) = OPERATIONS[name].line, CASES[name]
     said = []
     with FakeTensorMode():
+        assert line.fits(**arguments_of(name, case))
         for changes in worse:
+            given = arguments_of(name, {**case, **changes})
             with pytest.raises(KernelError) as refusal:
-                OPERATIONS[name](**arguments_of(name, {**case, **changes}))
+                OPERATIONS[name](**given)
             said.append(str(refusal.value))
+            parameters = inspect.signature(OPERATIONS[name]).parameters.values()
+            left_out = {one.name: one.default for one in parameters if one.default is not one.empty}
+            assert not (line.fits(**left_out | given) and any(text in said[-1] for text, _ in line.conditions)), changes
     quiet = [text for text, _ in line.conditions if not any(text in one for one in said)]
     assert not quiet
