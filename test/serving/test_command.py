@@ -12,6 +12,7 @@ from command import kimi
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, DoesNotFitError
+from kimi_k2.quantization.nvfp4 import Nvfp4Format
 from kimi_k2.serving import command
 from kimi_k2.sharding.dry_run import dry_run
 from kimi_k2.sharding.layout import Layout
@@ -87,6 +88,17 @@ def test_second_matrices_in_bf16_take_room(checkpoints: dict[str, Path]) -> None
         with pytest.raises(ConfigError) as refused:
             command.vllm_command(checkpoints[name], backend, experts="w2_bf16")
         assert refused.value.field == named
+
+
+def test_four_bits_outside_the_experts_take_bf16s_room() -> None:
+    config, attention = KimiK2Config.load("kimi-k2-thinking"), "*self_attn*"
+    several, experts_alone = (
+        config.model_copy(update={"quantization": Nvfp4Format(ignore=ignore)})
+        for ignore in ((attention,), (attention, "*shared_experts*", "*layers.0.mlp*"))
+    )
+    ranks, length = command.gpu_lengths(several, 8, 96 * 10**9, None)
+    assert (ranks, length) == command.gpu_lengths(experts_alone, 8, 96 * 10**9, None)
+    assert length < config.max_position_embeddings
 
 
 def test_compile_of_that_line_is_vllms(fp8: Path, tmp_path: Path) -> None:

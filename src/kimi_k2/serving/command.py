@@ -17,6 +17,7 @@ from kimi_k2.errors import ConfigError, DoesNotFitError
 from kimi_k2.plan.deployment import Deployment, Target
 from kimi_k2.plan.machines import H200, UTILIZATION, gpu_memory
 from kimi_k2.plan.memory import cache_tokens, memory_plan
+from kimi_k2.serving.paged.support import held_by_ranks
 from kimi_k2.sharding.layout import SERVED_EXPERTS, STORED, Layout
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -65,7 +66,7 @@ def gpu_lengths(
     Raises:
         DoesNotFitError: the weights, or as many tokens beside them, do not fit; how many such GPUs would hold them.
     """
-    heads = config.num_attention_heads
+    config, heads = held_by_ranks(config, Layout(1, 1, "cuda", STORED)), config.num_attention_heads
     divisors = [count for count in range(min(gpus, heads), 0, -1) if heads % count == 0]
     ranks, tokens = next(
         (divisor, room) for divisor in divisors if (room := _tokens(config, divisor, memory, experts)) is not None
