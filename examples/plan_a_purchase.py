@@ -6,6 +6,8 @@ from kimi_k2 import plan
 from kimi_k2.errors import ConfigError
 from kimi_k2.plan.deployment import preset_names
 
+if len(sys.argv) < 2:
+    raise SystemExit(__doc__)
 model, *presets = sys.argv[1:]
 for preset in presets or preset_names():
     try:
