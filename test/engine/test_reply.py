@@ -58,6 +58,16 @@ def test_stop_strings_cut_where_the_first_of_them_begins(
     assert reply.finish_reason == ("length" if expected == text else "stop")
 
 
+@pytest.mark.parametrize("stop", [[], ["<|tool_call_end|>."], ["no", "surely", "<|tool_calls_section_begin|><|too_"]])
+def test_markers_spelled_in_ordinary_tokens_are_text(tokenizer: KimiTokenizer, stop: list[str]) -> None:
+    """Also where what may begin a stop string is held back, and its text comes after its tokens."""
+    quoted = f"write {CALL} and </think>"
+    tokens = tokenizer.encode("<think>Bern.</think>", allow_special=True) + tokenizer.encode(quoted)
+    shown = run(Reply(tokenizer, {0}, tools=TOOLS, stop=stop), tokens + tokenizer.encode(CALL, allow_special=True))
+    assert (shown.reasoning_content, shown.content) == ("Bern.", quoted)
+    assert [(call.name, call.arguments) for call in shown.tool_calls] == [("get", '{"city": "Bern"}')]
+
+
 @pytest.mark.parametrize("prefilled", [False, True])
 def test_deltas_add_up_to_the_parsed_message(tokenizer: KimiTokenizer, prefilled: bool) -> None:
     text = ("" if prefilled else "<think>") + "Bern, surely.</think>I look.\n" + CALL
