@@ -226,10 +226,7 @@ BLOCKS = {
         "test/nxd/test_decode_layers.py::test_",
         "dry",
     ),
-    "vision.md": (
-        "test/test_docs.py::test_the_first_commands_with_images_run",
-        "parsed: the processor of the Hub",
-    ),
+    "vision.md": ("test/test_docs.py::test_the_first_commands_with_images_run",),
     "vllm-neuron.md": ("dry",),
     "contrib/models/Kimi-K2-Instruct-0905/README.md": (
         "parsed: the folder's own examples, published weights",
