@@ -67,8 +67,8 @@ def test_graphs_cost_what_the_planner_says(preset: str, stored: str, stage: str)
     # Scratch is planned as no less than what is alive at once in the graph, and not much more.
     assert found["live"] <= plan["live"]
     assert kernels(graph) == ({"decode_layers": 1} if whole else {})
-    # What chooses blocks and experts moves a little too; 1 % of the rows' 4 bytes a value.
-    assert found["bytes_moved"] == pytest.approx(plan["bytes_moved"], rel=0.01, abs=1e7)
+    # What chooses blocks and experts, and a kernel's DMA, move a little too: of eight lines 2.85 MB.
+    assert found["bytes_moved"] == pytest.approx(plan["bytes_moved"], rel=1e-3, abs=3e6)
     if stored != MEMBER or (preset, stored, stage) not in QUICK:
         return
     if not whole:
