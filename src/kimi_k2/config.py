@@ -142,7 +142,7 @@ class KimiK2Config(BaseModel):
     def _consistent(self) -> KimiK2Config:
         def require(field: str, condition: bool, expectation: str) -> None:
             if not condition:
-                raise ConfigError(f"{expectation}, got {getattr(self, field)!r}", field=field)
+                raise ConfigError(f"{expectation}, got {getattr(self, field)!r:.100}", field=field)
 
         check_limits(self, CONFIG_FIELDS)
         require(

@@ -215,6 +215,6 @@ def _is_fp8_cache(quantization: Any, field: str) -> bool:
         raise ConfigError(f"expected an object or null, got {type(scheme).__name__}", field=field)
     for name, wanted in KV_CACHE_SCHEME.items():
         if scheme.get(name, "tensor") != wanted:  # modelopt leaves the strategy out
-            raise ConfigError(f"expected {wanted!r}, got {scheme.get(name)!r}", field=f"{field}.{name}")
+            raise ConfigError(f"expected {wanted!r}, got {scheme.get(name)!r:.100}", field=f"{field}.{name}")
     refuse_unknown(scheme, KV_CACHE_SCHEME, field, only=_KV_CACHE_ONLY, harmless=_KV_CACHE_HARMLESS)
     return True

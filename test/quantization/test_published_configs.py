@@ -89,6 +89,7 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         ({"quant_method": "quark", "global_quant_config": {}}, "quantization_config.global_quant_config.weight"),
         ({"quant_method": "w4afp8"}, "quantization_config.quant_method"),
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method"),
+        ({"quant_method": "x" * 100_000}, "quantization_config.quant_method"),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
             "quantization_config.scale_fmt",
@@ -99,6 +100,7 @@ def test_what_is_not_read_is_named(raw: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_quantization(raw)
     assert caught.value.field == field
+    assert len(str(caught.value)) < 1000
 
 
 # Beside what `to_hf_dict` writes: fields that say nothing of what is stored, and ones that would.

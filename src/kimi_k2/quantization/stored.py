@@ -338,7 +338,7 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
             if (stored_format := candidate.parse(raw, field)) is not None:
                 return stored_format
     known = " or ".join(sorted({repr(format_.method) for format_ in formats().values() if format_.method}))
-    raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r}", field=f"{field}.quant_method")
+    raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r:.100}", field=f"{field}.quant_method")
 
 
 def format_of(quantization: StoredFormat | None, module: str) -> StoredFormat:
