@@ -53,9 +53,12 @@ class Case(NamedTuple):
     apart: bool = False
 
 
+_FOLDER = tempfile.TemporaryDirectory()  # gone with the process
+
+
 @cache
 def checkpoint(stored: str) -> Path:
-    directory = Path(tempfile.mkdtemp()) / stored
+    directory = Path(_FOLDER.name) / stored
     config = with_format(tiny_config(q_lora_rank=Q_RANKS[stored], **SIZES), stored)
     write_synthetic_checkpoint(directory, config, seed=1)
     return directory
@@ -69,7 +72,7 @@ def plain(stored: str, dtype: torch.dtype) -> KimiK2ForCausalLM:
 @cache
 def converted(stored: str, dtype: torch.dtype, group: int) -> list[dict[str, Tensor]]:
     """What each rank's file holds; attention in FP8 where the checkpoint has it so and ranks share a cache."""
-    made = Path(tempfile.mkdtemp())
+    made = Path(tempfile.mkdtemp(dir=_FOLDER.name))
     experts = "tiles" if stored == "fp8" else "bf16_tiles"
     Presharder(
         checkpoint(stored),
