@@ -173,7 +173,7 @@ def with_chosen(params: SamplingParams, chosen: Mapping[str, Any]) -> SamplingPa
         raise GenerationError(f"sampling: no such field: {', '.join(sorted(unknown))}")
     params = replace(params, **chosen)
     for name in ("top_k", "top_p", "min_p") if params.temperature == 0 else ():
-        if chosen.get(name, none := getattr(SamplingParams, name)) != none:
+        if name in chosen and chosen[name] != getattr(SamplingParams, name):
             raise GenerationError(f"{name}: goes with a temperature; at 0 the likeliest token is taken")
     if chosen.get("min_tokens", 0) > params.max_new_tokens:
         expected = f"expected at most max_new_tokens ({params.max_new_tokens})"

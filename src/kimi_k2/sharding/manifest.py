@@ -227,7 +227,7 @@ def _differences(made: Layout, wanted: Layout) -> Iterator[tuple[str, Any, Any]]
 
 
 def _layout_of(made_from: Mapping[str, Any], file: Path) -> Layout:
-    """The layout of a manifest or journal.
+    """The layout of a manifest.
 
     Raises:
         ConfigError: an option, or its value, is none any more.

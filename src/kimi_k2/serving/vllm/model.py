@@ -248,8 +248,8 @@ class _KimiK2:
         """Make the graphs of steps with prompts, once; memory of their size."""
         # Other replicas have another number of tokens each time, and of a stage not every piece is here; adapters'
         # additions are not in the pieces, and vLLM takes experts chosen from later on.
-        others = self.paged.exchange, self.loras, self.it.routed or None
-        if self._recorded or self._pp.size > 1 or any(other is not None for other in others):
+        in_pieces = self.paged.exchange is None and self.loras is None and not self.it.routed
+        if self._recorded or self._pp.size > 1 or not in_pieces:
             return None
         self._recorded = True
         self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self.it)
