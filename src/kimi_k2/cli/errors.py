@@ -51,6 +51,8 @@ def errors_handled() -> Iterator[None]:
         _leave(f"out of memory: {error}" if str(error) else "out of memory")
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
+        if module == "kimi_k2":
+            _leave(f"{error.name} is missing: copy the whole repository, as src/ has links into it, or pip install it")
         extra = _extra_with(module)
         if extra is None:
             _report(error)

@@ -18,6 +18,8 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from kimi_k2.errors import ConfigError
+
 CONSTRAINTS = Path(str(files("kimi_k2"))) / "neuron" / "constraints"  # a link to the repository's constraints/
 NXDI = "neuronx-distributed-inference"
 VLLM_NEURON = "vllm-neuron"
@@ -57,12 +59,20 @@ class State:
 
 
 def releases(line: Line = "neuron") -> list[Release]:
-    """Those with a constraint file, the tested one first."""
+    """Those with a constraint file, the tested one first.
+
+    Raises:
+        ConfigError: there is none: src/ was copied without the folder that it links to.
+    """
     listed = []
     for path in sorted(CONSTRAINTS.glob(f"{line}-*.txt")):
         text = path.read_text(encoding="utf-8")
         pins = (Requirement(line) for line in text.splitlines() if line and not line.startswith("#"))
         listed.append(Release(path.stem.removeprefix(f"{line}-"), path.name, tuple(pins), dict(_SYSTEM.findall(text))))
+    if not listed:
+        raise ConfigError(
+            f"expected {line}-*.txt: the repository's constraints/, to which src/ links", file=CONSTRAINTS
+        )
     return sorted(listed, key=lambda release: release.name != TESTED)
 
 

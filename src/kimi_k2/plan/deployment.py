@@ -342,7 +342,8 @@ def _file_of(name_or_path: str | Path) -> Path:
         candidates = [folder / f"{name_or_path}.yaml" for folder in (CONFIGS, CONFIGS / PLAN_ONLY)]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
-        raise ConfigError(f"no preset '{name_or_path}'; known: {', '.join(preset_names())}", field="preset")
+        known = ", ".join(preset_names()) or f"none in {CONFIGS}"
+        raise ConfigError(f"no preset '{name_or_path}'; known: {known}", field="preset")
     return found
 
 

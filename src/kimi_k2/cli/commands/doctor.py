@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.errors import ConfigError
 from kimi_k2.terminal import new_console, say
 
 Status = Literal["ok", "missing", "note"]
@@ -100,14 +102,14 @@ def _libraries() -> Iterator[Finding]:
 
     needed: dict[str, Requirement] = {}
     texts = importlib.metadata.requires("kimi-k2") if version_of("kimi-k2") else None
-    for text in texts or ():
+    for text in texts or LIBRARIES:
         requirement = Requirement(text)
         marker = requirement.marker
-        if requirement.specifier and (marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)):
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
             needed.setdefault(requirement.name, requirement)
     for name, requirement in needed.items():
         version, optional = version_of(name), requirement.marker is not None
-        wanted = f"works with {requirement.specifier}"
+        wanted = f"works with {requirement.specifier}" if requirement.specifier else ""
         if version is None:
             if name in LIBRARIES or not optional:
                 yield Finding(name, "missing", "not installed", wanted)
@@ -133,22 +135,26 @@ def _cuda() -> Iterator[Finding]:
     except (ImportError, OSError) as error:  # a library of CUDA that is not there
         yield Finding("torch", "missing", f"cannot be imported: {error}")
         return
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-        hopper = (major, minor) == (9, 0)
-        yield Finding("CUDA GPU", "ok" if hopper else "note", gpus, "" if hopper else BLACKWELL)
-    else:
-        build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
-        yield Finding("CUDA GPU", "missing", f"none; {build}")
+    build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+    try:
+        gpus = list(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
+    except RuntimeError as error:  # an older driver, or a GPU that another process has for itself
+        gpus, build = [], str(error).partition("\n")[0]
+    hopper = any((gpu.major, gpu.minor) == (9, 0) for gpu in gpus)
+    names = ", ".join(f"{number} x {name}" for name, number in Counter(gpu.name for gpu in gpus).items())
+    other = BLACKWELL if gpus and not hopper else ""
+    yield Finding("Hopper GPU", "ok" if hopper else "missing", f"{names or 'none'}; {build}", other)
     nvcc = find_nvcc()
     if nvcc is None:
         hint = "pip install 'kimi-k2[cuda]'; Triton kernels run without it"
         yield Finding("nvcc", "missing", "not on PATH or under CUDA_HOME", hint)
         return
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    release = re.search(r"release ([\d.]+)", done.stdout)
-    yield Finding("nvcc", "ok", f"{release[1] if release else 'unknown'} at {nvcc}")
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError as error:  # of another processor
+        told = str(error)
+    release = re.search(r"release ([\d.]+)", told)
+    yield Finding("nvcc", "ok" if release else "missing", f"{release[1] if release else 'cannot be run'} at {nvcc}")
     if shutil.which("g++") is None:
         yield Finding("g++", "missing", "not on PATH", "nvcc needs a host compiler: apt-get install g++")
 
@@ -169,7 +175,11 @@ def _neuron() -> Iterator[Finding]:
     lines: tuple[sdk.Line, ...] = ("neuron", "vllm-neuron")
     shown: set[str] = set()
     for line in reversed(lines) if plugin.installed() else lines:
-        release = sdk.release_here(line) or sdk.releases(line)[0]
+        try:
+            release = sdk.release_here(line) or sdk.releases(line)[0]
+        except ConfigError as error:
+            yield Finding("constraints/", "missing", str(error))
+            break
         for pinned in sdk.states(release):
             if pinned.package in shown or pinned.package == "transformers":  # `_libraries` has it
                 continue
@@ -218,15 +228,22 @@ def _parts(missing: set[str]) -> list[Part]:
     if not plugin.installed():  # or NxDI's line of the same name
         missing = missing | {"vllm-neuron"}
     base = ["Python", "torch"]
-    neuron = ["torch-xla", "neuronx-distributed", "neuronx-distributed-inference"]
+    neuron = ["constraints/", "torch-xla", "neuronx-distributed", "neuronx-distributed-inference"]
     needs = {
         "generate, chat, convert, plan (CPU)": base,
         "parity with transformers": [*base, "transformers"],
-        "fast decode on a GPU": [*base, "CUDA GPU", "triton", "nvcc"],
+        "fast decode on a GPU": [*base, "Hopper GPU", "triton", "nvcc", "g++"],
         "compile --hlo-only": [*base, *neuron],
         "compile for Trainium": [*base, *neuron, "torch-neuronx", "neuronx-cc"],
         "run on Trainium": [*base, *neuron, "torch-neuronx", "Neuron devices"],
-        "serve on Trainium without NxDI": [*base, "vllm", "vllm-neuron", "libtorch-neuronx-lite", "Neuron devices"],
+        "serve on Trainium without NxDI": [
+            *base,
+            "vllm",
+            "constraints/",
+            "vllm-neuron",
+            "libtorch-neuronx-lite",
+            "Neuron devices",
+        ],
     }
     return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]
 

@@ -37,12 +37,10 @@ def cache_directory() -> Path:
 @functools.cache
 def find_nvcc() -> str | None:
     """The CUDA compiler: on PATH, else under `$CUDA_HOME` or /usr/local/cuda, else the extra `cuda`'s; None if none."""
-    if compiler := shutil.which("nvcc"):
-        return compiler
     packages = importlib.util.find_spec("nvidia")  # a namespace of NVIDIA's wheels
-    roots = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
-    roots += [Path(one) / "cu13" for one in (packages.submodule_search_locations or () if packages else ())]
-    return next((str(nvcc) for root in roots if (nvcc := root / "bin" / "nvcc").exists()), None)
+    wheels = packages.submodule_search_locations or () if packages else ()
+    folders = [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin", *(f"{one}/cu13/bin" for one in wheels)]
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def source_of(library: str) -> Path:
