@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,24 @@ def test_what_the_line_without_nxdi_would_not_take_is_named(tmp_path: Path, old:
         read(text.replace(old, new), tmp_path)
     with pytest.raises(ConfigError, match="NxDI does not run preset trn2-native"):
         Deployment.load("trn2-native-tp4-ep16").neuron_arguments()
+
+
+@pytest.mark.parametrize("context", [512, 1024, 2048, 2176, 8192])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("preset", [name for name in preset_names() if "native" in name])
+def test_lengths_are_taken_where_a_preset_with_them_is(preset: str, batch: int, context: int, tmp_path: Path) -> None:
+    def fault(use: Callable[[], object]) -> tuple[str, str | None] | None:
+        try:
+            use()
+        except ConfigError as error:
+            return error.message, error.field
+        return None
+
+    chosen, config = Deployment.load(preset), KimiK2Config.from_preset("kimi-k2-instruct-0905")
+    prompt = min(chosen.max_context_length, context)
+    text = f"like: {preset}\nbatch_size: {batch}\nseq_len: {context}\nmax_context_length: {prompt}"
+    refused = fault(lambda: read(text, tmp_path))
+    assert refused == fault(lambda: make_target(chosen, config).with_lengths(context, batch, None))
 
 
 def test_environment_of_a_process() -> None:

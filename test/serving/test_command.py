@@ -79,7 +79,7 @@ def test_the_flags_of(
     assert options is None or json.loads(made.words[made.words.index("--additional-config") + 1]) == options
 
 
-def test_second_matrices_in_bf16_take_room(checkpoints: dict[str, Path]) -> None:
+def test_what_does_not_fit_or_go_together_is_refused(checkpoints: dict[str, Path]) -> None:
     config = KimiK2Config.load("kimi-k2-thinking")
     with pytest.raises(DoesNotFitError):
         command.gpu_lengths(config, 8, H200, None, "w2_bf16")
@@ -88,6 +88,8 @@ def test_second_matrices_in_bf16_take_room(checkpoints: dict[str, Path]) -> None
         with pytest.raises(ConfigError) as refused:
             command.vllm_command(checkpoints[name], backend, experts="w2_bf16")
         assert refused.value.field == named
+    with pytest.raises(ConfigError, match=r"num_batched_tokens_buckets.*up to 512, got \[512, 2048\]"):
+        command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp32-ep2", max_model_len=512)
 
 
 def test_four_bits_outside_the_experts_take_bf16s_room() -> None:

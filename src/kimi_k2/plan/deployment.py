@@ -489,15 +489,18 @@ class Target:
         """The same with other lengths; a prompt longer than the context is cut to it.
 
         Raises:
-            ConfigError: a length is no integer or below 1, or the prompt is longer than the context.
+            ConfigError: a length is no integer or below 1, the prompt is longer than the context, or the buckets of
+                the torch-native preset are of others. NxDI's run leaves the preset's buckets then.
         """
         for field, value in (("max_model_len", context), ("batch_size", batch), ("prompt_length", prompt)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"expected an integer, at least 1, got {value!r}", field=field)
-        slots = context or self.context
+        slots, batch = context or self.context, batch or self.batch
+        if self.torch_native:
+            self.torch_native.check(batch, slots, self.prompt)
         if prompt is not None and prompt > slots:
             raise ConfigError(f"expected at most the context ({slots}), got {prompt}", field="prompt_length")
-        return replace(self, context=slots, batch=batch or self.batch, prompt=min(prompt or self.prompt, slots))
+        return replace(self, context=slots, batch=batch, prompt=min(prompt or self.prompt, slots))
 
 
 @lru_cache(16)

@@ -70,12 +70,12 @@ class TorchNativeOptions(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def check(self, batch: int, context: int, prompt: int) -> None:
-        """Whether the line takes them, as its reference of options states.
+        """Whether the line takes them, as its reference of options states, with prompts cut to the context.
 
         Raises:
             ConfigError: naming the field.
         """
-        for field, last in (("num_batched_tokens_buckets", prompt), ("num_seqs_buckets", batch)):
+        for field, last in (("num_batched_tokens_buckets", min(prompt, context)), ("num_seqs_buckets", batch)):
             buckets = getattr(self, field)
             if buckets is not None and (list(buckets) != sorted(set(buckets)) or buckets[-1:] != (last,)):
                 raise ConfigError(

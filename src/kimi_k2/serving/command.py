@@ -121,7 +121,7 @@ def vllm_command(
     Raises:
         ModuleNotFoundError: vLLM is not installed.
         DoesNotFitError: see `gpu_lengths`.
-        ConfigError: there is no such preset, or the experts cannot be held so.
+        ConfigError: there is no such preset, its buckets are of another length, or the experts cannot be held so.
     """
     config = KimiK2Config.from_pretrained(checkpoint)
     flags = ["--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2_stream"]
@@ -135,10 +135,11 @@ def vllm_command(
     if backend == "neuron":
         chosen = Deployment.load(preset)
         flags += ["--tensor-parallel-size", str(chosen.tp_degree), "--max-num-seqs", str(chosen.batch_size)]
-        flags += ["--max-model-len", str(max_model_len or chosen.seq_len)]
-        line = chosen.torch_native
+        length, line = max_model_len or chosen.seq_len, chosen.torch_native
+        flags += ["--max-model-len", str(length)]
         options = {"override_neuron_config": {"preset": preset}}
         if line is not None:
+            line.check(chosen.batch_size, length, chosen.max_context_length)
             options = {"neuron_config": line.neuron_config(chosen.experts, chosen.moe_ep_degree)}
             flags += ["--max-num-batched-tokens", str(chosen.max_context_length), "--block-size", str(line.block_size)]
             flags += ["--kv-cache-dtype", "fp8"] if line.kv_cache_dtype == "fp8" else []
