@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kimi_k2.files import replace_file
 
 
 @contextmanager
@@ -23,5 +26,7 @@ def chart(path: Path, width: float, height: float, **labels: str) -> Iterator[An
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     yield axes
     axes.set(**labels)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=120)
+    replace_file(path, drawn.getvalue())
     plt.close(figure)

@@ -258,16 +258,16 @@ def open_output(path: Path, *, truncate: bool = False) -> int:
     return descriptor
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a text under a temporary name, then rename, so that neither a reader nor a kill finds half a file.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name, then rename, so that neither a reader nor a kill finds half a file.
 
     Raises:
         OSError: the disk is full, or the temporary name is a link, see `open_output`.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
-        with os.fdopen(open_output(partial, truncate=True), "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(open_output(partial, truncate=True), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # of a descriptor, which knows no name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,33 @@ def test_a_bug_leaves_its_traceback_in_a_file(
     (file,) = tmp_path.iterdir()
     assert str(file) in shown
     assert "Traceback" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))  # or its disk is full
+    assert ended(throw(ZeroDivisionError("eight"))) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("plan kimi-k2.5 --chart {out}/chart.PNG", "chart.PNG"),
+        ("parity capture {fp8} {out} --layers 0", "golden.safetensors"),
+        ("bench {fp8} --prompt-lengths 4 --output-lengths 2 --runs 1 --out {out}", "tpot.png"),
+    ],
+)
+def test_a_full_disk_is_named_and_keeps_the_file_of_before(
+    fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, file: str
+) -> None:
+    (tmp_path / file).write_text("of before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(SystemExit) as exit_:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+            main(arguments=[word.format(fp8=fp8, out=tmp_path) for word in command.split()])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert exit_.value.code == 1
+    assert f"error: {tmp_path / file}.partial: File too large\n" in capsys.readouterr().err
+    assert (tmp_path / file).read_text() == "of before"
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(

@@ -10,7 +10,7 @@ import numpy as np
 
 from kimi_k2.bench.results import SHAPE, rates, series
 from kimi_k2.charts import chart
-from kimi_k2.files import Json
+from kimi_k2.files import Json, replace_file
 
 HEADER = [
     "prompt", "batch", "output", "TTFT, ms", "TPOT, ms", "ITL, ms", "end to end, ms", "tok/s a sequence",
@@ -121,5 +121,5 @@ def write_reports(results: Json, directory: Path) -> list[Path]:
     """Write sweep.md and the plots into `directory`; returns what was written."""
     images, text = plots(results, directory), directory / "sweep.md"
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in images)
-    text.write_text(markdown(results) + shown, encoding="utf-8")
+    replace_file(text, markdown(results) + shown)
     return [text, *images]

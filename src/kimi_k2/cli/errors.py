@@ -139,10 +139,16 @@ def _leave(message: str, status: int = EXPECTED) -> None:
 
 
 def _report(error: Exception) -> None:
-    with tempfile.NamedTemporaryFile("w", prefix="kimi-k2-bug-", suffix=".txt", delete=False, encoding="utf-8") as file:
-        file.write(f"{sys.argv}\n")
-        traceback.print_exception(error, file=file)
-    say(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; the traceback is in {file.name}", err=True)
+    told = f"{sys.argv}\n{''.join(traceback.format_exception(error))}"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="kimi-k2-bug-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(told)
+        told = f"the traceback is in {file.name}"
+    except OSError:  # the disk may be full
+        pass
+    say(f"error: a bug in kimi-k2: {type(error).__name__}: {error}; {told}", err=True)
     sys.exit(BUG)
 
 

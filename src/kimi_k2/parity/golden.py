@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from kimi_k2 import __version__
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError
-from kimi_k2.files import Json, open_regular, read_data
+from kimi_k2.files import Json, open_regular, read_data, replace_file
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
 
 SCHEMA = "kimi-k2-golden/2"
@@ -94,10 +94,8 @@ def save_golden(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / TENSORS
-    partial = target.with_name(TENSORS + ".partial")
-    save_file({name: value.contiguous() for name, value in sorted(trace.values.items())}, partial)
-    partial.replace(target)
+    tensors = save({name: value.contiguous() for name, value in sorted(trace.values.items())})
+    replace_file(directory / TENSORS, tensors)
     inputs = asdict(trace.inputs)
     description = {
         "schema": SCHEMA,
@@ -107,7 +105,7 @@ def save_golden(
         "dtype": dtype,
         "inputs": {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in inputs.items()},
         "config": json.loads(config.model_dump_json()),
-        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(tensors).hexdigest(),
     }
     write_json(directory / DESCRIPTION, description)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError
-from kimi_k2.files import read_data
+from kimi_k2.files import read_data, replace_file
 from kimi_k2.neuron.layer_arguments import emulated_fp8, numbers, torch_tensor
 from kimi_k2.nki.kernels import MODULES
 from kimi_k2.nki.step_sizes import BF16, F32, RANKS, drawn, layer
@@ -92,7 +92,7 @@ def record(directory: Path, config: KimiK2Config, cores: int) -> None:
         counts = {"inputs": list(case.tensors), "results": len(results)}
         listed.append({"name": case.name, "arguments": case.arguments} | counts)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / TENSORS)
+    replace_file(directory / TENSORS, save(tensors))
     write_json(directory / CASES, {"cores": cores, "cases": listed})
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import D2T, T2D, DraftConfig, Form, head_shapes
-from kimi_k2.files import Json
+from kimi_k2.files import Json, replace_file
 
 PUBLISHED_VOCABULARY = 32000
 _ARCHITECTURES: dict[Form, str] = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -96,7 +96,8 @@ def write_synthetic_head(
         state_dict[D2T] = tokens - torch.arange(config.draft_vocab_size)
         state_dict[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
     state_dict |= tensors or {}
-    save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, directory / "model.safetensors")
+    state_dict = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+    replace_file(directory / "model.safetensors", save(state_dict))
     write_json(directory / "config.json", fields)
     return config
 

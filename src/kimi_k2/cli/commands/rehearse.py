@@ -21,7 +21,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Preset, refuse
-from kimi_k2.files import Json
+from kimi_k2.files import Json, replace_file
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -224,9 +224,9 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
     if on_device:
         files = {form: work / f"chip-{form}.yaml" for form in FORMS}
         for form, file in files.items():
-            file.write_text(_of_one_chip(FORMS[form]), encoding="utf-8")
+            replace_file(file, _of_one_chip(FORMS[form]))
         like, experts = LOGITS
-        (work / "chip-logits.yaml").write_text(f"{_of_one_chip(like)}experts: {experts}\n", encoding="utf-8")
+        replace_file(work / "chip-logits.yaml", f"{_of_one_chip(like)}experts: {experts}\n")
         config = tiny_config("kimi-k2-instruct-0905", **(SLICE if device else SMALL_SLICE))
         way = list(chip_steps(work, files, contrib.missing(), device=device))
     else:
@@ -248,8 +248,7 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
         logits = work / "logits" / "parity.json"
         report = _report(config, files, results, work if device else None) | {"real": real}
         report["logits"] = json.loads(logits.read_text()) if logits.is_file() else None
-        text = json.dumps({**report, "checksum": checksum(report)}, indent=1)
-        (work / "report.json").write_text(text, encoding="utf-8")
+        replace_file(work / "report.json", json.dumps({**report, "checksum": checksum(report)}, indent=1))
         say(f"report: {work / 'report.json'}")
     say(f"{seconds:.0f} s.")
     if real:
@@ -311,7 +310,7 @@ def _run(step: Step, log: Path, outputs: dict[str, str]) -> str:
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(step.processes), "--no-python"]
         command = [sys.executable, *launch, *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    log.write_text(f"{done.stdout}\n{done.stderr}", encoding="utf-8")
+    replace_file(log, f"{done.stdout}\n{done.stderr}")
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         return f"failed with {done.returncode}: {''.join(last)}"
