@@ -1,38 +1,47 @@
-"""MLA prefill attention against float64: our kernel, and what FlashAttention 3 is given."""
+"""MLA prefill attention against float64.
+
+`KIMI_K2_DRAWS` is the number of drawn cases.
+"""
 
 from __future__ import annotations
 
-import itertools
+import os
+import random
 
-import pytest
 import torch
 from exact import distance
 from machines import Machine, rows
 from torch import Tensor
 
-from kimi_k2.kernels.attention import flash_prefill
-from kimi_k2.kernels.attention.mla_prefill import mla_prefill, supports_mla_naive_attention
+from kimi_k2.kernels.attention.mla_prefill import mla_prefill, mla_prefill_ragged, supports_mla_naive_attention
+from kimi_k2.ops import registry
 from kimi_k2.ops.mla import Ragged, mla_naive_attention, mla_ragged_attention
 from kimi_k2.ops.registry import pin
 
 SCALE = 0.1147
+DRAWN = int(os.environ.get("KIMI_K2_DRAWS", "12"))
 
 
 def reference(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor, positions: Tensor) -> Tensor:
-    keys, values = expanded.double().split([128, 128], dim=-1)
-    scores = torch.einsum("bshd,bhtd->bhst", nope.double(), keys)
-    scores += torch.einsum("bshd,btd->bhst", rope.double(), cache[..., 512:].double())
-    hidden = torch.arange(cache.shape[1], device=cache.device) > positions.clamp(min=0)[:, None, :, None]
-    weights = (scores * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("bhst,bhtv->bshv", weights, values.nan_to_num())
+    """Head by head, whose scores are many."""
+    hidden = torch.arange(cache.shape[1], device=cache.device) > positions.clamp(min=0)[..., None]
+    out = []
+    for q, rotated, head in zip(nope.unbind(2), rope.unbind(2), expanded.unbind(1), strict=True):
+        keys, values = head.double().split([128, 128], dim=-1)
+        scores = q.double() @ keys.mT + rotated.double() @ cache[..., 512:].double().mT
+        out.append((scores * SCALE).masked_fill(hidden, float("-inf")).softmax(-1) @ values.nan_to_num())
+    return torch.stack(out, dim=2)
 
 
 @rows(
-    "queries slots heads",
-    gpu=[(*sizes, heads) for sizes in ((1000, 1000), (300, 1000), (1, 129), (128, 128)) for heads in (8, 64)],
-    triton=[(150, 150, 2), (137, 190, 2)],
+    "queries slots heads ranks",
+    gpu=[
+        (*sizes, heads, ranks)
+        for sizes in ((1000, 1000), (300, 1000), (1, 129), (128, 128), (1, 1))
+        for heads, ranks in ((8, 0), (8, 1), (8, 2), (64, 1))
+    ],
 )
-def test_matches_float64(machine: Machine, queries: int, slots: int, heads: int) -> None:
+def test_matches_float64(machine: Machine, queries: int, slots: int, heads: int, ranks: int) -> None:
     """One sequence fills the cache, its last position past it; the other is shorter, with padding before it.
 
     What no query sees is NaN.
@@ -43,24 +52,55 @@ def test_matches_float64(machine: Machine, queries: int, slots: int, heads: int)
     positions = torch.stack((torch.arange(slots - queries, slots), torch.arange(queries) - before)).to(machine.device)
     positions[0, -1] += 5
     cache[1, queries - before :] = expanded[1, :, queries - before :] = float("nan")
-    out = mla_prefill(nope, rope, expanded, cache, positions, SCALE)
-    assert distance(out, reference(nope, rope, expanded, cache, positions)) < machine.limit(4e-3)
-    assert torch.equal(out, mla_prefill(nope, rope, expanded, cache, positions, SCALE))
+    out = mla_prefill(nope, rope, expanded, cache, positions, SCALE, ranks)
+    assert distance(out, reference(nope, rope, expanded, cache, positions)) < 4e-3
+    replay = machine.recorded(lambda: mla_prefill(nope, rope, expanded, cache, positions, SCALE, ranks))
+    assert torch.equal(out, replay()) and torch.equal(out, replay())
 
 
-@rows("tokens heads", gpu=[(70, 8)], triton=[(70, 3)])
-def test_what_flash_attention_is_given(machine: Machine, tokens: int, heads: int) -> None:
-    """Strided parts, more tokens than a block has; a whole's halves are not copied."""
-    left, right = machine.normal(heads, tokens, 256)[..., :128].transpose(0, 1), machine.normal(tokens, heads, 64)
-    assert torch.equal(flash_prefill.join(left, right), torch.cat((left, right), dim=-1))
-    whole = machine.normal(tokens, heads, 192)
-    together = flash_prefill.join(*whole.split([128, 64], dim=-1))
-    assert torch.equal(together, whole) and together.data_ptr() == whole.data_ptr()
-    slots, kv_b = machine.normal(tokens, 600)[:, :576], machine.normal(heads, 256, 512)
-    keys, values = flash_prefill.keys_and_values(slots, kv_b)
-    expanded = torch.einsum("tr,hvr->thv", slots[:, :512].double(), kv_b.double())
-    assert torch.equal(keys[..., 128:], slots[:, None, 512:].expand(-1, heads, -1))
-    assert distance(torch.cat((keys[..., :128], values), dim=-1), expanded) < machine.limit(2.5e-3)
+def lengths_of(rng: random.Random, most: int) -> tuple[int, int]:
+    """New tokens of a sequence and its slots, short and long ones alike."""
+    slots = int(most ** rng.random())
+    return rng.choice([slots, int(slots ** rng.random()), rng.randint(1, slots)]), slots
+
+
+@rows("seed", gpu=[(seed,) for seed in range(DRAWN)])
+def test_drawn_lengths(machine: Machine, seed: int) -> None:
+    """Alone, and several one after the other; strided queries, expanded by head and by slot."""
+    rng = random.Random(seed)
+    alone = seed % 2
+    some = [lengths_of(rng, 9000 if alone else 2500) for _ in range(1 if alone else rng.randint(2, 40))]
+    new, lengths = map(list, zip(*some, strict=True))
+    heads = rng.choice([1, 2, 8] if alone else [2, 8, 16])
+    q, slots = machine.normal(sum(new), heads, 192), machine.normal(sum(lengths), 592)[:, :576]
+    nope, rope = q.split([128, 64], dim=-1)
+    expanded = machine.normal(heads, sum(lengths), 256)
+    if rng.random() < 0.5:
+        expanded = expanded.transpose(0, 1).contiguous().transpose(0, 1)
+    found = {ranks: mla_prefill_ragged(nope, rope, expanded, slots, new, lengths, SCALE, ranks) for ranks in (0, 1, 2)}
+    parts = zip(nope.split(new), rope.split(new), expanded.split(lengths, 1), slots.split(lengths), strict=True)
+    first = 0
+    for part in parts:
+        count, length = len(part[0]), len(part[3])
+        positions = torch.arange(length - count, length, device="cuda").unsqueeze(0)
+        one = *(tensor.unsqueeze(0) for tensor in part), positions
+        wanted = reference(*one)
+        for ranks, out in found.items():
+            assert distance(out[first : first + count], wanted[0]) < 4e-3, (ranks, count, length)
+        assert torch.equal(found[1][first : first + count], mla_prefill(*one, SCALE, 1)[0])
+        first += count
+
+
+@rows("", gpu=[()])
+def test_a_query_has_the_same_bits_in_any_chunk(machine: Machine) -> None:
+    nope, rope = machine.normal(1, 1500, 4, 192).split([128, 64], dim=-1)
+    expanded, cache = machine.normal(1, 4, 1500, 256), machine.normal(1, 1500, 576)
+    positions = torch.arange(1500, device="cuda").unsqueeze(0)
+    whole = mla_prefill(nope, rope, expanded, cache, positions, SCALE, 1)
+    for begin, end, slots in ((0, 1, 1), (0, 77, 177), (77, 500, 500), (500, 1333, 1400), (1499, 1500, 1500)):
+        queries = slice(begin, end)
+        given = nope[:, queries], rope[:, queries], expanded[:, :, :slots], cache[:, :slots], positions[:, queries]
+        assert torch.equal(mla_prefill(*given, SCALE, 1), whole[:, queries])
 
 
 @rows("", gpu=[()])
@@ -79,45 +119,9 @@ def test_the_model_takes_it(machine: Machine) -> None:
     assert distance(out, wanted) < 6e-3
 
 
-@rows(
-    "queries slots heads",
-    gpu=[(*sizes, heads) for sizes in ((2048, 2048), (2100, 5000), (4097, 4097)) for heads in (8, 64)],
-)
-def test_flash_attention_takes_whole_chunks(machine: Machine, queries: int, slots: int, heads: int) -> None:
-    if flash_prefill.flash_attention() is None:
-        pytest.skip("needs vLLM's FlashAttention 3")
-    q, rope, cache = (
-        machine.normal(1, queries, heads, 192),
-        machine.normal(1, queries, heads, 64),
-        machine.normal(1, slots, 576),
-    )
-    nope, kv_b = q[..., :128], machine.normal(heads, 256, 512) * 0.03
-    positions = torch.arange(slots - queries, slots, device="cuda")[None]
-    given = nope, rope, cache, kv_b, positions, SCALE
-    assert flash_prefill.supports(*given, whole=True)
-    assert not flash_prefill.supports(*given)
-    found = mla_naive_attention(*given, whole=True)
-    pin("mla_naive_attention=mla_prefill")
-    ours = mla_naive_attention(*given, whole=True)
-    pin("")
-    assert not torch.equal(found, ours)
-    expanded = torch.matmul(cache[..., :512].double().unsqueeze(1), kv_b.double().mT)
-    for head in range(0, heads, 7):
-        one = slice(head, head + 1)
-        wanted = reference(nope[:, -200:, one], rope[:, -200:, one], expanded[:, one], cache, positions[:, -200:])
-        assert distance(found[:, -200:, one], wanted) < 6e-3
-    assert distance(found, ours) < 6e-3
-    assert torch.equal(found, mla_naive_attention(*given, whole=True))
-    # Queries rotated in place, a cache longer than what is attended over.
-    q[..., 128:] = rope
-    longer = torch.cat((cache, machine.normal(1, 100, 576)), dim=1)[:, :slots]
-    assert torch.equal(found, mla_naive_attention(nope, q[..., 128:], longer, *given[3:], whole=True))
-
-
 @rows("new lengths", gpu=[((5, 64, 300), (5, 64, 300)), ((2, 130, 1, 700), (1000, 130, 65, 701))])
 def test_sequences_one_after_the_other(machine: Machine, new: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-    if flash_prefill.flash_attention() is None:
-        pytest.skip("needs vLLM's FlashAttention 3")
+    """In batch-invariant mode each has the bits that it has alone."""
     q, slots, kv_b = (
         machine.normal(sum(new), 8, 192),
         machine.normal(sum(lengths), 576),
@@ -125,12 +129,26 @@ def test_sequences_one_after_the_other(machine: Machine, new: tuple[int, ...], l
     )
     nope, rope = q.split([128, 64], dim=-1)
     queries, keys = (
-        Ragged(rows, torch.tensor([0, *itertools.accumulate(rows)], device="cuda").int()) for rows in (new, lengths)
+        Ragged(some, torch.tensor([0, *torch.tensor(some).cumsum(0)], device="cuda").int()) for some in (new, lengths)
     )
     given = nope, rope, slots, kv_b, queries, keys, SCALE
-    assert mla_ragged_attention.choose(*given).name == "flash_attn_3"
+    assert mla_ragged_attention.choose(*given).name == "mla_prefill"
     out = mla_ragged_attention(*given)
     pin("mla_ragged_attention=plain,mla_naive_attention=plain")
     wanted = mla_ragged_attention(*(one.double() if isinstance(one, Tensor) else one for one in given))  # type: ignore[arg-type]
-    pin("")
     assert distance(out, wanted) < 6e-3
+    with registry.computing(batch_invariant=True):
+        pin("")
+        together = mla_ragged_attention(*given)
+        pin("mla_ragged_attention=plain")
+        assert torch.equal(together, mla_ragged_attention(*given))
+    pin("")
+
+
+@rows("wrong", gpu=[("nope",), ("rope",), ("cache",)])
+def test_rows_between_whole_16_bytes_are_not_taken(machine: Machine, wrong: str) -> None:
+    shapes = {"nope": (1, 5, 8, 128), "rope": (1, 5, 8, 64), "cache": (1, 9, 576)}
+    wide = {name: machine.normal(*shape[:-1], shape[-1] + (name == wrong)) for name, shape in shapes.items()}
+    nope, rope, cache = (wide[name][..., : shape[-1]] for name, shape in shapes.items())
+    kv_b, positions = machine.normal(8, 256, 512), torch.zeros(1, 5, dtype=torch.int64, device="cuda")
+    assert not supports_mla_naive_attention(nope, rope, cache, kv_b, positions, SCALE)

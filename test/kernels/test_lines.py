@@ -111,7 +111,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     "mla_plan": ({"B": 3, "capacity": 640, "heads": 8}, PLAN, [{"B": 0}, {"heads": 12}]),
     "mla_plan_by_length": ({"B": 3, "capacity": 640, "heads": 8}, PLAN, [{"B": 1025}, {"heads": 12}]),
     "mla_prefill": (
-        {"B": 2, "S": 5, "H": 8, "T": 9, "softmax_scale": 0.1}, [(2, 5, 8, 128)], [{"T": 2**31 // 576}]
+        {"B": 2, "S": 5, "H": 8, "T": 9, "softmax_scale": 0.1}, [(2, 5, 8, 128)], [{"T": 0}, {"ranks": 3}]
+    ),
+    "mla_prefill_ragged": (
+        {"T": 5, "H": 8, "S": 9, "new": [2, 3], "lengths": [4, 5], "softmax_scale": 0.1}, [(5, 8, 128)], [{"ranks": 3}]
     ),
     "moe_bf16": (EXPERTS, [(3, 1024)], [{"H": 960}, {"I": 192}, BLOCKS[-1]]),
     "moe_decode": (EXPERTS, [(3, 1024)], [

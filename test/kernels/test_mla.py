@@ -8,12 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kimi_k2.bench.kernels import mla as bench
 from kimi_k2.errors import KernelError
-from kimi_k2.kernels.attention import flash_prefill, mla_cuda
+from kimi_k2.kernels.attention import mla_cuda, mla_prefill
 from kimi_k2.kernels.attention import mla_decode as mla
 from kimi_k2.kernels.attention.mla_prefill import supports_mla_naive_attention
 from kimi_k2.kernels.attention.mla_sizes import HEADS
 from kimi_k2.kernels.common import hardware
-from kimi_k2.ops.mla import Ragged
 
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -38,9 +37,8 @@ def test_a_benchmarks_case_counts_what_must_move(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("capability", "taken"), [((9, 0), True), ((8, 9), False), ((12, 0), False)])
 def test_prefill_is_for_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool) -> None:
-    """Others have no room for the launch in shared memory, or it was not measured there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(hardware, "find_nvcc", lambda: "nvcc")
     with FakeTensorMode():
         shapes = (1, 5, 8, 128), (1, 5, 8, 64), (1, 9, 576), (8, 256, 512)
         q_nope, q_rope, cache, kv_b = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes)
@@ -48,31 +46,32 @@ def test_prefill_is_for_hopper(monkeypatch: pytest.MonkeyPatch, capability: tupl
         assert supports_mla_naive_attention(q_nope, q_rope, cache, kv_b, positions, 0.1) is taken
 
 
+def test_tiles_of_sequences_one_after_the_other() -> None:
+    """First query, queries, first slot and position, those that see most first; as many launches as it takes."""
+    (table, count, longest, mean), *more = mla_prefill._tables((130, 0, 5), (130, 9, 400))
+    assert [tuple(table[4 * at : 4 * at + 4]) for at in range(count)] == [
+        (130, 5, 139, 395), (128, 2, 0, 128), (0, 128, 0, 0)
+    ]  # fmt: skip
+    assert (longest, mean, more) == (4, (4 + 2 + 1) / 3, [])
+    counts = [count for _, count, *_ in mla_prefill._tables((1,) * 400, (1,) * 400)]
+    assert counts == [192, 192, 16] and all(count * 4 <= len(table) for count in counts)
+
+
 @pytest.mark.parametrize(
-    ("queries", "slots", "whole", "installed", "taken"),
-    [
-        (2048, 2048, True, True, True), (1024, 4096, True, True, True), (2048, 2048, False, True, False),
-        (2048, 2048, True, False, False), (1024, 1024, True, True, False), (16, 2**20, True, True, False),
-    ],
-)  # fmt: skip
-def test_flash_attention_is_for_whole_chunks(
-    monkeypatch: pytest.MonkeyPatch, queries: int, slots: int, whole: bool, installed: bool, taken: bool
-) -> None:
-    """Many tokens that end where the cache ends; without vLLM, ours."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(flash_prefill, "flash_attention", lambda: print if installed else None)
-    with FakeTensorMode():
-        shapes = (1, queries, 8, 128), (1, queries, 8, 64), (1, slots, 576), (8, 256, 512)
-        q_nope, q_rope, cache, kv_b = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in shapes)
-        positions = torch.zeros(1, queries, dtype=torch.int64, device="cuda")
-        assert flash_prefill.supports(q_nope, q_rope, cache, kv_b, positions, 0.1, whole) is taken
+    ("tiles", "longest", "mean", "ranks"),
+    [(64, 8, 4.5, 2), (128, 8, 4.5, 1), (128, 16, 8.5, 2), (256, 32, 16.5, 1), (128, 128, 124.5, 1), (1, 1, 1, 2)],
+)
+def test_blocks_share_tiles_where_that_ends_earlier(tiles: int, longest: int, mean: float, ranks: int) -> None:
+    assert mla_prefill.ranks_of(tiles, longest, mean, 132) == ranks
 
 
-def test_flash_attention_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_prefill, "flash_attention", lambda: None)
-    with pytest.raises(KernelError, match="FlashAttention 3 is not installed"):
-        q, rows = torch.zeros(4, 2, 192), Ragged((4,), torch.tensor([0, 4]))
-        flash_prefill.attend_ragged(q, q, q[..., :128], rows, rows, 0.1)
+@pytest.mark.parametrize(
+    ("new", "lengths"), [([2, 3], [4, 4]), ([2, 2], [4, 5]), ([5], [4, 5]), ([5, 0], [4, 5]), ([6, -1], [6, 3])]
+)
+def test_lengths_that_do_not_fit_are_refused(new: list[int], lengths: list[int]) -> None:
+    shapes = (5, 8, 128), (5, 8, 64), (8, 9, 256), (9, 576)
+    with FakeTensorMode(), pytest.raises(KernelError, match="expected"):
+        mla_prefill.mla_prefill_ragged(*(torch.empty(*shape, dtype=BF16) for shape in shapes), new, lengths, 0.1)
 
 
 @pytest.mark.parametrize("splits", [0, 129])

@@ -279,7 +279,7 @@ class LayerStep:
         else:
             slots = gather_pages(cache, batch.block_table[chunk.sequences], chunk.length)
         q_nope, q_rope = q.view(sequences, new, *q.shape[2:]).split(widths, dim=-1)
-        values = self.attention.over(q_nope, q_rope, slots.to(dtype), kv_b, chunk.positions, chunk.whole)
+        values = self.attention.over(q_nope, q_rope, slots.to(dtype), kv_b, chunk.positions)
         return values.flatten(2).flatten(0, 1)
 
     def leave(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,9 +114,7 @@ class MultiHeadLatentAttention(nn.Module):
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
         return self.over(q_nope, q_rope, slots, self.kv_b(q.dtype), positions).flatten(2)
 
-    def over(
-        self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, positions: Tensor, whole: bool = False
-    ) -> Tensor:
+    def over(self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, positions: Tensor) -> Tensor:
         """Attention over cached slots, in the form that is cheaper; arguments and result as `mla_naive_attention`'s."""
         config = self.config
         # Which form is cheaper depends on how a prompt is cut: in batch-invariant mode it is always the same one.
@@ -124,7 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
             w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
             q_latent = absorb(q_nope, w_uk)
             return value_heads(mla_absorbed_attention(q_latent, q_rope, slots, positions, config.softmax_scale), w_uv)
-        return mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale, whole)
+        return mla_naive_attention(q_nope, q_rope, slots, kv_b, positions, config.softmax_scale)
 
     def kv_b(self, dtype: torch.dtype) -> Tensor:
         """kv_b_proj by head: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV."""

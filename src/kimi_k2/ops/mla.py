@@ -235,7 +235,6 @@ def mla_naive_attention(
     kv_b: Tensor,
     positions: Tensor,
     softmax_scale: float,
-    whole: bool = False,
 ) -> Tensor:
     """Attention with keys and values expanded from the cache.
 
@@ -246,7 +245,6 @@ def mla_naive_attention(
         kv_b: [H, qk_nope_head_dim + v_head_dim, kv_lora_rank], W_UK above W_UV for each head.
         positions: int64 [B, S], see `causal_softmax`.
         softmax_scale: factor of the scores.
-        whole: the caller knows that the new tokens are the last S of the T slots, in order and none of them padding.
 
     Returns:
         [B, S, H, v_head_dim].
@@ -302,7 +300,7 @@ def mla_ragged_attention(
     for nope, rope, cache in parts:
         positions = torch.arange(len(cache) - len(nope), len(cache), device=cache.device).unsqueeze(0)
         sequence = nope.unsqueeze(0), rope.unsqueeze(0), cache.unsqueeze(0), kv_b, positions, softmax_scale
-        out.append(mla_naive_attention(*sequence, whole=True).squeeze(0))
+        out.append(mla_naive_attention(*sequence).squeeze(0))
     return torch.cat(out)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,20 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
-from kimi_k2.kernels.attention import flash_prefill
-from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, run
-from kimi_k2.ops.mla import Ragged
+from kimi_k2.kernels.attention.mla_prefill import NOPE, RANK, ROPE, VALUE, expand, mla_prefill
 
 SHAPES = (
     *((8, 1024, 1024), (8, 2048, 2048), (8, 4096, 4096), (8, 8192, 8192), (8, 32768, 32768), (64, 4096, 4096)),
     *((8, 1024, 16384), (8, 16384, 65536)),
 )  # heads, new tokens, slots
 SOFTMAX_SCALE = 192**-0.5
-
-
-def expand(cache: Tensor, kv_b: Tensor) -> Tensor:
-    """Keys without position and values of all heads by one GEMM, [B, H, T, 256]."""
-    return torch.matmul(cache[..., :RANK].unsqueeze(1), kv_b.mT)
 
 
 def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tensor:
@@ -37,10 +32,29 @@ def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tenso
     )
 
 
+def flash_attention_3(
+    nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor
+) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+    """vLLM's FlashAttention 3 over one sequence, and what joins its keys and queries for it."""
+    interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    keys, values = expanded[0].transpose(0, 1).split([NOPE, VALUE], dim=-1)
+    new, old = (torch.tensor([0, len(rows)], dtype=torch.int32, device="cuda") for rows in (nope[0], keys))
+
+    def join() -> Tensor:
+        return torch.cat((keys, cache[0, :, None, -ROPE:].expand(-1, keys.shape[1], -1)), dim=-1)
+
+    q, k, v = torch.cat((nope[0], rope[0]), dim=-1), join(), values.contiguous()
+    run = partial(
+        interface.flash_attn_varlen_func, q, k, v, max_seqlen_q=len(q), cu_seqlens_q=new, max_seqlen_k=len(k),
+        cu_seqlens_k=old, softmax_scale=SOFTMAX_SCALE, causal=True, fa_version=3,
+    )  # fmt: skip
+    return run, join
+
+
 def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, Callable[[], object]]:
     """The ways over one sequence whose last `queries` tokens are new: inputs as the model leaves them.
 
-    FlashAttention 3 alone, with keys and values made before it, and the GEMM that makes these.
+    FlashAttention 3 alone, with keys and values made before it; joining its keys; and the GEMM before ours and it.
     """
     shapes = (1, queries, heads, NOPE + ROPE), (1, slots, RANK + ROPE), (heads, NOPE + VALUE, RANK)
     q, cache, kv_b = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -49,15 +63,12 @@ def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, C
     nope, rope = q.split([NOPE, ROPE], dim=-1)
     expanded = expand(cache, kv_b)
     ways: dict[str, Callable[[], object]] = {
-        "ours": partial(run, nope, rope, expanded, cache, positions, SOFTMAX_SCALE)
+        "ours": partial(mla_prefill, nope, rope, expanded, cache, positions, SOFTMAX_SCALE),
+        "the GEMM before": partial(expand, cache, kv_b),
     }
-    if flash_prefill.flash_attention() is not None:
-        ready = flash_prefill.join(nope[0], rope[0]), *flash_prefill.keys_and_values(cache[0], kv_b)
-        whole = nope, rope, cache, kv_b, positions, SOFTMAX_SCALE
-        new, old = (Ragged((n,), torch.tensor([0, n], dtype=torch.int32, device="cuda")) for n in (queries, slots))
-        ways["FlashAttention 3 alone"] = partial(flash_prefill.attend_ragged, *ready, new, old, SOFTMAX_SCALE)
-        ways["with keys and values"] = partial(flash_prefill.mla_naive_attention, *whole)
-        ways["one GEMM alone"] = partial(expand, cache, kv_b)
+    if with_peers and importlib.util.find_spec("vllm") is not None:
+        run, join = flash_attention_3(nope, rope, expanded, cache)
+        ways |= {"FlashAttention 3": run, "joining its keys": join}
     if with_peers and queries == slots and queries <= 8192:
         ways["PyTorch SDPA"] = partial(padded, nope, rope, expanded, cache)
     return ways

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kimi_k2.kernels.attention import attend_values as attend
 from kimi_k2.kernels.attention import (
-    flash_prefill,
     mla_cuda,
     mla_decode,
     mla_plan,
@@ -25,18 +24,15 @@ from kimi_k2.ops import mla as ops_mla
 from kimi_k2.ops.linear import Weight
 from kimi_k2.ops.registry import BY_ROW, batch_invariant
 
-ops_mla.mla_naive_attention.entry("flash_attn_3", takes=flash_prefill.supports)(flash_prefill.mla_naive_attention)
-ops_mla.mla_ragged_attention.entry("flash_attn_3", takes=flash_prefill.supports_ragged)(
-    flash_prefill.mla_ragged_attention
-)
 OWN_LENGTH = "parts of a context by its own length, merged in their order"
-
+FIRST_ON = "slots from the first one on, by one block"
 
 ops_mla.mla_naive_attention.entry(
-    "mla_prefill",
-    takes=mla_prefill.supports_mla_naive_attention,
-    batch_invariant="slots from the first one on, without fused multiply-adds",
+    "mla_prefill", takes=mla_prefill.supports_mla_naive_attention, batch_invariant=FIRST_ON
 )(mla_prefill.mla_naive_attention)
+ops_mla.mla_ragged_attention.entry("mla_prefill", takes=mla_prefill.supports_ragged, batch_invariant=FIRST_ON)(
+    mla_prefill.mla_ragged_attention
+)
 
 
 def _supports_plan(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None = None) -> bool:
