@@ -133,9 +133,15 @@ def test_fields_of_the_processor_are_obeyed_or_refused(tmp_path: Path, inside: b
     assert read({"in_patch_limit": 99, "in_patch_limit_each_frame": 44, "sample_fps": 1}) == MediaConfig(
         max_patches=99, max_patches_a_frame=44, sample_fps=1.0
     )
-    for name, value in (*OTHERWISE.items(), ("max_patches", "many"), ("max_patches", 0)):
-        with pytest.raises(ConfigError, match=rf"preprocessor_config\.json: field '{name}'|field '{name}'"):
-            read({**SAID, name: value})
+    wrong: list[dict[str, Any]] = [
+        *({**SAID, name: value} for name, value in (*OTHERWISE.items(), ("max_patches", "many"))),
+        {"in_patch_limit": 0}, {"temporal_merge_kernel_size": 0.5}, {"fps": 10**400}, {"sample_fps": True},
+        {"size": {"max_height": 10**7, "max_width": 10**7}}, {"patch_limit_on_one_side": 10**7},
+    ]  # fmt: skip
+    for fields in wrong:
+        name = next(name for name in fields if fields[name] != SAID.get(name, ...))
+        with pytest.raises(ConfigError, match=rf"/preprocessor_config\.json: field '{name}'"):
+            read(fields)
     (tmp_path / "video_preprocessor_config.json").write_text('{"max_patches": 33, "fps": 4}')
     assert read({"max_patches": 77}) == MediaConfig(max_patches=77, max_patches_a_frame=33, sample_fps=4.0)
     for text in ('{"media_proc_cfg": {}, "image_mean": [0.4, 0.5, 0.5]}', "[]", "{"):  # the first beside what is read

@@ -39,6 +39,11 @@ def captured(checkpoint: Path, directory: Path) -> Path:
     return directory
 
 
+def said(directory: Path, **changed: object) -> None:
+    file = directory / DESCRIPTION
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
 @pytest.fixture(scope="module")
 def golden(fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return captured(fp8, tmp_path_factory.mktemp("golden"))
@@ -84,7 +89,10 @@ def test_only_chosen_layers_are_kept(fp8: Path) -> None:
         (lambda d: (d / DESCRIPTION).write_text((d / DESCRIPTION).read_text()[:200]), "not a golden description"),
         (lambda d: (d / TENSORS).write_bytes((d / TENSORS).read_bytes()[:999]), "cannot be read"),
         (lambda d: (d / DESCRIPTION).write_text('{"schema": "other/9"}'), "schema 'other/9'"),
-        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/2"}'), "not a golden description"),
+        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/2"}'), "field 'inputs': missing"),
+        (lambda d: said(d, config=3), "golden.json: field 'config'"),
+        (lambda d: said(d, inputs={"prompt": [1], "forced": [[]]}), "'inputs.forced.0'"),
+        (lambda d: said(d, inputs={"prompt": [2**64], "forced": []}), "'inputs.prompt.0'"),
     ],
 )
 def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from kimi_k2.config_fields import first_fault, refuse_unknown
 from kimi_k2.errors import ConfigError
@@ -49,6 +49,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "resample": (3, None),  # bicubic
 }
 
+Limit = Annotated[int, Field(ge=1, le=4 * MEDIA_TOKENS)]
+
 
 class MediaConfig(BaseModel):
     """Limits and rates of the processor; the defaults are the published ones of K2.5 and K2.6.
@@ -64,9 +66,9 @@ class MediaConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
-    max_patches: PositiveInt = 16384
-    max_patches_a_frame: PositiveInt = 4096
-    max_side: PositiveInt = 512
+    max_patches: Limit = 16384
+    max_patches_a_frame: Limit = 4096
+    max_side: Limit = 512
     sample_fps: PositiveFloat = 2.0
     frames_a_chunk: PositiveInt = 4
     patch_size: PositiveInt = 14
@@ -80,18 +82,16 @@ class MediaConfig(BaseModel):
             ConfigError: a field is malformed or not known, or asks for what is not done, such as another normalisation
                 than mean and deviation 0.5.
         """
-        fields: dict[str, Any] = {}
+        fields: dict[str, tuple[Any, str, Path]] = {}
         for name, limit in ((IMAGE_FILE, "max_patches"), (VIDEO_FILE, "max_patches_a_frame")):
             path = Path(directory) / name
             fields |= _fields(read_fields(path, ConfigError), limit, path)
         try:
-            config = cls.model_validate(fields)
+            return cls.model_validate({name: value for name, (value, *_) in fields.items()})
         except ValidationError as error:
-            raise first_fault(error, directory) from None
-        for field in ("max_patches", "max_patches_a_frame", "max_side"):
-            if getattr(config, field) > 4 * MEDIA_TOKENS:
-                raise ConfigError(f"expected at most {4 * MEDIA_TOKENS}", field=field, file=directory)
-        return config
+            fault = first_fault(error, None)
+            _, name, path = fields[str(fault.field)]
+            raise ConfigError(fault.message, field=name, file=path) from None
 
     def to_published_dict(self) -> dict[str, Any]:
         """`media_proc_cfg` of a published preprocessor_config.json."""
@@ -99,7 +99,8 @@ class MediaConfig(BaseModel):
         return published | _PUBLISHED_ONLY | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
-def _fields(raw: Mapping[str, Any], limit: str, path: Path) -> dict[str, Any]:
+def _fields(raw: Mapping[str, Any], limit: str, path: Path) -> dict[str, tuple[Any, str, Path]]:
+    """Values by our names, each with its name in the file."""
     published = raw.get("media_proc_cfg", raw)
     if not isinstance(published, Mapping):
         raise ConfigError(f"expected an object, got {type(published).__name__}", field="media_proc_cfg", file=path)
@@ -117,9 +118,7 @@ def _fields(raw: Mapping[str, Any], limit: str, path: Path) -> dict[str, Any]:
             raise ConfigError(f"expected one max_height and max_width, got {size!r:.100}", field="size")
     except ConfigError as error:
         raise ConfigError(error.message, field=error.field, file=path) from None
-    fields = {ours: published[name] for name, ours in names.items() if published.get(name) is not None}
+    fields = {ours: (published[name], name, path) for name, ours in names.items() if published.get(name) is not None}
     if size is not None:
-        fields["max_side"] = size["max_height"]
-    if isinstance(fields.get("sample_fps"), int):
-        fields["sample_fps"] = float(fields["sample_fps"])
+        fields["max_side"] = size["max_height"], "size", path
     return fields

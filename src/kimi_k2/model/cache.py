@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError
+from kimi_k2.errors import ConfigError, GenerationError
 from kimi_k2.ops.mla import store_entries
 
 # Names as vLLM's --kv-cache-dtype has them.
@@ -38,7 +38,7 @@ class LatentCache:
         dtype, device: of the cache; e4m3 halves bfloat16's bytes (values as they are, scale 1).
 
     Raises:
-        ValueError: `max_length` exceeds `max_position_embeddings`.
+        GenerationError: `max_length` exceeds `max_position_embeddings`.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class LatentCache:
 
     @staticmethod
     def check_length(config: KimiK2Config, max_length: int) -> None:
-        """ValueError if `max_length` exceeds `max_position_embeddings`."""
+        """GenerationError if `max_length` exceeds `max_position_embeddings`."""
         if max_length > config.max_position_embeddings:
-            raise ValueError(
+            raise GenerationError(
                 f"max_length {max_length} exceeds max_position_embeddings {config.max_position_embeddings}"
             )
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -14,6 +15,7 @@ from kimi_k2 import __version__
 from kimi_k2.checkpoint.index import CheckpointIndex
 from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
+from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import Json, open_regular, read_data, replace_file
 from kimi_k2.parity.trace import Inputs, ParityError, Trace, captured_bytes
@@ -47,6 +49,18 @@ class Golden:
     dtype: str
     checkpoint: str
     version: str
+
+
+class _Description(BaseModel):
+    """What golden.json says."""
+
+    inputs: Inputs
+    config: Json
+    backend: str
+    dtype: str
+    checkpoint: str
+    version: str
+    sha256: str
 
 
 def checkpoint_identity(directory: str | Path) -> str:
@@ -121,11 +135,11 @@ def load_golden(directory: str | Path) -> Golden:
         stored = read_data(path, ConfigError)
         if stored["schema"] != SCHEMA:
             raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
-        inputs = Inputs(**stored["inputs"])
-        config, backend, dtype, digest = (stored[name] for name in ("config", "backend", "dtype", "sha256"))
-        checkpoint, version = stored["checkpoint"], stored["version"]
+        said = _Description.model_validate(stored)
     except FileNotFoundError:
         raise ParityError(f"{path}: no such file; `kimi-k2 parity capture` writes it") from None
+    except ValidationError as error:
+        raise ParityError(f"not a golden description: {first_fault(error, path)}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ParityError(f"{path}: not a golden description: {error}") from None
     try:
@@ -136,9 +150,9 @@ def load_golden(directory: str | Path) -> Golden:
         raise ParityError(f"{tensors}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ParityError(f"{tensors}: cannot be read: {error}") from None
-    if actual_digest != digest:
+    if actual_digest != said.sha256:
         raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")
-    return Golden(Trace(inputs, values), config, backend, dtype, checkpoint, version)
+    return Golden(Trace(said.inputs, values), said.config, said.backend, said.dtype, said.checkpoint, said.version)
 
 
 def check_model(golden: Golden, config: KimiK2Config) -> list[str]:

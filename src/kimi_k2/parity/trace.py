@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
@@ -38,6 +40,9 @@ class ParityError(KimiK2Error):
     """Two runs cannot be compared, or a golden file cannot be used; the message says which and what was expected."""
 
 
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a run is given.
@@ -49,8 +54,8 @@ class Inputs:
         kept_positions: last positions of the prompt that are kept.
     """
 
-    prompt: Sequence[int]
-    forced: Sequence[int]
+    prompt: Sequence[Token]
+    forced: Sequence[Token]
     layers: Sequence[int] | None = None
     kept_positions: int = 16
 
