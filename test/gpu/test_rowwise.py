@@ -14,7 +14,7 @@ from kimi_k2.kernels.rowwise import next_step, pairs
 from kimi_k2.kernels.rowwise.prefill import (
     fp8_block_to_bf16,
     held_rows,
-    rotate_in_place,
+    queries_and_entries,
     rotate_pairs,
     row_norm,
     write_slots,
@@ -52,7 +52,6 @@ def test_rotation(machine: Machine, tokens: int, heads: int) -> None:
     cos, sin = machine.normal(2, tokens, 32), machine.normal(2, tokens, 32)
     rotated = rotate_pairs(x, cos, sin)
     assert distance(rotated, turned(x, cos[:, :, None], sin[:, :, None])) < machine.limit(ROUNDED_ONCE)
-    assert rotate_in_place(x, cos[:, :, None], sin[:, :, None]) is x and torch.equal(x, rotated)
 
 
 @rows("dtype tokens", gpu=[(torch.bfloat16, 30), (E4M3, 30)], triton=[(torch.float32, 5), (E4M3, 5)])
@@ -72,6 +71,29 @@ def test_slots(machine: Machine, dtype: torch.dtype, tokens: int) -> None:
             wanted[b, position] = stored[b, s]
     write_slots(cache, entries, positions)
     assert torch.equal(cache.float().nan_to_num(7e4), wanted.nan_to_num(7e4))
+
+
+@rows("dtype tokens heads", gpu=[(torch.bfloat16, 300, 8), (E4M3, 300, 64), (torch.bfloat16, 9, 5)], triton=[
+    (torch.float32, 5, 3), (E4M3, 4, 1),
+])  # fmt: skip
+def test_a_prompts_queries_and_entries(machine: Machine, dtype: torch.dtype, tokens: int, heads: int) -> None:
+    """What is rotated and normed against float64; stored as `write_slots` does; the rest of the queries stays."""
+    q, kv_a = machine.normal(tokens, heads, 192), machine.normal(tokens, 1500 + 576)[:, 1500:]
+    norm, (cos, sin) = machine.normal(512, scale=200), machine.normal(2, tokens, 32)
+    cache = torch.randn(3, tokens, 576).to(dtype).to(machine.device)
+    slots = (torch.randperm(3 * tokens + 9)[:tokens] - 3).to(machine.device)
+    slots[-1] = -1
+    given, wanted = q.clone(), cache.clone()
+    entries = queries_and_entries(given, kv_a, norm, cos, sin, slots, cache, 1e-3)
+    assert torch.equal(given[..., :128], q[..., :128])
+    assert distance(given[..., 128:], turned(q[..., 128:], cos[:, None], sin[:, None])) < machine.limit(ROUNDED_ONCE)
+    latent = kv_a[:, :512].double()
+    latent = latent * (latent.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * norm.double()
+    made = torch.cat((latent, turned(kv_a[:, 512:], cos, sin)), dim=-1)
+    for part in (slice(512), slice(512, None)):
+        assert distance(entries[:, part], made[:, part]) < machine.limit(ROUNDED_ONCE)
+    write_slots(wanted.view(1, -1, 576), entries[None], slots[None])
+    assert torch.equal(cache.float(), wanted.float())
 
 
 @rows("tokens experts", gpu=[(100, 384), (1500, 256)])

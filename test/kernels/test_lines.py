@@ -138,6 +138,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
         {"S": (3, 8), "capacity": 512, "mail": [0, 0], "rank": 1}, [(3, 8)],
         [{"S": (3, 3)}, {"capacity": 514}, {"S": (3, 256)}, {"mail": [0]}, {"rank": 2}],
     ),
+    "queries_and_entries": (
+        {"T": 3, "H": 4, "Q": 192, "C": 576, "R": 512, "E": 32, "N": 2, "P": 5, "eps": 1e-6}, [(3, 576)],
+        [{"C": 584}, {"Q": 64}, {"R": 480, "C": 544}, {"E": 48, "C": 608}],
+    ),
     "quantize_groups": (
         {"T": 3, "G": 512, "terms": 2}, [((2, 3, 512), E4M3), ((4, 320), F32)],
         [{"G": 448}, {"G": 384, "swiglu": True}, {"terms": 3}, {"G": 8320, "with": "norm_weight"}],
@@ -146,7 +150,6 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
         {**ENTRY, "q_eps": 1e-6, "kv_eps": 1e-6, "with": "q_b_scale_inv"}, [(2, 4, 576)], [{"B": 5}, {"with": ""}]
     ),
     "rotate_pairs": ({"B": 2, "S": 5, "H": 3, "D": 64}, [(2, 5, 3, 64)], [{"D": 96}]),
-    "rotate_pairs_": ({"B": 2, "S": 5, "H": 3, "D": 64}, [], [{"D": 96}]),
     "route_norm": (TOKENS, [(3, 512), (3, 512), (3, 512), ((3,), F32)], [{"H": 7424}]),
     "router_decode": (
         ROUTER, [((3, 8), torch.int64), ((3, 8), F32)],

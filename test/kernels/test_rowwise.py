@@ -27,18 +27,26 @@ def test_what_the_table_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         both, angles, ids = made(2, 5, 576), made(2, 5, 32), made(2, 5, dtype=torch.int64)
         cache, positions = made(4, 2, 9, 576), made(2, 5, dtype=torch.int64)
-        taken = [
+
+        def prompt(cache: Tensor) -> tuple[Tensor | float, ...]:
+            angles, slots = made(5, 32), made(5, dtype=torch.int64)
+            return made(5, 8, 192), made(5, 2112).narrow(1, 1536, 576), made(512), angles, angles, slots, cache, 1e-6
+
+        taken: list[tuple[str, tuple[object, ...]]] = [
             (
                 "apply_rotary_interleaved",
                 (made(2, 5, 8, 192).narrow(-1, 128, 64), angles.unsqueeze(2), angles.unsqueeze(2)),
             ),
             ("apply_rotary_interleaved", (both.narrow(-1, 512, 64), angles, angles)),
             ("rms_norm", (both.narrow(-1, 0, 512), made(512), 1e-6)),
+            ("rotate_and_store", prompt(made(4, 9, 576))),
+            ("rotate_and_store", prompt(made(4, 9, 576, dtype=FP8))),
             ("store_entries", (cache.select(0, 1), both, positions)),
             ("embedding", (ids, made(20, 7168), 40)),
             ("dequantize_fp8_block", (made(576, 7168, dtype=FP8), made(5, 56, dtype=torch.float32), (128, 128), BF16)),
         ]
         refused = [
+            ("rotate_and_store", prompt(made(4, 9, 576).float())),
             ("embedding", (ids, made(20, 7168))),
             ("embedding", (ids, made(20, 7168).float(), 40)),
             ("rms_norm", (both.narrow(-1, 0, 512).float(), made(512), 1e-6)),

@@ -67,7 +67,7 @@ def test_the_order_is_the_tables() -> None:
         "query_and_entry": ["cuda", "plain"],
         "rms_norm": ["triton", "plain"],
         "rotary_cos_sin": ["plain"],
-        "rotate_in_place": ["triton", "plain"],
+        "rotate_and_store": ["triton", "plain"],
         "route": ["router", "plain"],
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "moe_bf16", "plain"],
         "routed_experts_with_shared": [

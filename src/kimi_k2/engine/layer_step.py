@@ -19,16 +19,14 @@ from kimi_k2.model.decoder import DecoderLayer, HiddenStates
 from kimi_k2.model.linear import Linear
 from kimi_k2.model.moe import MLP, MoE
 from kimi_k2.ops.experts import add_norm_route, routed_experts, routed_experts_with_shared, swiglu
-from kimi_k2.ops.linear import Weight, add_norm, add_project, project, rms_norm
+from kimi_k2.ops.linear import Weight, add_norm, add_project, project
 from kimi_k2.ops.mla import (
     attend_values,
-    cache_entries,
     gather_pages,
     mla_decode,
     mla_ragged_attention,
     query_and_entry,
-    rotated_queries,
-    store_slots,
+    rotate_and_store,
     to_cache,
     value_rows,
 )
@@ -169,47 +167,29 @@ class LayerStep:
         qkv_a, x = self.enter(x, delta)
         if batch is None or cache is None:
             return self.output(x.new_zeros(len(x), self.width)), x
-        made = self.expand(qkv_a, batch.rotation) if batch.chunks else None
-        return self.output(self.attend(qkv_a, made, batch, cache)), x
+        q = self.queries(qkv_a) if batch.chunks else None
+        return self.output(self.attend(qkv_a, q, batch, cache)), x
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs of q_a and kv_a [T, q_lora_rank + cache_dim], and the residual x + delta."""
         norm = self.layer.input_layernorm
         return add_project(x, delta, self.qkv_a, norm.weight, norm.eps)
 
-    def expand(self, qkv_a: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What chunks' attention takes of each new token by itself.
-
-        Returns:
-            Queries [T, 1, H, qk_head_dim], the last of each rotated, and what the cache is to hold [T, cache_dim].
-        """
-        config, kv_norm, (cos, sin) = self.attention.config, self.attention.kv_a_layernorm, rotation
-        q_a, latent, k_rope = qkv_a.split([config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        q = self.queries(q_a).view(len(qkv_a), 1, -1, config.qk_head_dim)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_nope, q_rope = rotated_queries(q, config.qk_nope_head_dim, cos, sin, in_place=True)
-        if q_rope.data_ptr() != q[..., config.qk_nope_head_dim :].data_ptr():  # not in its place
-            q = torch.cat((q_nope, q_rope), dim=-1)
-        normed = rms_norm(latent, kv_norm.weight, kv_norm.eps).unsqueeze(1)
-        return q, cache_entries(normed, k_rope.unsqueeze(1), cos, sin).squeeze(1)
-
-    def queries(self, q_a: Tensor) -> Tensor:
-        """Of [T, q_lora_rank], before its norm: [T, H * qk_head_dim], not rotated."""
+    def queries(self, qkv_a: Tensor) -> Tensor:
+        """Of outputs of q_a and kv_a: [T, H * qk_head_dim], not rotated."""
         norm = self.attention.q_a_layernorm
-        return project(q_a, self.q_b, norm.weight, norm.eps)
+        return project(qkv_a[:, : len(norm.weight)], self.q_b, norm.weight, norm.eps)
 
     def output(self, values: Tensor) -> Tensor:
         """Of the attention's values [T, H * v_head_dim] what the layer adds, before the sum over ranks [T, H]."""
         return project(values, self.o)
 
-    def attend(
-        self, qkv_a: Tensor, made: tuple[Tensor, Tensor] | None, batch: Batch, cache: Tensor, out: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, qkv_a: Tensor, q: Tensor | None, batch: Batch, cache: Tensor, out: Tensor | None = None) -> Tensor:
         """Store a batch's new tokens and make their values.
 
         Args:
             qkv_a: of `enter`.
-            made: of `expand`, where the batch has chunks.
+            q: of `queries`, where the batch has chunks; written.
             out: [T or more, H * v_head_dim]: takes the values; padding behind them stays as it is.
 
         Returns:
@@ -220,10 +200,8 @@ class LayerStep:
             batch.before_attention(number)
         decoding = qkv_a if batch.decodes == len(qkv_a) else qkv_a[: batch.decodes]
         values = [self._decode(decoding, batch, cache)] if batch.decodes else []
-        if made is not None:
-            (q, entries), rest = made, slice(batch.decodes, batch.tokens)
-            store_slots(cache, entries[rest], batch.slots[rest])
-            values += [self._chunk(q[chunk.rows], entries[chunk.rows], chunk, batch, cache) for chunk in batch.chunks]
+        if q is not None:
+            values += self._chunks(qkv_a, q, batch, cache)
         if batch.after_attention is not None:
             batch.after_attention(number)
         if out is not None:
@@ -253,6 +231,16 @@ class LayerStep:
             qkv_a, q_norm.weight, self.q_b, kv_norm.weight, cos, sin, slots, self.w_uk, cache, q_norm.eps, kv_norm.eps
         )
 
+    def _chunks(self, qkv_a: Tensor, q: Tensor, batch: Batch, cache: Tensor) -> list[Tensor]:
+        """Values of each chunk; all new tokens are stored first."""
+        rest, config, norm = slice(batch.decodes, batch.tokens), self.attention.config, self.attention.kv_a_layernorm
+        q, kv_a = q[rest].unflatten(1, (-1, config.qk_head_dim)), qkv_a[rest, config.q_lora_rank :]
+        cos, sin, slots = (each[rest] for each in (*batch.rotation, batch.slots))
+        q, entries = rotate_and_store(q, kv_a, norm.weight, cos, sin, slots, cache, norm.eps)
+        sizes = [chunk.rows.stop - chunk.rows.start for chunk in batch.chunks]
+        parts = zip(q.split(sizes), entries.split(sizes), batch.chunks, strict=True)
+        return [self._chunk(*part, batch, cache) for part in parts]
+
     def _chunk(self, q: Tensor, entries: Tensor, chunk: Chunk | RaggedChunk, batch: Batch, cache: Tensor) -> Tensor:
         """Values [rows, H * v_head_dim] of a chunk, whose entries are stored."""
         config, dtype = self.attention.config, q.dtype
@@ -268,7 +256,7 @@ class LayerStep:
                 slots = batch.spread.slots(cache, entries, chunk.places)
             else:
                 slots = cache[chunk.places]
-            queries = q.squeeze(1).split(widths, dim=-1)
+            queries = q.split(widths, dim=-1)
             inputs = *queries, slots.to(dtype), kv_b, chunk.queries, chunk.keys, self.softmax_scale
             return mla_ragged_attention(*inputs).flatten(1)
         sequences, new = chunk.positions.shape
@@ -278,7 +266,7 @@ class LayerStep:
             slots = cache[chunk.sequences, : chunk.length]
         else:
             slots = gather_pages(cache, batch.block_table[chunk.sequences], chunk.length)
-        q_nope, q_rope = q.view(sequences, new, *q.shape[2:]).split(widths, dim=-1)
+        q_nope, q_rope = q.unflatten(0, (sequences, new)).split(widths, dim=-1)
         values = self.attention.over(q_nope, q_rope, slots.to(dtype), kv_b, chunk.positions)
         return values.flatten(2).flatten(0, 1)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.ops.linear import by_rows, in_blocks
-from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
+from kimi_k2.ops.registry import ELEMENTWISE, operation
 
 
 @operation(batch_invariant=ELEMENTWISE)
@@ -86,12 +86,3 @@ def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-
-
-@operation(batch_invariant=COMPOSED)
-def rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rotary_interleaved` of an x that nobody reads afterwards: the result may take its memory.
-
-    Args and returns: as `apply_rotary_interleaved`.
-    """
-    return apply_rotary_interleaved(x, cos, sin)

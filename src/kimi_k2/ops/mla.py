@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.ops.embedding import apply_rotary_interleaved, rotate_in_place
+from kimi_k2.ops.embedding import apply_rotary_interleaved
 from kimi_k2.ops.linear import Sums, Weight, attend_blocks, in_blocks, linear_heads, linear_rows, project, rms_norm
 from kimi_k2.ops.registry import COMPOSED, ELEMENTWISE, operation
 
@@ -139,11 +139,11 @@ def next_step(
     input_ids.mul_(there)
 
 
-def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The part of the queries without position, and the rotated rest.
 
     Args:
-        q: [B, S, H, nope + rope], not rotated; with `in_place` nobody reads it afterwards.
+        q: [B, S, H, nope + rope], not rotated.
         nope: qk_nope_head_dim.
         cos, sin: of the positions' angles, [B, S, rope / 2].
 
@@ -151,8 +151,7 @@ def rotated_queries(q: Tensor, nope: int, cos: Tensor, sin: Tensor, *, in_place:
         [B, S, H, nope] and [B, S, H, rope].
     """
     q_nope, q_rope = q.split([nope, q.shape[-1] - nope], dim=-1)
-    rotate = rotate_in_place if in_place else apply_rotary_interleaved
-    return q_nope, rotate(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))
+    return q_nope, apply_rotary_interleaved(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))
 
 
 def cache_entries(latent: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -302,6 +301,32 @@ def mla_ragged_attention(
         sequence = nope.unsqueeze(0), rope.unsqueeze(0), cache.unsqueeze(0), kv_b, positions, softmax_scale
         out.append(mla_naive_attention(*sequence).squeeze(0))
     return torch.cat(out)
+
+
+@operation(batch_invariant=COMPOSED)
+def rotate_and_store(
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Store the entries of a prompt's new tokens and rotate their queries.
+
+    Args:
+        q: [T, H, nope + rope], not rotated; nobody reads it afterwards, and the result may take its memory.
+        kv_a: [T, C], the latent before its norm, then the key before RoPE.
+        kv_norm: [rank].
+        cos, sin: [T, rope / 2] at the tokens' positions.
+        slots: int64 [T], slots to write, numbered through all N * P; a negative one writes nothing.
+        cache: [N, P, C], written.
+        eps: of the latent's norm.
+
+    Returns:
+        Queries [T, H, nope + rope], the last of each rotated, and the entries [T, C] before they are stored.
+    """
+    rank, (cos, sin) = len(kv_norm), (cos.unsqueeze(1), sin.unsqueeze(1))
+    latent, k_rope = kv_a.unsqueeze(1).split([rank, kv_a.shape[1] - rank], dim=-1)
+    entries = cache_entries(rms_norm(latent, kv_norm, eps), k_rope, cos, sin).squeeze(1)
+    store_slots(cache, entries, slots)
+    nope = q.shape[-1] - k_rope.shape[-1]
+    return torch.cat(rotated_queries(q.unsqueeze(1), nope, cos, sin), dim=-1).squeeze(1), entries
 
 
 @operation

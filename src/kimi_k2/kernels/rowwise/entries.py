@@ -8,7 +8,7 @@ from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_norm
 from kimi_k2.ops import mla as ops_mla
-from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding, rotate_in_place
+from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding
 from kimi_k2.ops.linear import dequantize_fp8_block
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
 
@@ -16,12 +16,12 @@ ops_norm.rms_norm.entry("triton", takes=prefill.supports_rms_norm, batch_invaria
 apply_rotary_interleaved.entry("triton", takes=prefill.supports_apply_rotary_interleaved, batch_invariant=ELEMENTWISE)(
     prefill.apply_rotary_interleaved
 )
-rotate_in_place.entry(
+ops_mla.rotate_and_store.entry(
     "triton",
-    takes=prefill.supports_rotate_in_place,
-    joins={"apply_rotary_interleaved": "triton"},
-    batch_invariant=ELEMENTWISE,
-)(prefill.rotate_in_place)
+    takes=prefill.supports_rotate_and_store,
+    joins=dict.fromkeys(("apply_rotary_interleaved", "rms_norm", "store_entries"), "triton"),
+    batch_invariant=BY_ROW,
+)(prefill.rotate_and_store)
 ops_mla.store_entries.entry("triton", takes=prefill.supports_store_entries, batch_invariant=ELEMENTWISE)(
     prefill.write_slots
 )

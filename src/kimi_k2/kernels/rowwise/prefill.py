@@ -99,50 +99,70 @@ def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.view(x.shape)
 
 
-PAIRS = "x bf16[B,S,H,D] rows, cos bf16[B,S,D/2], sin bf16[B,S,D/2]"
-POWER = "; D & (D - 1) == 0"
-
-
-@kernel_operation("rotate_pairs", f"{PAIRS} -> out bf16[B,S,H,D]{POWER}")
+@kernel_operation(
+    "rotate_pairs",
+    "x bf16[B,S,H,D] rows, cos bf16[B,S,D/2], sin bf16[B,S,D/2] -> out bf16[B,S,H,D]; D & (D - 1) == 0",
+)
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
     """Turn each pair (2i, 2i + 1) of the last dimension by its token's angle, in float32."""
-    _rotate(x, cos, sin, out)
-
-
-@kernel_operation("rotate_pairs_", f"{PAIRS}{POWER}", mutates_args=("x",))
-def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`rotate_pairs` into x itself."""
-    _rotate(x, cos, sin, x)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     batch, tokens, heads, size = x.shape
-    if x.numel():
-        strides = *x.stride()[:3], *out.stride()[:3]
-        triton_kernels("rowwise/prefill").rotate[(batch * tokens,)](
-            x, cos, sin, out, tokens, heads, *strides, PAIRS=size // 2, HEADS=_power_of_two(heads)
-        )
+    strides = *x.stride()[:3], *out.stride()[:3]
+    triton_kernels("rowwise/prefill").rotate[(batch * tokens,)](
+        x, cos, sin, out, tokens, heads, *strides, PAIRS=size // 2, HEADS=_power_of_two(heads)
+    )
 
 
-def supports_rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """What `rotate_pairs_` takes, with heads."""
-    return x.dim() == 4 and supports_apply_rotary_interleaved(x, cos, sin)
+def supports_rotate_and_store(
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, eps: float
+) -> bool:
+    """BF16 for a BF16 or e4m3 cache, on a GPU with Triton."""
+    given = {"q": q, "kv_a": kv_a, "kv_norm": kv_norm, "cos": cos, "sin": sin, "slots": slots, "cache": cache}
+    return _runs(q, kv_a, kv_norm, cos, sin) and queries_and_entries.fits(**given) and _stores(cache)
 
 
-def rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate_pairs_` with the plain function's arguments."""
-    angles = (*x.shape[:2], x.shape[-1] // 2)
-    rotate_pairs_(x, cos.view(angles), sin.view(angles))
-    return x
+def _stores(cache: Tensor) -> bool:
+    return cache.dtype == torch.bfloat16 or capability(cache.device.index) >= (8, 9)
+
+
+def rotate_and_store(
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`queries_and_entries` with the plain function's results."""
+    return q, queries_and_entries(q, kv_a, kv_norm, cos, sin, slots, cache, eps)
+
+
+@kernel_operation(
+    "queries_and_entries",
+    "q bf16[T,H,Q], kv_a bf16[T,C] rows, kv_norm bf16[R], cos bf16[T,E], sin bf16[T,E], slots i64[T],"
+    " cache bf16|e4m3[N,P,C] -> entries bf16[T,C]; C == R + 2 * E; Q > 2 * E; R & (R - 1) == 0; E & (E - 1) == 0",
+    mutates_args=("q", "cache"),
+)
+def queries_and_entries(
+    q: Tensor, kv_a: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, eps: float, *,
+    entries: Tensor,
+) -> None:  # fmt: skip
+    """Rotate the last 2 E values of each query, in place, and make and store the entries; five launches apart.
+
+    Args:
+        kv_a: latent before its norm | key before RoPE.
+        slots: different from each other, numbered through the cache; one outside it writes nothing.
+        cache: written; e4m3 saturates at 448.
+    """
+    tokens, heads, size = q.shape
+    (rank,), pairs = kv_norm.shape, cos.shape[1]
+    triton_kernels("rowwise/prefill").expand[(tokens,)](
+        q, kv_a, kv_norm, cos, sin, slots, cache, entries, kv_a.stride(0), cache.shape[0] * cache.shape[1], heads, size,
+        eps, _top(cache), RANK=rank, PAIRS=pairs, HEADS=_power_of_two(heads), num_warps=max(1, min(heads // 16, 4)),
+    )  # fmt: skip
+
+
+def _top(cache: Tensor) -> float:
+    return E4M3_TOP if cache.dtype == torch.float8_e4m3fn else float("inf")
 
 
 def supports_store_entries(cache: Tensor, entries: Tensor, positions: Tensor) -> bool:
     """BF16 entries for a BF16 or e4m3 cache in one piece, on a GPU with Triton."""
-    return (
-        _runs(entries)
-        and write_slots.fits(cache=cache, positions=positions)
-        and (cache.dtype == torch.bfloat16 or capability(cache.device.index) >= (8, 9))
-    )
+    return _runs(entries) and write_slots.fits(cache=cache, positions=positions) and _stores(cache)
 
 
 @kernel_operation(
@@ -159,10 +179,9 @@ def write_slots(cache: Tensor, entries: Tensor, positions: Tensor) -> None:
     """
     batch, tokens, size = entries.shape
     if batch * tokens:
-        top = E4M3_TOP if cache.dtype == torch.float8_e4m3fn else float("inf")
         given = entries.contiguous(), positions.contiguous(), cache
         triton_kernels("rowwise/prefill").store[(batch * tokens,)](
-            *given, tokens, cache.shape[1], size, top, WIDTH=_power_of_two(size)
+            *given, tokens, cache.shape[1], size, _top(cache), WIDTH=_power_of_two(size)
         )
 
 

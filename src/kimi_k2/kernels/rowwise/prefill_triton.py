@@ -37,7 +37,7 @@ def rotate(  # type: ignore[no-untyped-def]
     x, cos, sin, out, tokens, heads, batch_stride, token_stride, head_stride, out_batch, out_token, out_head,
     PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token; `out` may be x."""
+    """All heads of one token."""
     row = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, HEADS), tl.arange(0, PAIRS)
     inside = (head < heads)[:, None] & (pair < PAIRS)[None, :]
@@ -51,21 +51,57 @@ def rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _saturated(value, top):  # type: ignore[no-untyped-def]
+    value = value.to(tl.float32)
+    # A comparison with NaN is false: it stays.
+    return tl.where(value > top, top, tl.where(value < -top, -top, value))
+
+
+@triton.jit
+def _turned(x, cos, sin, ROWS: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ROWS of 2 * PAIRS values, whose pairs lie side by side."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), (ROWS, PAIRS, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (ROWS, 2 * PAIRS))
+
+
+@triton.jit
+def expand(  # type: ignore[no-untyped-def]
+    q, kv_a, weight, cos, sin, slots, cache, entries, stride, capacity, heads, size, eps, top,
+    RANK: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One token's queries and its entry, each rounded as `rotate`, `norm` and `store` round."""
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
+    head, turned, column = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :], tl.arange(0, RANK)
+    latent = tl.load(kv_a + row * stride + column).to(tl.float32)
+    key = tl.load(kv_a + row * stride + RANK + turned)
+    place = q + (row * heads + head) * size + size - 2 * PAIRS + turned
+    query, slot = tl.load(place, head < heads, 0.0), tl.load(slots + row)
+    c = tl.load(cos + row * PAIRS + pair).to(tl.float32)[None, :]
+    s = tl.load(sin + row * PAIRS + pair).to(tl.float32)[None, :]
+    quotient = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
+    latent = (quotient * tl.load(weight + column).to(tl.float32)).to(entries.dtype.element_ty)
+    key = _turned(key, c, s, 1, PAIRS).to(entries.dtype.element_ty)
+    tl.store(place, _turned(query, c, s, HEADS, PAIRS).to(q.dtype.element_ty), head < heads)
+    entry = entries + row * (RANK + 2 * PAIRS)
+    tl.store(entry + column, latent)
+    tl.store(entry + RANK + turned, key)
+    if (slot >= 0) & (slot < capacity):
+        target = cache + slot * (RANK + 2 * PAIRS)
+        tl.store(target + column, _saturated(latent, top).to(cache.dtype.element_ty))
+        tl.store(target + RANK + turned, _saturated(key, top).to(cache.dtype.element_ty))
+
+
+@triton.jit
 def store(  # type: ignore[no-untyped-def]
     entries, positions, cache, tokens, capacity, size, top, WIDTH: tl.constexpr
 ):
     """One entry to its slot, saturated at `top`; none for a position outside the cache."""
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    slot = tl.where(position < capacity, position, -1)
-    column = tl.arange(0, WIDTH)
-    value = tl.load(entries + row * size + column, column < size, 0.0).to(tl.float32)
-    # A comparison with NaN is false: it stays.
-    value = tl.where(value > top, top, tl.where(value < -top, -top, value))
-    # A mask of the stored shape: Triton 3.9's interpreter takes no scalar one.
-    inside = (slot + column >= column) & (column < size)
-    target = cache + (row // tokens * capacity + position) * size + column
-    tl.store(target, value.to(cache.dtype.element_ty), inside)
+    position, column = tl.load(positions + row), tl.arange(0, WIDTH)
+    if (position >= 0) & (position < capacity):
+        value = _saturated(tl.load(entries + row * size + column, column < size, 0.0), top)
+        target = cache + (row // tokens * capacity + position) * size + column
+        tl.store(target, value.to(cache.dtype.element_ty), column < size)
 
 
 @triton.jit

@@ -148,12 +148,12 @@ class AdaptedStep(LayerStep):
             x, normed = add_norm(x, delta, norm.weight, norm.eps)[:2]
         return self._project(normed, self.qkv_a, "qkv_a"), x
 
-    def queries(self, q_a: Tensor) -> Tensor:
+    def queries(self, qkv_a: Tensor) -> Tensor:
         """See `LayerStep`."""
         if not self.adapters.active:
-            return super().queries(q_a)
+            return super().queries(qkv_a)
         norm = self.attention.q_a_layernorm
-        return self._project(rms_norm(q_a, norm.weight, norm.eps), self.q_b, "q_b")
+        return self._project(rms_norm(qkv_a[:, : len(norm.weight)], norm.weight, norm.eps), self.q_b, "q_b")
 
     def query(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """See `LayerStep`."""
@@ -161,7 +161,7 @@ class AdaptedStep(LayerStep):
             return super().query(qkv_a, batch, cache)
         attention, (cos, sin, slots, _, _) = self.attention, batch.single
         rank, norm = attention.config.q_lora_rank, attention.kv_a_layernorm
-        q, kv_a = self.queries(qkv_a[:, :rank]), qkv_a[:, rank:]
+        q, kv_a = self.queries(qkv_a), qkv_a[:, rank:]
         return absorb_and_store(q, kv_a, norm.weight, cos, sin, slots, self.w_uk, cache, norm.eps)
 
     def output(self, values: Tensor) -> Tensor:

@@ -59,12 +59,11 @@ class PromptGraphs:
         self.widths = sorted({padded_width(tokens) for tokens in range(NARROWEST, widest + 1, NARROWEST)})
         self.widths = [width for width in self.widths if width <= widest]
         self.widest = self.widths[-1] if self.widths else 0
-        weight, config = norm.weight, steps[0].attention.config
-        half = config.qk_rope_head_dim // 2
+        weight = norm.weight
         # What lies behind a batch's tokens is finite, so that no expert is chosen by NaN.
-        self.x, self.cos, self.sin, self.values = (
+        self.x, self.values = (
             torch.zeros(self.widest, size, dtype=weight.dtype, device=weight.device)
-            for size in (config.hidden_size, half, half, steps[0].width)
+            for size in (len(weight), steps[0].width)
         )
         self._pieces: dict[int, list[Recorded]] = {}
 
@@ -118,13 +117,12 @@ class PromptGraphs:
 
         The last makes the hidden states, normed, and behind them as they were.
         """
-        cos, sin, values = self.cos[:width], self.sin[:width], self.values[:width]
         delta: Tensor | None = None
         if number:
-            x, delta = self.steps[number - 1].leave(x, values)
+            x, delta = self.steps[number - 1].leave(x, self.values[:width])
         if number < layers:
             qkv_a, x = self.steps[number].enter(x, delta)
-            return qkv_a, *self.steps[number].expand(qkv_a, (cos, sin)), x
+            return qkv_a, self.steps[number].queries(qkv_a), x
         assert delta is not None
         x, normed = add_norm(x, delta, self.norm.weight, self.norm.eps)[:2]
         return normed, x
@@ -136,18 +134,17 @@ class PromptGraphs:
     def __call__(self, x: Tensor, batch: Batch, caches: Sequence[Tensor], states: HiddenStates | None = None) -> Tensor:
         """As `PagedModel.run`, whose caches are given here; another step overwrites the normed hidden states."""
         tokens, width = len(x), padded_width(len(x))
-        for buffer, tensor in ((self.x, x), (self.cos, batch.rotation[0]), (self.sin, batch.rotation[1])):
-            buffer[:tokens].copy_(tensor)
+        self.x[:tokens].copy_(x)
         # Padding is routed too, and INT4's sums follow how many tokens an expert has: a step may not see earlier ones.
         for buffer in (self.x, self.values):
             buffer[tokens:width].zero_()
         pieces, wanted = self._pieces[width], () if states is None else states.layers
         for number, (step, piece, cache) in enumerate(zip(self.steps, pieces, caches, strict=False)):
             piece.replay()
-            qkv_a, q, entries, residual = piece.made
+            qkv_a, q, residual = piece.made
             if states is not None and number in wanted:  # the next piece may take its memory
                 states.pass_by(number, residual[:tokens].clone())
-            step.attend(qkv_a, (q, entries), batch, cache, self.values)
+            step.attend(qkv_a, q, batch, cache, self.values)
         pieces[-1].replay()
         normed, last = (output[:tokens] for output in pieces[-1].made)
         if states is not None and len(self.steps) in wanted:
