@@ -5,19 +5,21 @@
 
 namespace moe {
 
+// sum += a part times its weight.
+__device__ __forceinline__ void add_part(float (&sum)[8], uint4 part, float weight) {
+  const uint32_t v[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
+    sum[2 * k] += u.x * weight;
+    sum[2 * k + 1] += u.y * weight;
+  }
+}
+
 // sum += eight parts, the i-th times lane i's `weight`; a part whose lane has no row is zero.
 __device__ __forceinline__ void add_parts(float (&sum)[8], const uint4 (&parts)[8], int row, float weight) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float w = __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i);
-    const uint32_t v[4] = {parts[i].x, parts[i].y, parts[i].z, parts[i].w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v[k]));
-      sum[2 * k] += u.x * w;
-      sum[2 * k + 1] += u.y * w;
-    }
-  }
+  for (int i = 0; i < 8; ++i) add_part(sum, parts[i], __shfl_sync(0xffffffffu, row >= 0 ? weight : 0.f, i));
 }
 
 }  // namespace moe

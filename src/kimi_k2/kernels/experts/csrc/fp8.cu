@@ -20,14 +20,20 @@ static int launch_main(const Fp8Args& a, const CUtensorMap& m13, const CUtensorM
 }
 
 // Both stages; the second needs the whole of the first, and begins when it has ended.
+template <int CLUSTER, int STAGE, bool KEPT>
+static int launch_stage(const Fp8Args& a, const CUtensorMap& map, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(WideSmem<KEPT>);
+  static_assert(kBytes <= host::kMaxShared, "a block does not have so much shared memory");
+  const host::Launch how{dim3(a.grid / CLUSTER * CLUSTER), kWideThreads, kBytes, stream, bool(a.pdl), CLUSTER};
+  return host::launch(moe_fp8_wide_kernel<CLUSTER, STAGE, KEPT>, how, map, a);
+}
 template <int CLUSTER>
 static int launch_wide(const Fp8Args& a, const CUtensorMap& m13, const CUtensorMap& m2, cudaStream_t stream) {
-  static_assert(sizeof(WideSmem) <= host::kMaxShared, "a block does not have so much shared memory");
   if (a.splits1 > 1) return host::kBadSplits;
-  const host::Launch how{
-      dim3(a.grid / CLUSTER * CLUSTER), kWideThreads, sizeof(WideSmem), stream, bool(a.pdl), CLUSTER};
-  if (int rc = host::launch(moe_fp8_wide_kernel<CLUSTER, 0>, how, m13, a)) return rc;
-  return host::launch(moe_fp8_wide_kernel<CLUSTER, 1>, how, m2, a);
+  if (int rc = launch_stage<CLUSTER, 0, false>(a, m13, stream)) return rc;
+  if constexpr (CLUSTER > 1)
+    if (a.inter <= 256) return launch_stage<CLUSTER, 1, true>(a, m2, stream);
+  return launch_stage<CLUSTER, 1, false>(a, m2, stream);
 }
 
 }  // namespace moe
@@ -49,5 +55,7 @@ extern "C" int kimi_moe_fp8(const moe::Fp8Args* args, void* stream_ptr) {
   if (a.nmax == 2 * kWideTokens) rc = launch_wide<2>(a, m13, m2, stream);
   if (rc || a.top_k * a.splits2 == 1 || sums_slabwise(a)) return rc;
   const auto combine = a.nmax >= kWideTokens ? combine_kernel<true> : combine_kernel<false>;
-  return host::launch(combine, {dim3((a.tokens + 7) / 8, a.hidden / 256), 256, 0, stream, bool(a.pdl)}, a);
+  const int warps = a.tokens < 2048 ? a.hidden / 256 : 4;  // of a token; few look its parts up less often
+  return host::launch(combine, {dim3((a.tokens + 7) / 8, warps), 256, 0, stream, bool(a.pdl)}, a,
+                      output_bytes(a) <= kCachedOutputBytes);
 }

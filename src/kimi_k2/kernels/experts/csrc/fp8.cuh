@@ -59,8 +59,9 @@ __host__ __device__ inline size_t output_bytes(const Fp8Args& a) {
 }
 constexpr size_t kCachedOutputBytes = 32 << 20;  // what the L2 keeps of them until a launch after this one sums them
 
-// Prepared mode, tiles of so many tokens, or of twice as many that two blocks share: fp8_wide.cuh.
-constexpr int kWideTokens = 128;
+// Prepared mode, tiles of so many tokens, or of twice as many that two blocks share (fp8_wide.cuh), and how many blocks
+// of 128 columns of them a block of threads holds.
+constexpr int kWideTokens = 128, kKeptSteps = 4;
 
 // Prepared mode, tiles of up to kSlabwiseTokens: the main launch sums the outputs itself, slab after slab, where the L2
 // would not hold them all.

@@ -64,9 +64,10 @@ __device__ __forceinline__ void fill_fused(const Fp8Args& a, Fp8Smem<NMAX, STAGE
 }
 
 // Prepared mode, one item: three warps share each stage; rows are gathered by index in the first stage, contiguous in
-// the second.
-template <int NMAX, int STAGES, class S>
-__device__ __forceinline__ void fill_item(const Fp8Args& a, S& s, const Item& it, const int4& tile, int& seq) {
+// the second. `KEPT`: they are brought once for all slabs, to place `first` of kKeptSteps and those behind it.
+template <int NMAX, int STAGES, bool KEPT = false, class S>
+__device__ __forceinline__ void fill_item(const Fp8Args& a, S& s, const Item& it, const int4& tile, int& seq,
+                                          int first = 0) {
   const int t = threadIdx.x - 32, groups = a.inter / 128, n = tile.z;
   // Thread t copies piece `part` of every twelfth token; the swizzle of token c0 + 12 i differs from c0's by 4 (i & 1).
   const int c0 = t >> 3, part = t & 7;
@@ -92,13 +93,16 @@ __device__ __forceinline__ void fill_item(const Fp8Args& a, S& s, const Item& it
       const int st = seq % STAGES;
       if (seq >= STAGES) mbar_wait(&s.empty[st], ((seq / STAGES) - 1) & 1);
       const unsigned char* from = src + kb * 128 + part * 16;
-      const uint32_t b = smem_u32(s.b[st]), even = b + place, odd = b + (place ^ 64);
+      if (!KEPT || slab == 0) {
+        const int at = KEPT ? (first + kb - it.kb0) % kKeptSteps : st;
+        const uint32_t b = smem_u32(s.b[at]), even = b + place, odd = b + (place ^ 64);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (c0 + 12 * i < n) cp_async_16((i & 1 ? odd : even) + i * 12 * 128, from + (size_t)rows[i] * 128);
+        for (int i = 0; i < kRows; ++i)
+          if (c0 + 12 * i < n) cp_async_16((i & 1 ? odd : even) + i * 12 * 128, from + (size_t)rows[i] * 128);
 #pragma unroll
-      for (int i = 0; i < kScales; ++i)
-        if (t + 96 * i < n) cp_async_4(smem_u32(&s.sb[st][t + 96 * i]), ssrc + (srow[i] + kb));
+        for (int i = 0; i < kScales; ++i)
+          if (t + 96 * i < n) cp_async_4(smem_u32(&s.sb[at][t + 96 * i]), ssrc + (srow[i] + kb));
+      }
       if (t < 2) cp_async_4(smem_u32(&s.sw[st][t]), wsrc + kb);
       cp_async_arrive(&s.full[st]);
     }

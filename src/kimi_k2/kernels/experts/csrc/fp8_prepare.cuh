@@ -130,17 +130,20 @@ __global__ void __launch_bounds__(1024, 1) prepare_kernel(const __grid_constant_
   }
 }
 
-// Prepared mode, last launch where the main one does not sum: a warp sums one slab of one token. `WIDE`: the main
-// launch was fp8_wide.cuh's.
+// Prepared mode, last launch where the main one does not sum: a warp sums every gridDim.y-th slab of one token. `WIDE`:
+// the main launch was fp8_wide.cuh's. `discard`: see sum_slab.
 // The slabs written last come first: they may still be in the L2.
 template <bool WIDE>
-__global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp8Args a) {
+__global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Fp8Args a, const bool discard) {
   if (a.pdl) {
     pdl_launch();
     pdl_wait();
   }
   const int t = blockIdx.x * 8 + (threadIdx.x >> 5);
-  if (t < a.tokens) sum_slab<WIDE>(a, t, a.hidden / 256 - 1 - blockIdx.y, output_bytes(a) <= kCachedOutputBytes);
+  if (t >= a.tokens) return;
+  const Part first = find_part(a, t, 0);
+  for (int slab = a.hidden / 256 - 1 - blockIdx.y; slab >= 0; slab -= gridDim.y)
+    sum_slab<WIDE>(a, t, slab, first, discard);
 }
 
 }  // namespace moe

@@ -5,42 +5,50 @@
 
 namespace moe {
 
-// out[t] = sum of the token's weighted parts, in order, by a warp. `discard`: the parts should not reach memory.
+// Of part c0 + i of a token, in lane i: where it begins in a slab, in units of 16 bytes of which it has sixteen, with
+// the last bits of its slot, which permute them; no part has all bits set. And its weight.
+struct Part {
+  unsigned place = ~0u;
+  float weight = 0.f;
+};
+__device__ __forceinline__ Part find_part(const Fp8Args& a, int t, int c0) {
+  const int c = c0 + (threadIdx.x & 31);
+  if (c >= min(c0 + 8, a.top_k * a.splits2)) return {};
+  const int pair = t * a.top_k + c / a.splits2, slot = __ldcg(a.pair_slot + pair);
+  if (slot < 0) return {};
+  return {(unsigned)(c % a.splits2 * 2 * a.tokens * a.top_k + slot) * 16 + (slot & 7), __ldcg(a.topk_weights + pair)};
+}
+
+// out[t] = sum of the token's weighted parts, in order, by a warp. `part`: of its first eight. `discard`: the parts
+// should not reach memory.
 template <bool WIDE>
-__device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, bool discard) {
+__device__ __forceinline__ void sum_slab(const Fp8Args& a, int t, int slab, Part part, bool discard) {
   const int lane = threadIdx.x & 31, parts = a.top_k * a.splits2;
   // A lane's eight values are half of a 32-byte unit of one warpgroup's 128, or a 16-byte unit of 128 rows.
-  const size_t pairs = (size_t)a.tokens * a.top_k;
-  const __nv_bfloat16* from =
-      static_cast<const __nv_bfloat16*>(a.contrib) + (slab * a.splits2 * 2 + (lane >> 4)) * pairs * 128;
-  auto unit = [&](int slot) {
+  const unsigned half = (unsigned)a.tokens * a.top_k * 16;
+  uint4* contrib = static_cast<uint4*>(a.contrib) + (size_t)slab * a.splits2 * 2 * half;
+  const uint4* from = contrib + (lane >> 4) * half;
+  auto unit = [&](unsigned slot) {
     return WIDE ? wide_unit(lane & 15, slot) : output_unit((lane >> 1) & 7, slot) * 2 + (lane & 1);
   };
   float acc[8] = {};
   for (int c0 = 0; c0 < parts; c0 += 8) {
-    // Lane i looks up part c0 + i.
-    int row = -1;
-    float weight = 0.f;
-    if (lane < 8 && c0 + lane < parts) {
-      const int pair = t * a.top_k + (c0 + lane) / a.splits2;
-      row = __ldcg(a.pair_slot + pair);
-      weight = __ldcg(a.topk_weights + pair);
-    }
+    if (c0) part = find_part(a, t, c0);
+    const unsigned there = __ballot_sync(0xffffffffu, ~part.place);  // of eight experts one rank may hold one
     uint4 raw[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int r = __shfl_sync(0xffffffffu, row, i);
-      const size_t place = (c0 + i) % a.splits2 * 2 * pairs + r;
-      raw[i] =
-          r >= 0 ? __ldcg(reinterpret_cast<const uint4*>(from + place * 128 + unit(r) * 8)) : make_uint4(0, 0, 0, 0);
+      const unsigned place = __shfl_sync(0xffffffffu, part.place, i);
+      if (there >> i & 1) raw[i] = __ldcg(from + ((place & ~15u) + unit(place)));
     }
-    add_parts(acc, raw, row, weight);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, part.weight, i);
+      if (there >> i & 1) add_part(acc, raw[i], weight);
+    }
     __syncwarp();  // the parts are read; the next launch writes them before it reads them
-    const int c = c0 + (lane >> 2), r = __shfl_sync(0xffffffffu, row, lane >> 2);
-    if (discard && r >= 0) {
-      const size_t place = ((size_t)(slab * a.splits2 + c % a.splits2) * 2 + ((lane >> 1) & 1)) * pairs + r;
-      discard_l2(static_cast<__nv_bfloat16*>(a.contrib) + place * 128 + (lane & 1) * 64);
-    }
+    const unsigned place = __shfl_sync(0xffffffffu, part.place, lane >> 2);
+    if (discard && ~place) discard_l2(contrib + ((place & ~15u) + ((lane >> 1) & 1) * half + (lane & 1) * 8));
   }
   __nv_bfloat16* row = static_cast<__nv_bfloat16*>(a.out) + (size_t)t * a.hidden + slab * 256;
   if constexpr (WIDE) {
@@ -70,8 +78,10 @@ __device__ __forceinline__ void sum_slabs(const Fp8Args& a, int warp, int tiles)
     if (warp == 0)
       while (ld_acquire(reinterpret_cast<const int*>(a.count2 + r.begin + r.count - 1)) != want) __nanosleep(500);
     named_sync(4, 128);
-    for (int t = blockIdx.x * 4 + warp; t < a.tokens; t += gridDim.x * 4)
-      for (int i = 0; i < r.count; ++i) sum_slab<false>(a, t, r.begin + i, true);
+    for (int t = blockIdx.x * 4 + warp; t < a.tokens; t += gridDim.x * 4) {
+      const Part first = find_part(a, t, 0);
+      for (int i = 0; i < r.count; ++i) sum_slab<false>(a, t, r.begin + i, first, true);
+    }
   }
 }
 

@@ -7,7 +7,9 @@
 //
 // What limits it is the way from the L2 to shared memory: 48 KB for 128 columns of a tile. Several tiles read an
 // expert's weights, which the L2 therefore keeps; and with CLUSTER = 2 a pair of blocks shares them: each requests one
-// half and has the copy engine bring it to both, which leaves 32 KB.
+// half and has the copy engine bring it to both, which leaves 32 KB. There a second stage of at most two blocks of
+// columns is `KEPT`: an item's tokens stay for all its slabs, and its outputs, of which it has most, leave by two
+// buffers.
 #pragma once
 #include "common/csrc/copy.cuh"
 #include "common/csrc/decode_ptx.cuh"
@@ -15,16 +17,17 @@
 
 namespace moe {
 
-constexpr int kWideStages = 4;
 constexpr int kWideThreads = 32 * kFirstSumWarp;
 
+template <bool KEPT>
 struct WideSmem {
-  alignas(1024) unsigned char w[kWideStages][2 * kTileBytes];
-  alignas(1024) unsigned char b[kWideStages][kWideTokens * 128];
-  alignas(256) unsigned char staged[kMultiplyWarps][16 * 256];  // a warp's 16 tokens on their way out
-  alignas(16) float sb[kWideStages][kWideTokens];
-  alignas(8) float sw[kWideStages][2];
-  uint64_t full[kWideStages], empty[kWideStages];
+  static constexpr int kStages = KEPT ? 3 : 4, kBuffers = KEPT ? 2 : 1;
+  alignas(1024) unsigned char w[kStages][2 * kTileBytes];
+  alignas(1024) unsigned char b[kKeptSteps][kWideTokens * 128];
+  alignas(256) unsigned char staged[kMultiplyWarps][kBuffers][16 * 256];  // a warp's 16 tokens on their way out
+  alignas(16) float sb[kKeptSteps][kWideTokens];
+  alignas(8) float sw[kStages][2];
+  uint64_t full[kStages], empty[kStages];
 };
 
 // Items of a launch: a tile's groups, or its slabs, follow each other.
@@ -56,15 +59,15 @@ __device__ __forceinline__ int4 wide_share(int4 tile, int rank) {
 }
 
 // One thread: an item's weights into the ring.
-template <int CLUSTER>
-__device__ __forceinline__ void feed_wide(const Fp8Args& a, WideSmem& s, const CUtensorMap& map, const Item it,
-                                          int expert, int rank, int& seq) {
+template <int CLUSTER, class S>
+__device__ __forceinline__ void feed_wide(const Fp8Args& a, S& s, const CUtensorMap& map, const Item it, int expert,
+                                          int rank, int& seq) {
   const int row0 = it.stage == 0 ? expert * 2 * a.inter + it.group * 128 : expert * a.hidden + it.group * 256;
   const int gap = it.stage == 0 ? a.inter : 128;
   for (int slab = 0; slab < it.slabs; ++slab)
     for (int kb = it.kb0; kb < it.kb1; ++kb, ++seq) {
-      const int st = seq % kWideStages, row = row0 + slab * 256;
-      if (seq >= kWideStages) mbar_wait(&s.empty[st], ((seq / kWideStages) - 1) & 1);
+      const int st = seq % S::kStages, row = row0 + slab * 256;
+      if (seq >= S::kStages) mbar_wait(&s.empty[st], ((seq / S::kStages) - 1) & 1);
       mbar_arrive_expect_tx(&s.full[st], 2 * kTileBytes);
       const uint32_t dst = smem_u32(s.w[st]);
       if constexpr (CLUSTER == 1) {
@@ -114,8 +117,9 @@ __device__ __forceinline__ void store_wide_intermediate(const Fp8Args& a, unsign
 }
 
 // Second stage: a slab of a warp's 16 tokens' outputs, as they are or, where no sum follows, weighted.
-__device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned char* staged, const Item it, int slot,
-                                                   int count, WideSums& acc) {
+template <int BUFFERS>
+__device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned char (*buffers)[16 * 256], const Item it,
+                                                   int slot, int count, WideSums& acc) {
   const int lane = threadIdx.x & 31, g = lane >> 2;
   const bool direct = a.top_k * a.splits2 == 1;
   float weight[2] = {1.f, 1.f};
@@ -124,10 +128,12 @@ __device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned ch
     for (int r = 0; r < 2; ++r)
       if (g + 8 * r < count) weight[r] = load_written(a.topk_weights + load_written(a.sorted_pair + slot + g + 8 * r));
   const int row = (lane & 7) + ((lane >> 3) & 1) * 8;  // whose 16 bytes of a matrix this lane addresses
-  const uint32_t put = smem_u32(staged) + row * 256 + (((lane >> 4) ^ wide_unit(0, slot + row)) << 4);
+  const uint32_t put0 = smem_u32(buffers[0]) + row * 256 + (((lane >> 4) ^ wide_unit(0, slot + row)) << 4);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    if (lane == 0) bulk_wait_read();  // the copy of the half before
+    unsigned char* staged = buffers[m % BUFFERS];
+    const uint32_t put = put0 + m % BUFFERS * (16 * 256);
+    if (lane == 0) bulk_wait_read<BUFFERS - 1>();  // the copy of the half before, or the one before it
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 16; j += 2)
@@ -156,8 +162,10 @@ __device__ __forceinline__ void store_wide_outputs(const Fp8Args& a, unsigned ch
 }
 
 // One group or slab, by one of the two warpgroups.
-template <int CLUSTER, int STAGE>
-__device__ __forceinline__ void multiply_wide(const Fp8Args& a, WideSmem& s, const Item it, const int4 tile, int& seq) {
+template <int CLUSTER, int STAGE, bool KEPT>
+__device__ __forceinline__ void multiply_wide(const Fp8Args& a, WideSmem<KEPT>& s, const Item it, const int4 tile,
+                                              int& seq, int first) {
+  using S = WideSmem<KEPT>;
   const int warp = threadIdx.x / 32 - kFirstMultiplyWarp, lane = threadIdx.x & 31;
   const int wg = __shfl_sync(0xffffffffu, warp / 4, 0), token = warp * 16 + (lane >> 2), end = seq + it.kb1 - it.kb0;
   auto release = [&](int st) {
@@ -167,8 +175,8 @@ __device__ __forceinline__ void multiply_wide(const Fp8Args& a, WideSmem& s, con
   };
   if (wg * 64 >= tile.z) {  // no tokens of this warpgroup's
     for (; seq < end; ++seq) {
-      mbar_wait(&s.full[seq % kWideStages], (seq / kWideStages) & 1);
-      release(seq % kWideStages);
+      mbar_wait(&s.full[seq % S::kStages], (seq / S::kStages) & 1);
+      release(seq % S::kStages);
     }
     return;
   }
@@ -178,12 +186,13 @@ __device__ __forceinline__ void multiply_wide(const Fp8Args& a, WideSmem& s, con
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[m][i] = 0.f;
   const uint64_t left0 = desc_sw128(smem_u32(s.b[0]) + wg * 8192), right0 = desc_sw128(smem_u32(s.w[0]));
-  for (; seq < end; ++seq) {
-    const int st = __shfl_sync(0xffffffffu, seq % kWideStages, 0);
-    mbar_wait(&s.full[st], (seq / kWideStages) & 1);
+  for (int step = 0; seq < end; ++seq, ++step) {
+    const int st = __shfl_sync(0xffffffffu, seq % S::kStages, 0);
+    const int at = KEPT ? __shfl_sync(0xffffffffu, (first + step) % kKeptSteps, 0) : st;
+    mbar_wait(&s.full[st], (seq / S::kStages) & 1);
     fence_proxy_async();  // the tokens came by ordinary copies, and the tensor cores read them
-    const uint64_t left = left0 + st * (kWideTokens * 128 >> 4), right = right0 + st * (2 * kTileBytes >> 4);
-    const float c0 = s.sb[st][token], c1 = s.sb[st][token + 8];
+    const uint64_t left = left0 + at * (kWideTokens * 128 >> 4), right = right0 + st * (2 * kTileBytes >> 4);
+    const float c0 = s.sb[at][token], c1 = s.sb[at][token + 8];
     const float2 w = *reinterpret_cast<const float2*>(s.sw[st]);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -207,20 +216,21 @@ __device__ __forceinline__ void multiply_wide(const Fp8Args& a, WideSmem& s, con
   }
   const int count = min(16, tile.z - warp * 16);
   if (count <= 0) return;
-  if (STAGE == 0) store_wide_intermediate(a, s.staged[warp], it, tile.y + warp * 16, count, acc);
-  else store_wide_outputs(a, s.staged[warp], it, tile.y + warp * 16, count, acc);
+  if (STAGE == 0) store_wide_intermediate(a, s.staged[warp][0], it, tile.y + warp * 16, count, acc);
+  else store_wide_outputs<S::kBuffers>(a, s.staged[warp], it, tile.y + warp * 16, count, acc);
 }
 
-template <int CLUSTER, int STAGE>
+template <int CLUSTER, int STAGE, bool KEPT>
 __global__ void __launch_bounds__(kWideThreads, 1)
     moe_fp8_wide_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Fp8Args a) {
   extern __shared__ __align__(1024) unsigned char raw[];
-  WideSmem& s = *reinterpret_cast<WideSmem*>(raw);
+  using S = WideSmem<KEPT>;
+  S& s = *reinterpret_cast<S*>(raw);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rank = blockIdx.x % CLUSTER;
   if (tid == 0) {
     if (smem_u32(raw) & 1023) __trap();
     prefetch_tensormap(&map);
-    for (int i = 0; i < kWideStages; ++i) {
+    for (int i = 0; i < S::kStages; ++i) {
       mbar_init(&s.full[i], 1 + kFillThreads);  // the weights, and each thread's copies
       mbar_init(&s.empty[i], CLUSTER * kMultiplyWarps);
     }
@@ -237,7 +247,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     __syncthreads();
   }
   const int total = wide_items<STAGE>(a), step = gridDim.x / CLUSTER;
-  int seq = 0;
+  int seq = 0, first = 0;
   auto each = [&](auto&& work) {
     int item = blockIdx.x / CLUSTER;
     if (item >= total) return;
@@ -245,19 +255,23 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     for (; item < total; item += step) {
       const int4 tile = ahead;
       if (item + step < total) ahead = load_written(a.tiles + wide_item<STAGE>(a, item + step).tile);
-      work(wide_item<STAGE>(a, item), wide_share<CLUSTER>(tile, rank));
+      const Item it = wide_item<STAGE>(a, item);
+      work(it, wide_share<CLUSTER>(tile, rank));
+      first += it.kb1 - it.kb0;
     }
   };
   if (warp < kFirstMultiplyWarp) {
     reg_dealloc<56>();
     if (warp > 0)
-      each([&](const Item& it, const int4& tile) { fill_item<kWideTokens, kWideStages>(a, s, it, tile, seq); });
+      each([&](const Item& it, const int4& tile) {
+        fill_item<kWideTokens, S::kStages, KEPT>(a, s, it, tile, seq, first);
+      });
     else if (lane == 0)
       each([&](const Item& it, const int4& tile) { feed_wide<CLUSTER>(a, s, map, it, tile.x, rank, seq); });
   } else {
     reg_alloc<224>();
     each([&](Item it, const int4& tile) {
-      for (int slab = 0; slab < it.slabs; ++slab, ++it.group) multiply_wide<CLUSTER, STAGE>(a, s, it, tile, seq);
+      for (int slab = 0; slab < it.slabs; ++slab, ++it.group) multiply_wide<CLUSTER, STAGE>(a, s, it, tile, seq, first);
     });
     if (STAGE == 1 && lane == 0) bulk_wait();
   }
