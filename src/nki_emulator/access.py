@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from nki_emulator.core import Access, Core, Instruction, current
-from nki_emulator.dtypes import NUMPY, Array, narrow, size_of, widen
+from nki_emulator.dtypes import NUMPY, Array, narrow, size_of
 from nki_emulator.errors import (
     DtypeError,
     NkiError,
@@ -95,7 +95,7 @@ class Call:
 
     def read32(self, operand: str, tensor: NkiTensor) -> Array:
         """Values as float32."""
-        return widen(self.read(operand, tensor), tensor.dtype)
+        return self.read(operand, tensor).astype(np.float32, copy=False)
 
     def write(self, operand: str, tensor: NkiTensor, values: Array) -> None:
         """Store values of the same number of elements, rounded to the tensor's dtype."""

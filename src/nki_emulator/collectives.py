@@ -14,7 +14,7 @@ import numpy as np
 
 from nki_emulator.access import Call, box
 from nki_emulator.core import current
-from nki_emulator.dtypes import Array, widen
+from nki_emulator.dtypes import Array
 from nki_emulator.errors import DeadlockError, DtypeError, NkiError, PlaceError
 from nki_emulator.language import NKIObject
 from nki_emulator.launch import abort_if
@@ -179,5 +179,7 @@ def _exchange(
     for number, dst in enumerate(dsts):
         arrays = [tensors[number] for tensors in brought]
         exact = call.operation.endswith(("all_gather", "all_to_all"))
-        values = combine(arrays if exact else [widen(array, dst.dtype) for array in arrays], group.index(launch.rank))
+        values = combine(
+            arrays if exact else [array.astype(np.float32, copy=False) for array in arrays], group.index(launch.rank)
+        )
         call.write("dsts", dst, values.reshape(dst.shape))

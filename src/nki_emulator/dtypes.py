@@ -27,7 +27,6 @@ NUMPY: dict[str, np.dtype[Any]] = {
 PACKED = {"float8_e4m3fn_x4": 4, "float8_e5m2_x4": 4, "float4_e2m1fn_x4": 2}
 INTEGERS = frozenset(name for name, form in NUMPY.items() if form.kind in "iu")
 FP8 = frozenset({"float8_e4m3", "float8_e5m2"})
-_TABLES = {name: np.arange(256, dtype=np.uint8).view(NUMPY[name]).astype(np.float32) for name in NUMPY if name in FP8}
 
 
 def size_of(dtype: str) -> int:
@@ -46,17 +45,6 @@ def name_of(dtype: Any) -> str:
     return name
 
 
-def widen(values: Array, dtype: str) -> Array:
-    """float32 of stored values; exact for every dtype up to 16 bits, and for 32-bit integers rounded to nearest."""
-    if dtype in ("float32", "tfloat32"):
-        return values
-    if dtype == "bfloat16":
-        return (np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if dtype in _TABLES:
-        return _TABLES[dtype][np.ascontiguousarray(values).view(np.uint8)]
-    return values.astype(np.float32)
-
-
 def narrow(values: Array, dtype: str) -> Array:
     """Float32 results in the form that they are stored in: to nearest, ties to even.
 
@@ -65,23 +53,12 @@ def narrow(values: Array, dtype: str) -> Array:
     form = NUMPY[dtype]
     if dtype == "tfloat32":
         return _to_tfloat32(values)
-    if dtype == "bfloat16" and values.dtype == np.float32:
-        return _to_bfloat16(values)
     if dtype not in INTEGERS or values.dtype.kind in "iub":
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(form)
     limits = np.iinfo(form)
     wide = np.rint(np.nan_to_num(values.astype(np.float64), nan=0.0))
     return np.clip(wide, limits.min, limits.max).astype(form)
-
-
-def _to_bfloat16(values: Array) -> Array:
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    nan = np.isnan(values)
-    if nan.any():
-        rounded = np.where(nan, (bits >> 16) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
 def _to_tfloat32(values: Array) -> Array:

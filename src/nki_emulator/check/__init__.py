@@ -43,20 +43,19 @@ class Finding:
         return f"{self.file}:{self.line}: {rule.level}: {self.rule}: {self.what}: {rule.says} ({rule.source})"
 
 
-def check(kernel: Callable[..., Any], release: str, *, entry: bool = True) -> list[Finding]:
+def check(kernel: Callable[..., Any], release: str) -> list[Finding]:
     """What a kernel, and what it calls, breaks in a release of NKI.
 
     Args:
         kernel: a function, under `nki.jit` or not.
         release: one of RELEASES.
-        entry: the framework calls it; False: kernels alone do, and its results may lie on chip.
 
     Raises:
         NkiError: no such release, or the kernel's source cannot be read.
     """
     if release not in RELEASES:
         raise NkiError("nki_emulator.check", "release", f"one of {', '.join(RELEASES)}", release)
-    parts = gather(kernel, entry)
+    parts = gather(kernel)
     if not parts:
         raise NkiError("nki_emulator.check", "kernel", "a Python function with its source", kernel)
     breaches = {

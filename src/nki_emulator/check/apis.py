@@ -18,10 +18,6 @@ _ALSO = {
     "isa": {"constants"},
     "collectives": {"ReplicaGroup"},
 }
-TENSOR_METHODS = {
-    "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "slice", "select",
-    "vector_select", "is_contiguous", "is_indirect",
-}  # fmt: skip
 
 
 @cache
@@ -31,7 +27,7 @@ def _table() -> dict[str, dict[str, list[Any]]]:
 
 
 def entry(module: str, name: str, release: str) -> Any:
-    """What a name is in a release: parameters, "value" or {"members", "enum"}; None where it has none."""
+    """What a name is in a release: parameters, "value" or {"members"}; None where it has none."""
     declared = None
     for first, parameters in _table()[module].get(name, []):
         if RELEASES.index(first) <= RELEASES.index(release):

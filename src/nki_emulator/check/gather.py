@@ -24,27 +24,19 @@ class Part:
         node: its syntax tree, with the file's line numbers.
         file: where it stands.
         names: what names in it mean.
-        is_kernel: whether it is the kernel itself, as the framework calls it.
     """
 
     node: ast.FunctionDef | ast.ClassDef
     file: str
     names: Mapping[str, Any] = field(repr=False)
-    is_kernel: bool = False
 
 
 @cache
-def gather(kernel: Callable[..., Any], entry: bool) -> list[Part]:
-    """The kernel first. What has no source, or belongs to NKI or Python, is left out.
-
-    Args:
-        kernel: a function.
-        entry: whether the framework calls it.
-    """
-    first = unwrapped(kernel)
+def gather(kernel: Callable[..., Any]) -> list[Part]:
+    """The kernel first. What has no source, or belongs to NKI or Python, is left out."""
     parts: list[Part] = []
     seen: set[int] = set()
-    work: list[Any] = [first]
+    work: list[Any] = [kernel]
     while work:
         item = unwrapped(work.pop(0))
         if id(item) in seen or not _followed(item):
@@ -53,7 +45,6 @@ def gather(kernel: Callable[..., Any], entry: bool) -> list[Part]:
         part = _read(item)
         if part is None:
             continue
-        part.is_kernel = entry and item is first
         parts.append(part)
         work += references(part)
     return parts

@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nki_emulator.check.apis import ENUMERATED, TENSOR_METHODS, entry, member_missing, wrong_parameters
+from nki_emulator.check.apis import ENUMERATED, entry, member_missing, wrong_parameters
 from nki_emulator.check.gather import Part, module_of, resolve
 
 # What the guide shows, or AWS's kernels use.
@@ -17,7 +17,6 @@ _BUILTINS = {
 }  # fmt: skip
 _RARE = {"hash", "all", "any", "type", "pow", "hasattr", "getattr", "round"}  # of these, what the guide lacks
 _BASES = {"NKIObject", "Enum", "IntEnum"}
-_INTEGERS = {"int8", "int16", "int32", "uint8", "uint16", "uint32"}
 _STATEMENTS = (
     ast.With, ast.AsyncWith, ast.AsyncFor, ast.AsyncFunctionDef, ast.Delete, ast.Import, ast.ImportFrom, ast.Match,
     ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr,
@@ -31,6 +30,7 @@ _REFUSED: tuple[tuple[str, type[ast.AST] | tuple[type[ast.AST], ...]], ...] = (
     ("lambda", ast.Lambda),
     ("closure", (ast.Nonlocal, ast.Global)),
     ("raise", ast.Raise),
+    ("try", ast.Try),
 )
 
 Found = tuple[str, ast.AST, str]  # rule, where, what
@@ -69,10 +69,6 @@ class _Function:
 
     def __init__(self, part: Part, node: ast.FunctionDef, release: str) -> None:
         self.part, self.node, self.release = part, node, release
-        self.is_kernel = part.is_kernel and node is part.node
-        # Names that hold one tensor of `nl.ndarray`, as far as that can be seen: their buffer and dtype.
-        self.tensors: dict[str, dict[str, str]] = {}
-        self.registers: set[str] = set()
         self.dictionaries: set[str] = set()
 
     def run(self) -> Iterator[Found]:
@@ -98,43 +94,20 @@ class _Function:
 
     def _learn(self, node: ast.Assign) -> None:
         name, value = node.targets[0], node.value
-        if not isinstance(name, ast.Name):
-            return
-        if isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and ast.unparse(value.func) == "dict"):
+        of_dictionary = isinstance(value, ast.Dict) or (
+            isinstance(value, ast.Call) and ast.unparse(value.func) == "dict"
+        )
+        if isinstance(name, ast.Name) and of_dictionary:
             self.dictionaries.add(name.id)
-        if not isinstance(value, ast.Call):
-            return
-        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-        if called == "register_alloc":
-            self.registers.add(name.id)
-        if called in ("ndarray", "zeros", "ones", "full"):
-            arguments = {k.arg: k.value for k in value.keywords if k.arg}
-            order = ("shape", "dtype", "buffer") if called == "ndarray" else ("shape", "dtype")
-            arguments |= dict(zip(order, value.args, strict=False))
-            known: dict[str, str] = {key: _last(arguments[key]) for key in ("dtype", "buffer") if key in arguments}
-            known.setdefault("buffer", "sbuf")
-            if name.id in self.tensors and self.tensors[name.id] != known:
-                known = {}
-            self.tensors[name.id] = known
-
-    def _tensor(self, node: ast.expr) -> dict[str, str]:
-        """What is known of a tensor, or of a slice of one."""
-        while isinstance(node, ast.Subscript):
-            node = node.value
-        return self.tensors.get(node.id, {}) if isinstance(node, ast.Name) else {}
 
     def _signature(self) -> Iterator[Found]:
         arguments = self.node.args
         if arguments.vararg or arguments.kwonlyargs or arguments.posonlyargs:
             yield "signature", self.node, f"{self.node.name}({ast.unparse(arguments)})"
-        if self.is_kernel:
-            for default in arguments.defaults:
-                if isinstance(default, ast.List):
-                    yield "list-argument", default, ast.unparse(default)
-            for decorator in self.node.decorator_list:
-                for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
-                    if keyword.arg in ("mode", "platform_target"):
-                        yield f"jit-{keyword.arg.partition('_')[0]}", decorator, ast.unparse(decorator)
+        for decorator in self.node.decorator_list:
+            for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
+                if keyword.arg in ("mode", "platform_target"):
+                    yield f"jit-{keyword.arg.partition('_')[0]}", decorator, ast.unparse(decorator)
 
     def _simple(self, node: ast.AST) -> Iterator[Found]:
         for rule, kinds in _REFUSED:
@@ -142,8 +115,8 @@ class _Function:
                 yield rule, node, ast.unparse(node).partition("\n")[0]
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield "nested-function", node, f"{node.name} inside {self.node.name}"
-        elif isinstance(node, ast.Try):
-            yield "try", node, "try"
+        elif isinstance(node, ast.For | ast.While) and node.orelse:
+            yield "loop-else", node, f"{type(node).__name__.lower()} ... else"
 
     def _compare(self, node: ast.Compare) -> Iterator[Found]:
         for operator in node.ops:
@@ -172,24 +145,6 @@ class _Function:
         if of_dictionary and isinstance(node.slice, ast.Constant) and not isinstance(node.slice.value, str):
             yield "dictionary-key", node, ast.unparse(node)
 
-    def _for(self, node: ast.For) -> Iterator[Found]:
-        if node.orelse:
-            yield "loop-else", node, "for ... else"
-
-    def _while(self, node: ast.While) -> Iterator[Found]:
-        if node.orelse:
-            yield "loop-else", node, "while ... else"
-        if isinstance(node.test, ast.Name) and node.test.id in self.registers:
-            yield "deprecated-loop", node, f"while {node.test.id}"
-
-    def _return(self, node: ast.Return) -> Iterator[Found]:
-        if not self.is_kernel or node.value is None:
-            return
-        for element in node.value.elts if isinstance(node.value, ast.Tuple | ast.List) else [node.value]:
-            known = self.tensors.get(element.id) if isinstance(element, ast.Name) else None
-            if known and known.get("buffer", "shared_hbm") != "shared_hbm":
-                yield "result-memory", node, f"{ast.unparse(element)} in {known['buffer']}"
-
     def _attribute(self, node: ast.Attribute) -> Iterator[Found]:
         module = module_of(node.value, self.part.names)
         if module and entry(module, node.attr, self.release) is None:
@@ -200,19 +155,15 @@ class _Function:
             if outer and member_missing(outer, holder.attr, node.attr, self.release):
                 yield "api-name", node, f"nki.{outer}.{holder.attr}.{node.attr}"
         if node.attr == "nki" and isinstance(holder, ast.Name) and holder.id == "neuronxcc":
-            yield self._old(), node, "neuronxcc.nki"
+            yield "old-namespace", node, "neuronxcc.nki"
         if module == "language" and node.attr == "dynamic_range":
             yield "deprecated-loop", node, "dynamic_range"
         if module == "language" and node.attr in ("affine_range", "sequential_range"):
             yield "deprecated-range", node, node.attr
 
     def _name(self, node: ast.Name) -> Iterator[Found]:
-        referent = resolve(node, self.part.names)
-        if str(getattr(referent, "__name__", "")).startswith("neuronxcc.nki"):
-            yield self._old(), node, node.id
-
-    def _old(self) -> str:
-        return "old-namespace-warned" if self.release == "0.3" else "old-namespace"
+        if str(getattr(resolve(node, self.part.names), "__name__", "")).startswith("neuronxcc.nki"):
+            yield "old-namespace", node, node.id
 
     def _call(self, node: ast.Call) -> Iterator[Found]:
         if isinstance(node.func, ast.Name):
@@ -223,7 +174,6 @@ class _Function:
         name, holder = node.func.attr, node.func.value
         module = module_of(holder, self.part.names)
         if module is None:
-            yield from self._method(node, name, holder)
             return
         wrong = wrong_parameters(module, name, node, self.release)
         if wrong:
@@ -231,19 +181,10 @@ class _Function:
         arguments = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         for parameter, value in arguments.items():
             whole = isinstance(value, ast.Constant) and type(value.value) is int
-            if whole and (parameter in ENUMERATED):
+            if whole and parameter in ENUMERATED:
                 yield "integer-enumeration", node, f"{parameter}={ast.unparse(value)}"
             if parameter == "buffer" and isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield "string-buffer", node, f"buffer={ast.unparse(value)}"
-        takes = entry(module, name, self.release)
-        if isinstance(takes, list):
-            arguments = {**dict(zip(takes, node.args, strict=False)), **arguments}
-        if module == "isa" and name == "dma_copy":
-            yield from self._dma(node, arguments)
-        if module == "isa" and name == "memset" and "dst" in arguments and "value" in arguments:
-            dtype, value = self._tensor(arguments["dst"]).get("dtype"), arguments["value"]
-            if dtype in _INTEGERS and isinstance(value, ast.Constant) and isinstance(value.value, float):
-                yield "memset-dtype", node, f"{ast.unparse(value)} into {dtype}"
 
     def _builtin(self, node: ast.Call, name: str) -> Iterator[Found]:
         if name == "super":
@@ -258,31 +199,8 @@ class _Function:
         elif name in _RARE and name not in self.part.names:
             yield "rare-builtin", node, name
 
-    def _method(self, node: ast.Call, name: str, holder: ast.expr) -> Iterator[Found]:
-        known = isinstance(holder, ast.Name) and holder.id in self.tensors
-        if name in TENSOR_METHODS:
-            yield "tensor-method" if known else "tensor-method-maybe", node, f".{name}()"
-        if name == "ap" and isinstance(holder, ast.Subscript):
-            yield "ap-on-view", node, ast.unparse(holder)
-
-    def _dma(self, node: ast.Call, arguments: dict[str, ast.expr]) -> Iterator[Found]:
-        source, target = (
-            self._tensor(arguments[argument]) if argument in arguments else {} for argument in ("src", "dst")
-        )
-        if source.get("buffer") == "psum":
-            yield "dma-psum", node, ast.unparse(arguments["src"])
-        by_hardware = "dge_mode" in arguments and _last(arguments["dge_mode"]) == "hwdge"
-        dtypes = {tensor["dtype"] for tensor in (source, target) if "dtype" in tensor}
-        if by_hardware and len(dtypes) == 2:
-            yield "dma-dtype", node, " and ".join(sorted(dtypes))
-
 
 def _nodes(value: Any) -> list[ast.AST]:
     if isinstance(value, ast.AST):
         return [value]
     return [node for node in value if isinstance(node, ast.AST)] if isinstance(value, list) else []
-
-
-def _last(node: ast.expr) -> str:
-    """The last word of a dotted name."""
-    return ast.unparse(node).rpartition(".")[2]

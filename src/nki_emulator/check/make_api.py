@@ -23,7 +23,7 @@ def names_of(text: str) -> dict[str, Any]:
         if isinstance(node, ast.FunctionDef):
             declared[node.name] = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
         elif isinstance(node, ast.ClassDef):
-            declared[node.name] = {"members": sorted(_members(node)), "enum": _is_enum(node)}
+            declared[node.name] = {"members": sorted(_members(node))}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
@@ -40,10 +40,6 @@ def _members(node: ast.ClassDef) -> set[str]:
             if isinstance(target, ast.Name):
                 members.add(target.id)
     return {name for name in members if not name.startswith("_")}
-
-
-def _is_enum(node: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id.endswith("Enum") for base in node.bases)
 
 
 def main(clone: str) -> None:

@@ -8,7 +8,6 @@ RELEASES = ("0.3", "0.4", "0.5", "0.6", "0.7")
 ERROR, AGAINST = "error", "documented against, seen in AWS's kernels"
 _GUIDE = "aws-neuron-sdk nki/get-started/nki-language-guide.rst"
 _MOVE = "aws-neuron-sdk nki/migration/index.rst"
-_NOTES = "aws-neuron-sdk release-notes/components/nki.rst"
 _API = "aws-neuron-sdk nki/api/nki"
 _KLR = "klr-lang 0.0.12, gather.c and simplify.c"
 
@@ -45,7 +44,6 @@ RULES = {
     "decorator": Rule("no decorators on methods but staticmethod", f"{_GUIDE}, Class Support"),
     "property": Rule("no properties", f"{_GUIDE}, Class Support", AGAINST),
     "signature": Rule("no `*` in a signature", f"{_MOVE}, 0.2 to 0.3; {_KLR}"),
-    "list-argument": Rule("a kernel's arguments hold tuples, no lists", f"{_MOVE}, 0.2 to 0.3"),
     "nested-function": Rule("no functions inside functions; from 0.6 on bodies of loops", _KLR, last="0.5"),
     "lambda": Rule("no lambda", _KLR),
     "closure": Rule("no `nonlocal` and `global`: kernels are pure functions", f"{_GUIDE}, Kernel Caching"),
@@ -65,25 +63,9 @@ RULES = {
     "integer-enumeration": Rule("enumerations by their members, no integers", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
     "api-name": Rule("a name that this release has", _API, last="0.7"),
     "api-parameter": Rule("parameters that this release's function has", _API, last="0.7"),
-    "tensor-method": Rule(
-        "views of NkiTensor (permute, broadcast, select, ...) come with 0.5", f"{_NOTES}, 0.5", last="0.4"
-    ),
-    "tensor-method-maybe": Rule(
-        "a method that NkiTensor has from 0.5 on; on an object of a class it is fine", f"{_NOTES}, 0.5", AGAINST,
-        last="0.4",
-    ),
-    "ap-on-view": Rule("`ap` is called on whole tensors", "aws-neuron-sdk nki/deep-dives/nki-aps.rst", AGAINST),
-    "result-memory": Rule("results lie in nl.shared_hbm", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
-    "dma-psum": Rule("dma_copy does not read PSUM", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
-    "dma-dtype": Rule("dma_copy by hwdge between equal dtypes", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
-    "memset-dtype": Rule("memset's value is of the tile's dtype", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
     "jit-platform": Rule("nki.jit takes no platform_target", f"{_MOVE}, 0.2 to 0.3", last="0.7"),
     "jit-mode": Rule("nki.jit leaves `mode` aside", f"{_MOVE}, 0.2 to 0.3", AGAINST, last="0.7"),
     "old-namespace": Rule("no neuronxcc.nki: one NKI a model", f"{_MOVE}, 0.3 to 0.4", first="0.4", last="0.7"),
-    "old-namespace-warned": Rule("no neuronxcc.nki: one NKI a model", f"{_MOVE}, 0.2 to 0.3", AGAINST, last="0.3"),
-    "deprecated-loop": Rule(
-        "no nl.dynamic_range and no `while` on a register: fori_loop, while_loop", f"{_MOVE}, 0.5 to 0.6", AGAINST,
-        "0.6", "0.7",
-    ),
+    "deprecated-loop": Rule("no nl.dynamic_range: fori_loop", f"{_MOVE}, 0.5 to 0.6", AGAINST, "0.6", "0.7"),
     "deprecated-range": Rule("no affine_range and sequential_range: range", f"{_API}/language", AGAINST, last="0.7"),
 }  # fmt: skip

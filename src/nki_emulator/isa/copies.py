@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.access import Call, form_of
-from nki_emulator.dtypes import INTEGERS, PACKED, narrow, widen
+from nki_emulator.dtypes import INTEGERS, PACKED, narrow
 from nki_emulator.errors import DtypeError
 from nki_emulator.isa.constants import engine as engines
 from nki_emulator.isa.operands import instruction, same_sizes, shaped
@@ -18,8 +18,8 @@ from nki_emulator.tensor import NkiTensor
 @instruction("vector", "scalar", "gpsimd", alike=True)
 def tensor_copy(call: Call, dst: NkiTensor, src: NkiTensor, engine: Any = engines.unknown) -> None:
     """Copy between SBUF and PSUM: bit for bit if the dtypes are equal, otherwise through float32."""
-    values = call.read("src", src)
-    call.write("dst", dst, shaped(values if src.dtype == dst.dtype else widen(values, src.dtype), dst))
+    read = call.read if src.dtype == dst.dtype else call.read32
+    call.write("dst", dst, shaped(read("src", src), dst))
 
 
 @instruction("vector", "gpsimd")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.access import Call, resolve, rows_within
-from nki_emulator.dtypes import widen
 from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnsupportedError
 from nki_emulator.isa.constants import dge_mode as dge_modes
 from nki_emulator.isa.constants import engine as engines
@@ -60,10 +59,8 @@ def dma_copy(
 
 
 def _copy(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
-    values = call.read("src", src)
-    if src.dtype != dst.dtype:
-        values = widen(values, src.dtype)
-    call.write("dst", dst, np.ascontiguousarray(values).reshape(dst.shape))
+    read = call.read if src.dtype == dst.dtype else call.read32
+    call.write("dst", dst, read("src", src).reshape(dst.shape))
 
 
 def _scalar_out_of_bounds(call: Call, operand: str, tensor: NkiTensor) -> bool:

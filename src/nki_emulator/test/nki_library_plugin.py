@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from nki_emulator import install
-from nki_emulator.dtypes import NUMPY, PACKED, name_of, narrow, size_of, widen
+from nki_emulator.dtypes import NUMPY, PACKED, name_of, narrow, size_of
 from nki_emulator.launch import Kernel
 from nki_emulator.settings import settings
 
@@ -58,7 +58,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def static_cast(values: Any, dtype: Any) -> Any:
     """`neuron_dtypes.static_cast`: to another dtype as the hardware rounds."""
     array = np.asarray(values)
-    return narrow(widen(array, name_of(array.dtype)) if array.dtype.name in NUMPY else array, name_of(dtype))
+    return narrow(array.astype(np.float32) if array.dtype.name in NUMPY else array, name_of(dtype))
 
 
 class _Mended(importlib.machinery.SourceFileLoader):
