@@ -15,6 +15,8 @@ JSON_NESTING = 100
 # Characters of a tensor's or a shard file's name; file systems stop at 255.
 NAME_CHARACTERS = 255
 SHARDS = 10_000
+# Of whatever the command line and a preset count: tokens, sequences, ranks.
+MOST = 2**31 - 1
 
 # config.json: a list of a million tensors and more is built from so many experts; 83,328 are published.
 EXPERTS_OF_ALL_LAYERS = 200_000

@@ -113,6 +113,7 @@ def test_a_preset_is_one_file(tmp_path: Path) -> None:
         ("max_context_length: 512", "max_context_length: 2048", r"max_context_length.*at most seq_len \(1024\)"),
         ("seq_len: 1024", "seq_len: 1024\nenvironment: {A: b}", "environment.*expected none on h200"),
         ("seq_len: 1024", "seq_length: 1024", "seq_len"),
+        ("batch_size: 1", "batch_size: 2147483648", "batch_size.*less than or equal to 2147483647"),
         ("seq_len: 1024", "seq_len: [", "not valid YAML"),
         (GPU, "- 1", "expected a mapping"),
         ("instance: h200", "like: h300", r"like.*one of h200-ep4.*got 'h300'"),

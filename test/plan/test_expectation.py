@@ -107,6 +107,8 @@ def test_an_expectation_of_a_published_graph_is_the_fits() -> None:
     theirs = np.dot(fit("xla").terms, features(run))
     assert report["tpot"]["expected"]["seconds"] == pytest.approx(theirs, rel=0.35)
     assert expect(load_target("h200-tp8", config), None) is None  # type: ignore[arg-type]
+    most = plan("kimi-k2-instruct-0905", max_model_len=131072, batch_size=2**31 - 1)
+    assert most["tpot"]["expected"] and not most["rank_memory"]["fits"]
 
 
 def test_published_runs_print_as_json() -> None:

@@ -213,6 +213,7 @@ def test_index_is_read_without_its_shards(thinking: Path, tmp_path: Path) -> Non
         ("trn3", {}, "no preset 'trn3'"),
         ("three.yaml", {}, "does not divide among 3 ranks"),
         ("trn2-tp32-ep2", {"context": 0}, "max_model_len"),
+        ("trn2-tp32-ep2", {"batch": 2**31}, "batch_size.*from 1 to 2147483647"),
         ("trn2-tp32-ep2", {"context": 128, "prompt": 256}, "prompt_length.*at most the context"),
     ],
 )

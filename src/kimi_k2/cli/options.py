@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from kimi_k2.limits import MOST
+
 if TYPE_CHECKING:
     from kimi_k2.config import KimiK2Config
 
@@ -62,7 +64,6 @@ Configuration = Annotated[str, typer.Argument(help="Published name, or a directo
 Model = Annotated[
     str, _named(published_models, "--model", metavar=None, text="Published configuration: names, YaRN, quantization.")
 ]
-MOST = 2**31 - 1  # of whatever is counted
 
 
 def number(least: int, text: str) -> Any:

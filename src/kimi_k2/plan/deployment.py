@@ -17,15 +17,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kimi_k2.config import KimiK2Config, changed
 from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError, KimiK2Warning
 from kimi_k2.files import Json, parse_yaml, read_data
-from kimi_k2.limits import YAML_BYTES
+from kimi_k2.limits import MOST, YAML_BYTES
 from kimi_k2.plan.machines import INSTANCES, Instance, Machine, Memory
-from kimi_k2.plan.torch_native import BLOCK, TorchNativeOptions, blocks_at_once
+from kimi_k2.plan.torch_native import BLOCK, Count, TorchNativeOptions, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.experts import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout, ShardingPlan
@@ -56,8 +56,8 @@ class LoraServing(_Fields):
         lora_ckpt_paths: PEFT directories by the adapters' names.
     """
 
-    max_loras: PositiveInt = 1
-    max_lora_rank: PositiveInt = 16
+    max_loras: Count = 1
+    max_lora_rank: Count = 16
     target_modules: tuple[Literal["q_b_proj", "o_proj"], ...] = Field(min_length=1)
     lora_ckpt_paths: dict[str, str] = {}
 
@@ -110,7 +110,7 @@ class OnDeviceSampling(_Fields):
     top_p: float = 1.0
     temperature: float = 1.0
     dynamic: bool = False
-    global_topk: PositiveInt = 256
+    global_topk: Count = 256
 
 
 class BlockwiseMatmul(_Fields):
@@ -120,7 +120,7 @@ class BlockwiseMatmul(_Fields):
         block_size: tokens a block.
     """
 
-    block_size: PositiveInt = 128
+    block_size: Count = 128
 
 
 class NeuronOptions(_Fields):
@@ -146,20 +146,20 @@ class NeuronOptions(_Fields):
             are not in tiles.
     """
 
-    logical_nc_config: PositiveInt = 2
+    logical_nc_config: Count = 2
     is_continuous_batching: bool = False
-    ctx_batch_size: PositiveInt | None = None
+    ctx_batch_size: Count | None = None
     save_sharded_checkpoint: bool = True
     enable_bucketing: bool = True
-    context_encoding_buckets: tuple[PositiveInt, ...] | None = None
-    token_generation_buckets: tuple[PositiveInt, ...] | None = None
+    context_encoding_buckets: tuple[Count, ...] | None = None
+    token_generation_buckets: tuple[Count, ...] | None = None
     on_device_sampling_config: OnDeviceSampling | None = OnDeviceSampling()
     blockwise_matmul_config: BlockwiseMatmul = BlockwiseMatmul()
     flash_decoding_enabled: bool = False
-    num_cores_per_group: PositiveInt | None = None
+    num_cores_per_group: Count | None = None
     decode: Decode = "xla"
-    decode_layers_per_kernel: PositiveInt | None = None
-    prefill_rows_at_once: PositiveInt = 16384
+    decode_layers_per_kernel: Count | None = None
+    prefill_rows_at_once: Count = 16384
     speculation_length: Annotated[int, Field(ge=2)] | None = None
     lora_config: LoraServing | None = None
 
@@ -172,8 +172,8 @@ class VisionOptions(_Fields):
         buckets: patches and frames of each compiled graph; 1 frame for images, the tower's `pos_emb_time` for video.
     """
 
-    tp_degree: PositiveInt
-    buckets: Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], Field(min_length=1)]
+    tp_degree: Count
+    buckets: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]
 
 
 class Deployment(_Fields):
@@ -200,13 +200,13 @@ class Deployment(_Fields):
     name: str
     instance: InstanceName
     experts: str
-    tp_degree: PositiveInt
-    moe_tp_degree: PositiveInt
-    moe_ep_degree: PositiveInt = 1
+    tp_degree: Count
+    moe_tp_degree: Count
+    moe_ep_degree: Count = 1
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batch_size: PositiveInt
-    seq_len: PositiveInt
-    max_context_length: PositiveInt
+    batch_size: Count
+    seq_len: Count
+    max_context_length: Count
     neuron_config: NeuronOptions = NeuronOptions()
     environment: dict[str, str] = {}
     compiler_args: dict[Literal["context_encoding_model", "token_generation_model"], tuple[str, ...]] = {}
@@ -489,12 +489,12 @@ class Target:
         """The same with other lengths; a prompt longer than the context is cut to it.
 
         Raises:
-            ConfigError: a length is no integer or below 1, the prompt is longer than the context, or the buckets of
+            ConfigError: a length is no integer of that range, the prompt is longer than the context, or the buckets of
                 the torch-native preset are of others. NxDI's run leaves the preset's buckets then.
         """
         for field, value in (("max_model_len", context), ("batch_size", batch), ("prompt_length", prompt)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"expected an integer, at least 1, got {value!r}", field=field)
+            if value is not None and (type(value) is not int or not 1 <= value <= MOST):
+                raise ConfigError(f"expected an integer from 1 to {MOST}, got {value!r:.100}", field=field)
         slots, batch = context or self.context, batch or self.batch
         if self.torch_native:
             self.torch_native.check(batch, slots, self.prompt)

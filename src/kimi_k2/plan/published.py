@@ -288,5 +288,5 @@ def expect(target: Target, counts: GraphCounts) -> Json | None:
 
 def _nearest(rows: tuple[Run, ...], sizes: tuple[int, ...]) -> tuple[Run, ...]:
     of_rows = np.array([(run.bytes_read, run.sizes.layers, run.batch, run.cores) for run in rows])
-    apart = np.square(np.log(of_rows / np.array(sizes))).sum(-1)
+    apart = np.square(np.log(of_rows / np.array(sizes, float))).sum(-1)
     return tuple(run for run, distance in zip(rows, apart, strict=True) if distance <= apart.min() * (1 + 1e-9))

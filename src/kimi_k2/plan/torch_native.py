@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from kimi_k2.errors import ConfigError
+from kimi_k2.limits import MOST
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 # Rows of one expert that are multiplied at a time at prefill, and columns of all experts that one operation takes:
 # fewer make graphs of thousands of operations, more hold more experts' weights at a time.
@@ -36,7 +39,7 @@ def blocks_at_once(columns: int) -> int:
 
 
 Segment = Literal[512, 1024, 2048, 4096, 8192]
-Buckets = tuple[PositiveInt, ...]
+Buckets = tuple[Count, ...]
 
 
 class TorchNativeOptions(BaseModel):
@@ -64,9 +67,9 @@ class TorchNativeOptions(BaseModel):
     num_seqs_buckets: Buckets | None = None
     kv_segment_size_buckets: tuple[Segment] | None = None
     decode_context_length_buckets: Buckets | None = None
-    on_device_sampling_config: dict[Literal["max_top_k"], PositiveInt] | None = Field(default=None, min_length=1)
+    on_device_sampling_config: dict[Literal["max_top_k"], Count] | None = Field(default=None, min_length=1)
     enable_structured_outputs: bool = False
-    block_size: PositiveInt = 32
+    block_size: Count = 32
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def check(self, batch: int, context: int, prompt: int) -> None:
