@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from nki_emulator.core import Access, Core, Instruction, current
 from nki_emulator.dtypes import NUMPY, Array, narrow, size_of
@@ -88,10 +88,8 @@ class Call:
         offset, index = resolve(self, operand, tensor)
         window = open_window(self, operand, tensor, tensor.storage.data, offset, form_of(tensor))
         self._check_written(operand, tensor, offset, index)
-        self._note(operand, tensor, offset, written=False)
-        if index is not None:
-            return gather(self, operand, tensor, window, index)
-        return window
+        self._note(operand, tensor, offset, window)
+        return window if index is None else gather(self, operand, tensor, window, index)
 
     def read32(self, operand: str, tensor: NkiTensor) -> Array:
         """Values as float32."""
@@ -105,24 +103,24 @@ class Call:
         stored = values if values.dtype == form and tensor.dtype != "tfloat32" else narrow(values, tensor.dtype)
         if stored.size != tensor.size:
             raise self.fail(operand, f"{stored.size} elements", tensor.shape)
-        self._note(operand, tensor, offset, written=True, values=stored)
-        if index is not None:
-            scatter(self, operand, tensor, offset, stored, index)
-            return
-        if 0 in tensor.strides and any(s == 0 and n > 1 for s, n in zip(tensor.strides, tensor.shape, strict=True)):
-            raise self.fail(operand, "a destination without a broadcast dimension", tensor.get_pattern())
-        window[...] = stored.reshape(window.shape)
-        self._mark(operand, tensor, offset)
 
-    def _mark(self, operand: str, tensor: NkiTensor, offset: int) -> None:
+        def before() -> Array:
+            return window if index is None else gather(self, operand, tensor, window, index)
+
+        self._note(operand, tensor, offset, window, lambda: before().tobytes() == stored.tobytes())
+        if index is not None:
+            _check_rows(self, operand, tensor, index)
+        elif any(s == 0 and n > 1 for s, n in zip(tensor.strides, tensor.shape, strict=True)):
+            raise self.fail(operand, "a destination without a broadcast dimension", tensor.get_pattern())
+        window[... if index is None else index] = stored.reshape(tensor.shape)
         storage = tensor.storage
         if storage.written is None:
             return
-        if tensor.mark == ALONE and tensor.size * tensor.itemsize == len(storage.data):
+        if index is None and tensor.mark == ALONE and tensor.size * tensor.itemsize == len(storage.data):
             storage.written = None
             return
         marks, own = _marks(self, operand, tensor, storage.written, offset)
-        marks[...] = own
+        marks[... if index is None else index] = own
 
     def _check_written(self, operand: str, tensor: NkiTensor, offset: int, index: Array | None) -> None:
         storage = tensor.storage
@@ -142,45 +140,33 @@ class Call:
         raise self.fail(operand, rule, f"{tensor} at {tuple(map(int, wrong))}", UnwrittenError)
 
     def _note(
-        self, operand: str, tensor: NkiTensor, offset: int, *, written: bool, values: Array | None = None
-    ) -> None:
+        self, operand: str, tensor: NkiTensor, offset: int, window: Array,
+        unchanged: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """An access, a write where it says whether it leaves all values as they were."""
+        written = unchanged is not None
         self.instruction.accesses.append(box(tensor, offset, operand, written))
         if tensor.tile >= 0:
             tile = self.core.tiles[tensor.tile]
             tile.last = len(self.core.instructions)
             if tile.first < 0:
                 tile.first = tile.last
-        if tensor.buffer is Region.shared_hbm and self.core.launch.cores > 1 and not settings.races_allowed:
-            self._race(operand, tensor, offset, written, values)
-
-    def _race(self, operand: str, tensor: NkiTensor, offset: int, written: bool, values: Array | None) -> None:
-        touched = tensor.storage.touched
-        mine = (written, tensor, offset)
-        for core, accesses in touched.items():
-            if core == self.core.number:
+        if tensor.buffer is not Region.shared_hbm or self.core.launch.cores == 1 or settings.races_allowed:
+            return
+        touched, place = tensor.storage.touched, window
+        if tensor.is_indirect():
+            place = tensor.storage.data[tensor.base : tensor.base + tensor.extent * tensor.itemsize]
+        for theirs_written, theirs in touched.get(1 - self.core.number, ()):
+            if not (written or theirs_written) or not np.shares_memory(place, theirs):
                 continue
-            for theirs_written, theirs, theirs_offset in accesses:
-                if not (written or theirs_written):
-                    continue
-                if not share_bytes(tensor, offset, theirs, theirs_offset):
-                    continue
-                if written and theirs_written and self._same_bytes(operand, tensor, offset, values):
-                    continue  # both cores store the same values
-                theirs_did, mine_does = "wrote" if theirs_written else "read", "writes" if written else "reads"
-                rule = (
-                    f"core {core} {theirs_did} what this core {mine_does}: a core_barrier over the tensor lies between"
-                )
-                raise self.fail(operand, rule, tensor, RaceError)
-        touched.setdefault(self.core.number, []).append(mine)
-
-    def _same_bytes(self, operand: str, tensor: NkiTensor, offset: int, values: Array | None) -> bool:
-        if values is None:
-            return False
-        _, index = resolve(self, operand, tensor)
-        window = open_window(self, operand, tensor, tensor.storage.data, offset, form_of(tensor))
-        old = window if index is None else gather(self, operand, tensor, window, index)
-        new = np.ascontiguousarray(values.reshape(old.shape))
-        return np.ascontiguousarray(old).tobytes() == new.tobytes()
+            if theirs_written and unchanged is not None and unchanged():
+                continue  # both cores store the same values
+            did, does = "wrote" if theirs_written else "read", "writes" if written else "reads"
+            rule = (
+                f"core {1 - self.core.number} {did} what this core {does}: a core_barrier over the tensor lies between"
+            )
+            raise self.fail(operand, rule, tensor, RaceError)
+        touched.setdefault(self.core.number, []).append((written, place))
 
 
 def _marks(call: Call, operand: str, tensor: NkiTensor, written: Array, offset: int) -> tuple[Array, Any]:
@@ -268,16 +254,6 @@ def rows_within(tensor: NkiTensor) -> int:
     return min(indirect.extent, (tensor.extent - 1 - reach - tensor.offset) // max(indirect.stride, 1) + 1)
 
 
-def scatter(call: Call, operand: str, tensor: NkiTensor, offset: int, values: Array, index: Array) -> None:
-    """Write rows by index."""
-    _check_rows(call, operand, tensor, index)
-    window = open_window(call, operand, tensor, tensor.storage.data, offset, form_of(tensor))
-    window[index] = values.reshape(tensor.shape)
-    if tensor.storage.written is not None:
-        marks, own = _marks(call, operand, tensor, tensor.storage.written, offset)
-        marks[index] = own
-
-
 def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
     """The box of memory that a view covers, for dependences and cost."""
     item = size_of(tensor.dtype)
@@ -303,22 +279,3 @@ def box(tensor: NkiTensor, offset: int, operand: str, written: bool) -> Access:
         tensor.storage.number, tensor.buffer, low, high, first, last, written, operand, tensor.dtype,
         tensor.free_size, tensor.shape[0], run,
     )  # fmt: skip
-
-
-def share_bytes(first: NkiTensor, first_offset: int, second: NkiTensor, second_offset: int) -> bool:
-    """Whether two views in HBM share a byte; exact, by marking the first and looking through the second."""
-    a, b = box(first, first_offset, "", False), box(second, second_offset, "", False)
-    if not a.overlaps(b):
-        return False
-    if first.is_indirect() or second.is_indirect():
-        return True
-    low, high = min(a.first, b.first), max(a.last, b.last)
-    marks = np.zeros(high - low, bool)
-    for tensor, offset, final in ((first, first_offset, False), (second, second_offset, True)):
-        item = tensor.itemsize
-        start = tensor.base + offset * item - low
-        window = as_strided(marks[start:], (*tensor.shape, item), [*(s * item for s in tensor.strides), 1])
-        if final:
-            return bool(window.any())
-        window[...] = True
-    return False

@@ -55,8 +55,8 @@ class Storage:
         self.written: Bytes | None = np.zeros(nbytes, np.uint8) if data is None else None
         # Elements of PSUM that a matmul has written, by the mark of the tile.
         self.accumulated: Bytes | None = None
-        # By core: (written, view, offset) since the last barrier over this memory.
-        self.touched: dict[int, list[tuple[bool, Any, int]]] = {}
+        # By core: (written, where) since the last barrier over this memory.
+        self.touched: dict[int, list[tuple[bool, NDArray[Any]]]] = {}
 
     @classmethod
     def physical(cls, region: Region) -> Storage:

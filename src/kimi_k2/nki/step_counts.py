@@ -27,8 +27,7 @@ FILE = Path(__file__).with_name("step_counts.json")
 SCHEMA = "kimi-k2/nki-step/4"
 # TP32/EP2: of a token's 8 experts a rank has 4 on average; the slowest has 5 (5.1 expected of uniform routing), and 18
 # of the 32 of 4 tokens (18.2).
-_ALL, _FIVE, _FOUR = tuple(range(8)), tuple(range(5)), tuple(range(4))
-_CHOSEN = {1: (_FIVE,), 4: (_FIVE, _FOUR, _FIVE, _FOUR)}
+_LOCAL = {1: (5,), 4: (5, 4, 5, 4)}
 PRESETS = ("trn2-tp64-ep1", "trn2-tp32-ep2")
 # Cache slots, and the ranks that share them.
 CONTEXTS = {4096: 1, 131072: 16}
@@ -49,8 +48,8 @@ MOVED = "all-reduce of the experts' output and the next down projections"
 def expert_shape(preset: str, form: Form) -> ExpertShape:
     """Of a preset's layout, for as many tokens as a form has."""
     if preset == "trn2-tp64-ep1":
-        return ExpertShape(32, (_ALL,) * form.tokens, False)
-    return ExpertShape(64, _CHOSEN[form.tokens], True)
+        return ExpertShape(32, (8,) * form.tokens, False)
+    return ExpertShape(64, _LOCAL[form.tokens], True)
 
 
 def whole_layers(slots: int, ranks: int, shape: ExpertShape, form: Form) -> Layers:

@@ -40,36 +40,29 @@ class ExpertShape:
 
     Attributes:
         width: of one.
-        chosen: of each token's 8 slots, those whose expert the rank holds.
+        local: of each token's 8 experts, how many the rank holds.
         others: whether other ranks hold some.
     """
 
     width: int
-    chosen: tuple[tuple[int, ...], ...]
+    local: tuple[int, ...]
     others: bool
 
     @property
     def count(self) -> int:
         """Experts that the rank is given."""
-        return max(map(len, self.chosen)) if self.others else TOP_K
-
-    def index(self, experts: int) -> Tensor:
-        """Expert n in the n-th of a token's `chosen`, and others elsewhere: int64 [T, 8]."""
-        rows = []
-        for chosen in self.chosen:
-            local, other = iter(range(self.count)), iter(range(self.count, experts))
-            rows.append([next(local if slot in chosen else other) for slot in range(TOP_K)])
-        return torch.tensor(rows)
+        return max(self.local) if self.others else TOP_K
 
     def hidden(self) -> Tensor:
         """Residuals by which each token has logits of its own, float32 [T, H]."""
-        return torch.eye(len(self.chosen), HIDDEN)
+        return torch.eye(len(self.local), HIDDEN)
 
     def early_residual(self, experts: int) -> Tensor:
-        """The router's weights of the residual's columns, by which it chooses `index`, float32 [H / RANKS, E]."""
-        weights, index = torch.zeros(HIDDEN // RANKS, experts), self.index(experts)
+        """The router's weights of the residual's columns, by which tokens choose so, float32 [H / RANKS, E]."""
+        weights = torch.zeros(HIDDEN // RANKS, experts)
         largest = torch.arange(TOP_K, 0, -1) / 200  # the norm makes it 85 times as much
-        weights[: len(index)].scatter_(1, index, largest.expand(index.shape))
+        for row, local in zip(weights, self.local, strict=False):
+            row[[*range(local), *range(self.count, self.count + TOP_K - local)]] = largest
         return weights
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import nki
@@ -153,49 +151,9 @@ def test_wrong_collectives_name_their_operand(name: str) -> None:
         kernel(_drawn()[0])
 
 
-class _Meeting:
-    """Stands for processes that bring something to each other: threads."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(RANKS)
-        self.brought: dict[int, Any] = {}
-
-    def gather(self, rank: int) -> Any:
-        def gather(group: Sequence[int], mine: Any) -> list[Any]:
-            self.brought[rank] = mine
-            self.barrier.wait(20)
-            found = [self.brought[other] for other in group]
-            self.barrier.wait(20)
-            return found
-
-        return gather
-
-
-def _as_processes(kernels: list[Any], arguments: list[list[Any]]) -> list[Any]:
-    meeting = _Meeting()
-    with ThreadPoolExecutor(RANKS) as pool:
-        runs = [
-            pool.submit(run_as_rank, kernel, rank, meeting.gather(rank), given)
-            for rank, (kernel, given) in enumerate(zip(kernels, arguments, strict=True))
-        ]
-        return [run.result() for run in runs]
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize(("kernel", "form"), [(in_sbuf, "reduce"), (in_sbuf, "gather"), (in_hbm, "gather")])
-def test_ranks_that_are_processes_of_their_own(kernel: Any, form: str, cores: int) -> None:
-    """The same results as those of ranks in one process."""
-    generator = np.random.default_rng(cores)
-    groups = [[0, 1], [2, 3]]
-    given = [[generator.standard_normal((8, 8)).astype(np.float32), form, groups] for _ in range(RANKS)]
-    alone, together = _as_processes([kernel[cores]] * RANKS, given), run_on_ranks(kernel[cores], given)
-    for found, wanted in zip(alone, together, strict=True):
-        for mine, other in zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]:
-            np.testing.assert_array_equal(mine, other)
-
-
 def test_processes_that_come_to_different_collectives() -> None:
-    data = np.ones((8, 8), np.float32)
-    forms = ["reduce", "gather", "reduce", "reduce"]
-    with pytest.raises(errors.DeadlockError):
-        _as_processes([in_sbuf[1]] * RANKS, [[data, form, [list(range(RANKS))]] for form in forms])
+    def gather(group: Sequence[int], mine: Any) -> list[Any]:
+        return [mine, (("nki.collectives.all_gather",), mine[1])]
+
+    with pytest.raises(errors.DeadlockError, match="rank 3 comes to the same"):
+        run_as_rank(in_sbuf[1], 2, gather, (_drawn()[0], "reduce", [[2, 3]]))

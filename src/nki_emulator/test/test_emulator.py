@@ -10,7 +10,6 @@ import nki.isa as nisa
 import nki.language as nl
 import numpy as np
 import pytest
-import torch
 
 from nki_emulator.tensor import NkiTensor
 
@@ -25,27 +24,6 @@ def draw(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-def matmul(left: NkiTensor, right: NkiTensor) -> NkiTensor:
-    """[K, chunks, M] and [K, chunks, N]: their product [M, N], a chunk at a time."""
-    total = nl.ndarray((left.shape[2], right.shape[2]), dtype=nl.float32, buffer=nl.psum)
-    for chunk in range(left.shape[1]):
-        nisa.nc_matmul(total, left[:, chunk], right[:, chunk])
-    return total
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_matmul_accumulates_in_float32(dtype: Any) -> None:
-    left, right = draw(128, 4, 64).astype(dtype), draw(128, 4, 200).astype(dtype)
-    wanted = np.einsum("kcm,kcn->mn", left.astype(np.float64), right.astype(np.float64))
-    assert np.abs(on_tiles(matmul, left, right) - wanted).max() < 1e-4
-
-
-def test_torch_tensors_are_taken_as_they_are() -> None:
-    left, right = torch.randn(128, 1, 16).bfloat16(), torch.randn(128, 1, 8).bfloat16()
-    wanted = left[:, 0].double().T @ right[:, 0].double()
-    assert np.abs(on_tiles(matmul, left, right) - wanted.numpy()).max() < 1e-5
-
-
 def test_double_row_contracts_256() -> None:
     def body(left: NkiTensor, right: NkiTensor) -> NkiTensor:
         total = nl.ndarray((32, 16), dtype=nl.float32, buffer=nl.psum)
@@ -55,46 +33,6 @@ def test_double_row_contracts_256() -> None:
     left, right = (draw(128, 2, n).astype(ml_dtypes.float8_e4m3) for n in (32, 16))
     wanted = np.einsum("ksm,ksn->mn", left.astype(np.float64), right.astype(np.float64))
     assert np.abs(on_tiles(body, left, right) - wanted).max() < 1e-4
-
-
-def test_gather_by_a_vector_of_indices_and_by_a_scalar() -> None:
-    @nki.jit
-    def kernel(table: NkiTensor, indices: NkiTensor) -> tuple[NkiTensor, NkiTensor]:
-        index = nl.load(indices)
-        tile = nl.ndarray((8, 32), dtype=nl.float32)
-        nisa.dma_copy(tile, table.reshape((64, 32)).ap([[32, 8], [1, 32]], vector_offset=index, indirect_dim=0))
-        group = nl.ndarray((4, 32), dtype=nl.float32)
-        nisa.dma_copy(group, table.select(0, index[3:4]))
-        return stored(tile), stored(group)
-
-    table, indices = draw(16, 4, 32), np.array([[5], [0], [63], [7], [7], [1], [2], [3]], np.int32)
-    rows, group = kernel(table, indices)
-    assert np.array_equal(rows, table.reshape(64, 32)[indices[:, 0]])
-    assert np.array_equal(group, table[7])
-
-
-def test_lnc2_shares_hbm_and_exchanges_sbuf() -> None:
-    @nki.jit
-    def kernel(data: NkiTensor) -> NkiTensor:
-        """Each core sums one half; both meet, and core 1 writes the whole."""
-        core = nl.program_id()
-        out = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-        rows = nl.load(data[core])
-        other = nl.ndarray(rows.shape, dtype=nl.float32)
-        nisa.sendrecv(rows, other, send_to_rank=1 - core, recv_from_rank=1 - core, pipe_id=0)
-        nisa.tensor_tensor(rows, rows, other, nl.add)
-        nisa.dma_copy(out[core * 64 : (core + 1) * 64], rows[core * 64 : (core + 1) * 64])
-        nisa.core_barrier(out, (0, 1))
-        whole = nl.load(out)
-        nisa.tensor_scalar(whole, whole, nl.multiply, 2.0)
-        twice = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-        if core == 1:
-            nl.store(twice, whole)
-        return twice
-
-    data = draw(2, 128, 64)
-    got = kernel[2](data)
-    assert np.array_equal(got, 2 * (data[0] + data[1]))
 
 
 def test_tiles_at_one_address_share_their_memory() -> None:
