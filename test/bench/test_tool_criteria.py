@@ -68,6 +68,13 @@ def test_nothing_to_count() -> None:
     assert (found["failures"], found["schema_accuracy"], found["tool_call_f1"]) == (1, 0.0, 1.0)
 
 
+# Answers that are not OpenAI's.
+ODD = {
+    "deep": "%s", "list": '{"choices": [{"finish_reason": "stop", "message": {"tool_calls": ["%.1s"]}}]}',
+    "none": '{"choices": ["%.1s"]}', "text": "%.1s<html>",
+}  # fmt: skip
+
+
 def server(path: str, _: str | None, fields: Any) -> tuple[int, str]:
     """Calls the tool that the user names, with the arguments that the user gives."""
     if path == "/v1/models":
@@ -76,6 +83,8 @@ def server(path: str, _: str | None, fields: Any) -> tuple[int, str]:
     text = fields["messages"][-1]["content"]
     if text == "fail":
         return 500, "broken"
+    if text in ODD:
+        return 200, ODD[text] % ("[" * 100_000)
     name, _, arguments = text.partition(" ")
     return 200, json.dumps(answer("tool_calls", call(name, arguments)) if arguments else answer("stop"))
 
@@ -87,13 +96,14 @@ def requests_file(path: Path, *texts: str) -> Path:
 
 
 def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) -> None:
-    asked = requests_file(tmp_path / "asked.jsonl", "now {}", "weather {}", "hello", "fail", 'weather {"city": "A"}')
+    texts = ("now {}", "weather {}", "hello", "fail", 'weather {"city": "A"}', *ODD)
+    asked = requests_file(tmp_path / "asked.jsonl", *texts)
     endpoint = Endpoint(serve(server))
     first = verify(endpoint, asked, tmp_path / "first")
-    assert first == {"requests": 5, "failures": 1, "count_finish_reason_tool_calls": 3,
+    assert first == {"requests": 9, "failures": 5, "count_finish_reason_tool_calls": 3,
                      "count_successful_tool_call": 2, "schema_accuracy": pytest.approx(2 / 3)}  # fmt: skip
     outcomes = read_outcomes(tmp_path / "first" / OUTCOMES)
-    assert [outcome.index for outcome in outcomes] == [1, 2, 3, 4, 5] and outcomes[3].error == "500: broken"
+    assert [outcome.index for outcome in outcomes] == list(range(1, 10)) and outcomes[3].error == "500: broken"
     endpoint = Endpoint(serve(server))
     again = verify(endpoint, asked, tmp_path / "second", reference=tmp_path / "first" / OUTCOMES)
     assert (again["compared"], again["tool_call_f1"]) == (4, 1.0)
@@ -101,13 +111,20 @@ def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) ->
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
-    for text, told in (("{}\n[1]\n", "line 2: expected an object"), ("{\n", "line 1: no JSON")):
+    wrong = {
+        "{}\n[1]\n": "line 2: expected an object",
+        "{\n": "line 1: no JSON",
+        "[" * 9999: "nested",
+        "\n": "got none",
+    }
+    for text, told in wrong.items():
         path.write_text(text)
         with pytest.raises(SweepError, match=told):
             verify(Endpoint("http://server"), path, tmp_path / "out")
-    path.write_text('{"finish_reason": "stop"}\n')
-    with pytest.raises(SweepError, match="a line has no"):
-        read_outcomes(path)
+    for text in ('{"finish_reason": "stop"}', '{"index": [1]}'):
+        path.write_text(text)
+        with pytest.raises(SweepError, match="index: expected an integer"):
+            read_outcomes(path)
 
 
 def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.writer import write_json
-from kimi_k2.files import Json, read_text, replace_file
+from kimi_k2.files import Json, parse_json, read_text, replace_file
 from kimi_k2.limits import MEDIA_BYTES
 from kimi_k2.tokenization.tool_resolver import schema_problem
 
@@ -157,7 +157,7 @@ def read_lines(path: Path) -> list[Json]:
     """The objects of a JSONL file.
 
     Raises:
-        SweepError: it is missing, or a line is no object; naming the line.
+        SweepError: it is missing or empty, or a line is no object; naming the line.
     """
     try:
         lines = read_text(path, MEDIA_BYTES, SweepError).splitlines()
@@ -168,28 +168,29 @@ def read_lines(path: Path) -> list[Json]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = parse_json(line.encode())
         except ValueError as error:
             raise SweepError(f"line {number}: no JSON: {error}", file=path) from None
         if not isinstance(fields, dict):
             raise SweepError(f"line {number}: expected an object, got {type(fields).__name__}", file=path)
         objects.append(fields)
+    if not objects:
+        raise SweepError("expected an object a line, got none", file=path)
     return objects
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Outcomes that an earlier run, or the Verifier itself, wrote.
+    """Outcomes that an earlier run, or the Verifier itself, wrote; without the problems of their calls.
 
     Raises:
-        SweepError: see `read_lines`; a line without an index.
+        SweepError: see `read_lines`; a line without an integer `index`.
     """
     outcomes = []
     for fields in read_lines(path):
         index = fields.get("index", fields.get("data_index"))
-        if index is None:
-            raise SweepError("a line has no index", file=path)
-        reason, problems, error = (fields.get(name) for name in ("finish_reason", "problems", "error"))
-        outcomes.append(Outcome(index, reason, tuple(problems or ()), error))
+        if not isinstance(index, int):
+            raise SweepError(f"index: expected an integer in each line, got {index!r:.100}", file=path)
+        outcomes.append(Outcome(index, fields.get("finish_reason"), error=fields.get("error")))
     return outcomes
 
 
@@ -202,7 +203,7 @@ def ask(endpoint: Endpoint, model: str, index: int, request: Json) -> Outcome:
         if status != 200:
             return Outcome(index, error=f"{status}: {text[:300]}")
         return judge(index, request, json.loads(text))
-    except (*FAILED, ValueError, LookupError, TypeError) as error:
+    except (*FAILED, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return Outcome(index, error=repr(error)[:300])
 
 
