@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.engine.drafters import DraftCache
 from kimi_k2.errors import CheckpointError, ConfigError, KimiK2Error, KimiK2Warning
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
@@ -264,16 +265,11 @@ def test_draft_heads_by_the_templates_of_who_trains_them(
     write(tmp_path / "source", config, form, tmp_path / "other")
     heads = [Eagle3Head.from_pretrained(tmp_path / name, target) for name in ("source", "other")]
     tokens, hidden = torch.arange(6)[None], torch.randn(1, 6, len(heads[0].config.layers(config)) * config.hidden_size)
-    results = [head(tokens, head.fuse(hidden), tokens, _cache(head.cache_dim), 6)[0] for head in heads]
+    caches = [DraftCache(LatentCache(config, 1, 6), head.cache_dim, head.dtype) for head in heads]
+    results = [head(tokens, head.fuse(hidden), tokens, cache, 6)[0] for head, cache in zip(heads, caches, strict=True)]
     assert torch.equal(*(head.logits(result) for head, result in zip(heads, results, strict=True)))
     drafted = torch.arange(heads[0].config.draft_vocab_size)
     assert torch.equal(*(head.to_target(drafted) for head in heads))
-
-
-def _cache(width: int) -> LatentCache:
-    cache = LatentCache.__new__(LatentCache)
-    cache.max_length, cache.data = 6, torch.zeros(1, 1, 6, width)
-    return cache
 
 
 @pytest.mark.parametrize(

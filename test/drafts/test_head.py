@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
+from kimi_k2.engine.drafters import DraftCache
 from kimi_k2.errors import (
     ConfigError,
     KimiK2Error,
@@ -79,16 +80,10 @@ def target() -> KimiK2ForCausalLM:
     return model
 
 
-class Plain(LatentCache):
-    """One piece for each sequence, as wide as a head asks."""
-
-    def __init__(self, width: int, batch: int, length: int) -> None:
-        self.max_length, self.data = length, torch.zeros(1, batch, length, width)
-
-
 def run(head: Eagle3Head, tokens: Tensor, hidden: Tensor, cut: int) -> tuple[Tensor, Tensor]:
     """All places, in two passes that part at `cut`."""
-    cache, length = Plain(head.cache_dim, len(tokens), tokens.shape[1]), tokens.shape[1]
+    length = tokens.shape[1]
+    cache = DraftCache(LatentCache(CONFIG, len(tokens), length), head.cache_dim, head.dtype)
     positions = torch.arange(length).expand_as(tokens)
     passes = [
         head(tokens[:, columns], hidden[:, columns], positions[:, columns], cache, columns.stop)

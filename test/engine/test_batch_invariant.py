@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import PagedCache, pages_of
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import Generator, prefill
 from kimi_k2.engine.prompt_step import PromptStep
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import KernelError
+from kimi_k2.model.cache import LatentCache, pages_of
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.linear import dense_linear
@@ -50,7 +50,7 @@ def run(
     """Logits [B, 1 + STEPS, vocab_size]: of the prompts' last tokens, then of the tokens that follow."""
     lengths = [len(prompt) + STEPS + spare for prompt in prompts]
     pages = sum(map(pages_of, lengths)) if paged else None
-    cache = PagedCache(model.config, len(prompts), max(lengths), pages, dtype=model.kv_cache_dtype or model.dtype)
+    cache = LatentCache(model.config, len(prompts), max(lengths), pages, dtype=model.kv_cache_dtype or model.dtype)
     cache.assign(lengths)
     decode = DecodeStep(model, cache)
     rows = [prefill(model, prompts, cache, chunk, read=PromptStep(decode))]

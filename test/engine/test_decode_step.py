@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimi_k2.engine.batch import PagedCache, new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
 from kimi_k2.engine.generate import prefill
 from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.engine.prompt_step import PromptStep
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.moe import MLP
 from kimi_k2.ops import registry
@@ -53,7 +54,7 @@ def test_prompts_and_steps_agree_with_the_plain_model(
     registry.pin(pins)
     torch.manual_seed(1)
     ids, lengths = torch.randint(0, model.config.vocab_size, (2, 9)), [4, 6]
-    plain, cache = (model.new_cache(2, 9), PagedCache(model.config, 2, 9, pages, dtype=dtype))
+    plain, cache = (model.new_cache(2, 9), LatentCache(model.config, 2, 9, pages, dtype=dtype))
     wanted = model(ids, None, plain)
     cache.assign([9, 9])
     step, positions = DecodeStep(model, cache), torch.tensor(lengths)
@@ -88,7 +89,7 @@ def test_a_renewed_step_computes_with_the_weights_taken_since(
 ) -> None:
     """As recorded graphs do, it reads where it read before; the plain model reads the weights themselves."""
     model = KimiK2ForCausalLM.from_pretrained(checkpoints[source], dtype=torch.float32, keep_quantized=keep_quantized)
-    cache = PagedCache(model.config, 1, 9, dtype=torch.float32)
+    cache = LatentCache(model.config, 1, 9, dtype=torch.float32)
     cache.assign([9])
     step = DecodeStep(model, cache)
 

@@ -10,12 +10,13 @@ import torch
 
 from kimi_k2.api import KimiK2
 from kimi_k2.engine import generate as module
-from kimi_k2.engine.batch import PagedCache, new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.generate import Generator, generate, prefill
 from kimi_k2.engine.graphs import Captured, Recorded
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import GenerationError, KernelError
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.parallel import ranks
 from kimi_k2.sharding.layout import Layout
@@ -90,13 +91,13 @@ def test_prompts_of_unlike_lengths_share_pages(wide: Path, monkeypatch: pytest.M
 
 def test_pages_that_are_too_few(wide: Path) -> None:
     config = KimiK2ForCausalLM.from_pretrained(wide).config
-    cache = PagedCache(config, 2, 128, 3)
+    cache = LatentCache(config, 2, 128, 3)
     assert not cache.fits([128]) and not cache.fits([129, 1])
-    assert not PagedCache(config, 2, 64, 3).fits([65, 1])  # though so many pages are there
+    assert not LatentCache(config, 2, 64, 3).fits([65, 1])  # though so many pages are there
     with pytest.raises(GenerationError, match="4 pages, do not fit 2 sequences of 128 slots and 3 pages"):
         cache.assign([128, 65])
     with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
-        PagedCache(config, 1, 10**9, 1)
+        LatentCache(config, 1, 10**9, 1)
 
 
 def test_graphs_go_before_the_ranks_part(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:

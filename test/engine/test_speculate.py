@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kimi_k2.drafts.config import Form
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.draft_length import DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter, lookup
 from kimi_k2.engine.generate import Generator, generate
 from kimi_k2.engine.sampler import Proposal, Sampler, SamplingParams, Step, keep
 from kimi_k2.engine.speculate import speculative_steps
 from kimi_k2.errors import KimiK2Warning
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.synthetic.draft import write_synthetic_head
 
@@ -39,7 +39,7 @@ class Oracle(NgramDrafter):
     def __init__(self, replies: list[list[int]], wrong: float = 0.0) -> None:
         self.replies, self.wrong, self.random = replies, wrong, random.Random(1)
 
-    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, cache: LatentCache, prompts: Sequence[Sequence[int]]) -> None:
         self.said = [0] * len(prompts)
 
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:
@@ -158,7 +158,7 @@ def test_chains_are_those_of_a_head_without_a_cache(
         model(torch.tensor([text]), states=states)
         hidden, tokens = head.fuse(states.joined()[:, :-1]), list(text[1:])
         for token in made:
-            cache = PagedCache(model.config, 1, 64)
+            cache = LatentCache(model.config, 1, 64)
             drafter = HeadDrafter(head)
             drafter.start(cache, [text])
             assert drafter._cache is not None

@@ -18,12 +18,12 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form
 from kimi_k2.drafts.head import Eagle3Head
 from kimi_k2.engine import drafters, speculate
-from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.draft_length import DraftLength
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter
 from kimi_k2.engine.generate import Generator
 from kimi_k2.engine.graphs import GraphRecorder
 from kimi_k2.engine.sampler import Proposal, SamplingParams, Step
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.linear import Linear
 from kimi_k2.sharding.layout import Layout
@@ -86,7 +86,7 @@ class Half(NgramDrafter):
 
     replies: list[list[int]]
 
-    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, cache: LatentCache, prompts: Sequence[Sequence[int]]) -> None:
         self.said = [0] * len(prompts)
 
     def propose(self, last: Accepted, wanted: Sequence[int], choose: Choose) -> Proposal:

@@ -23,11 +23,11 @@ from kimi_k2.checkpoint.writer import write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import DraftConfig, Form, head_shapes
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.drafters import DraftCache
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
 from kimi_k2.neuron.compile import draft_options
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
@@ -96,7 +96,7 @@ def head_drafts(model: KimiK2ForCausalLM, head: Eagle3Head, text: list[int], fed
     model(torch.tensor([text]), states=states)
     hidden, tokens, found = head.fuse(states.joined()[:, :-1]), list(text[1:]), []
     for token in fed:
-        cache = PagedCache(model.config, 1, LENGTH)
+        cache = LatentCache(model.config, 1, LENGTH)
         own = DraftCache(cache, head.cache_dim, head.dtype)
         positions = torch.arange(len(tokens))[None]
         normed, after = head(torch.tensor([tokens]), hidden, positions, own, len(tokens))

@@ -87,7 +87,7 @@ def test_gpus_are_planned_as_they_are_served(model: str, fp8_cache: bool, tmp_pa
     assert ranks == 8
     dtype = kv_cache_dtype("auto", config) or torch.bfloat16
     made = LatentCache(config, 8, 4096, dtype=dtype, device="meta")
-    assert planned["rank_memory"]["parts"]["KV cache"] == made.nbytes
+    assert planned["rank_memory"]["parts"]["KV cache"] == made.data.nbytes
     most = planned["rank_memory"]["cache_tokens"]
     assert tokens == min(config.max_position_embeddings, most // 1024 * 1024)
 

@@ -1,7 +1,4 @@
-"""A step's new tokens as each layer receives them: prompts, chunks of prompts and decodes in one ragged batch.
-
-Also the latent cache in pages: a sequence holds as many as it needs, whatever its neighbours need.
-"""
+"""A step's new tokens as each layer receives them: prompts, chunks of prompts and decodes in one ragged batch."""
 
 from __future__ import annotations
 
@@ -13,104 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.spread import Gathered, Spread
-from kimi_k2.errors import GenerationError
-from kimi_k2.model.cache import LatentCache
+from kimi_k2.model.cache import LatentCache, pages_of
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops.mla import Ragged, chunk_slots, gather_pages, store_slots
-
-PAGE = 64  # slots, as the kernels take them
-
-
-def pages_of(slots: int) -> int:
-    """Pages that hold so many slots of one sequence."""
-    return -(-slots // PAGE)
-
-
-class PagedCache(LatentCache):
-    """`LatentCache` whose `data` is [layers, N, page, cache_dim]: N pages, of any sequence.
-
-    With `pages`, N = pages + 1: page 0 belongs to no sequence and stays zero. Without, sequence b has page b alone, of
-    `max_length` slots, and the cache is one piece for each sequence.
-
-    Args:
-        config: as LatentCache takes it.
-        batch: number of sequences.
-        max_length: most slots of a sequence.
-        pages: of 64 slots, of all sequences together.
-        dtype, device: as LatentCache takes them.
-
-    Attributes:
-        block_table: int32 [B, most pages of a sequence], each sequence's pages. It can be written anew, and steps
-            captured in a CUDA graph follow it.
-        page: slots of a page.
-
-    Raises:
-        ValueError: `max_length` exceeds `max_position_embeddings`.
-    """
-
-    def __init__(
-        self,
-        config: KimiK2Config,
-        batch: int,
-        max_length: int,
-        pages: int | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.pages, self.page = pages, max_length if pages is None else PAGE
-        super().__init__(config, batch if pages is None else pages + 1, self.page, dtype=dtype, device=device)
-        self.check_length(config, max_length)
-        self.max_length = max_length
-        self.block_table = torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
-        if pages is not None:
-            self.block_table = torch.zeros(batch, pages_of(max_length), dtype=torch.int32, device=device)
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return self.block_table.shape[0]
-
-    @property
-    def table(self) -> Tensor | None:
-        """`block_table` as attention takes it: None where sequence b has page b alone."""
-        return None if self.pages is None else self.block_table
-
-    def fits(self, slots: Sequence[int]) -> bool:
-        """Whether `assign` would take sequences of so many slots."""
-        there = self.pages is None or sum(map(pages_of, slots)) <= self.pages
-        return there and len(slots) == self.batch and max(slots) <= self.max_length
-
-    def assign(self, slots: Sequence[int]) -> None:
-        """Give each sequence the pages for so many slots; what the pages hold is the last sequences' and is masked.
-
-        Raises:
-            GenerationError: they do not fit.
-        """
-        if not self.fits(slots):
-            raise GenerationError(
-                f"{len(slots)} sequences of up to {max(slots)} slots, {sum(map(pages_of, slots))} pages, do not fit"
-                f" {self.batch} sequences of {self.max_length} slots and {self.pages} pages"
-            )
-        if self.pages is None:
-            return
-        table, begin = torch.zeros(self.block_table.shape, dtype=torch.int32), 1
-        for row, needed in zip(table, slots, strict=True):
-            count = pages_of(needed)
-            row[:count] = torch.arange(begin, begin + count)
-            begin += count
-        self.block_table.copy_(table)
-
-    def update(self, layer: int, entries: Tensor, positions: Tensor, length: int) -> Tensor:
-        """As LatentCache's; of several pages a sequence what is returned is a copy."""
-        return self.stored(self.data[layer], entries, positions, length)
-
-    def stored(self, data: Tensor, entries: Tensor, positions: Tensor, length: int) -> Tensor:
-        """`update` of a layer's `data` [N, page, width] that lies in the pages of this cache."""
-        store_slots(data, entries.flatten(0, 1), chunk_slots(positions, self.block_table, self.page).flatten())
-        return data[:, :length] if self.pages is None else gather_pages(data, self.block_table, length)
+from kimi_k2.ops.mla import Ragged
 
 
 def new_cache(
@@ -122,7 +25,7 @@ def new_cache(
     *,
     paged: bool = False,
     dtype: torch.dtype | None = None,
-) -> PagedCache:
+) -> LatentCache:
     """A cache for `batch` sequences: in pages if that takes less than half the memory, else one piece for each.
 
     Args:
@@ -138,7 +41,7 @@ def new_cache(
     total = sum(map(pages_of, rounded))
     pages = total if paged or 2 * total < batch * pages_of(max(rounded)) else None
     device, dtype = model.lm_head.weight.device, dtype or model.kv_cache_dtype or model.dtype
-    cache = PagedCache(model.config, batch, longest, pages, dtype=dtype, device=device)
+    cache = LatentCache(model.config, batch, longest, pages, dtype=dtype, device=device)
     if slots is not None or paged:
         cache.assign(slots or [length] * batch)
     return cache

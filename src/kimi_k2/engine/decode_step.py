@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import Batch, PagedCache
+from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorder
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
+from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
@@ -61,7 +62,7 @@ class DecodeStep:
     def __init__(
         self,
         model: KimiK2ForCausalLM,
-        cache: PagedCache,
+        cache: LatentCache,
         *,
         reduce: Reduce = alone,
         gather: Reduce = alone,

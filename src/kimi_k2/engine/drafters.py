@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.batch import PagedCache
 from kimi_k2.engine.graphs import Captured, Recorder
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.engine.sampler import Proposal
@@ -74,7 +73,7 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]
     cost: float
 
-    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, cache: LatentCache, prompts: Sequence[Sequence[int]]) -> None:
         """A generation begins, whose target writes to `cache`."""
 
     def read(self, following: Tensor, positions: Tensor, aux: Tensor | None) -> None:
@@ -103,7 +102,7 @@ class NgramDrafter:
         self._held: list[list[int]] = []
         self._device = torch.device("cpu")
 
-    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, cache: LatentCache, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter`."""
         self._held, self._device = [list(prompt) for prompt in prompts], cache.data.device
 
@@ -127,7 +126,7 @@ class NgramDrafter:
 class DraftCache(LatentCache):
     """The cache of a head's one layer, [N, page, width], in the pages of the target's block table."""
 
-    def __init__(self, target: PagedCache, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, target: LatentCache, width: int, dtype: torch.dtype) -> None:
         self.target, self.max_length = target, target.max_length
         pages, page = target.data.shape[1:3]
         self.data = torch.zeros(pages, page, width, dtype=dtype, device=target.data.device)
@@ -156,7 +155,7 @@ class HeadDrafter:
         self._record: Recorder | None = None
         self._captured: dict[tuple[bool, int, int], Captured] = {}
 
-    def start(self, cache: PagedCache, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, cache: LatentCache, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter`."""
         if self._cache is None or self._cache.target is not cache:
             self.close()

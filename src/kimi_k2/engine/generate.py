@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import PagedCache, new_cache
+from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep, capturable
 from kimi_k2.engine.draft_length import DraftLength, DraftStats, step_cost
 from kimi_k2.engine.drafters import Drafter
@@ -185,13 +185,13 @@ class Generator:
         self.model, self.reduce, self.gather, self.keep = model, reduce, gather, keep
         self.drafter, self.draft_tokens, self.adaptive = drafter, draft_tokens, adaptive
         self.stats = DraftStats()
-        self._kept: tuple[PagedCache, list[int]] | None = None  # and the tokens that it holds
+        self._kept: tuple[LatentCache, list[int]] | None = None  # and the tokens that it holds
         self._step: DecodeStep | None = None
         self._modes: tuple[torch.dtype | None, bool] | None = None  # of the model, when the cache was made
         self.prompt: PromptStep | None = None
         self._layers: list[LayerStep] | None = None
 
-    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[PagedCache, DecodeStep]:
+    def prepare(self, batch: int, length: int, slots: Sequence[int] | None = None) -> tuple[LatentCache, DecodeStep]:
         """A cache with `length` slots a sequence or more, and what decodes with it.
 
         Args:
@@ -203,7 +203,7 @@ class Generator:
         with self.model.turns.take():
             return self._prepare(batch, length, slots)
 
-    def _prepare(self, batch: int, length: int, slots: Sequence[int] | None) -> tuple[PagedCache, DecodeStep]:
+    def _prepare(self, batch: int, length: int, slots: Sequence[int] | None) -> tuple[LatentCache, DecodeStep]:
         step, modes = self._step, (self.model.kv_cache_dtype, self.model.batch_invariant)
         if step is not None and modes == self._modes and step.cache.fits(slots or [length] * batch):
             step.cache.assign(slots or [length] * batch)
@@ -331,7 +331,7 @@ class Generator:
         length = DraftLength(self.draft_tokens, cost, drafter.cost)
         return speculative_steps(prompts, sampler, begin, step.verify, drafter, length, self.stats)
 
-    def _noted(self, cache: PagedCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
+    def _noted(self, cache: LatentCache, prompt: Sequence[int], steps: Iterator[Step]) -> Iterator[Step]:
         """The steps; behind each the cache holds all tokens but the newest."""
         cached = list(prompt)
         for step in steps:
