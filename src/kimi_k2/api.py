@@ -45,9 +45,8 @@ from kimi_k2.parallel.vision import data_parallel
 from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 from kimi_k2.progress import ByteProgress
 from kimi_k2.sharding.layout import Layout
-from kimi_k2.sharding.manifest import VISION_FILE
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.sharding.verify import vision_faults
+from kimi_k2.sharding.verify import open_tower
 from kimi_k2.tokenization.deltas import Delta
 from kimi_k2.tokenization.message import opens_reasoning
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
@@ -194,9 +193,8 @@ class MediaReader:
         """The tower, over all ranks if there are several."""
         if self.ranks is None:
             return VisionEncoder(VisionModel.from_pretrained(self.checkpoint, dtype=self.dtype, device=self.device))
-        for fault in vision_faults(self.ranks):
-            raise fault
-        model = VisionModel.from_file(self.ranks / VISION_FILE, self.config, dtype=self.dtype, device=self.device)
+        with open_tower(self.ranks) as read:
+            model = VisionModel.loaded(self.config, read, dtype=self.dtype, device=self.device)
         return data_parallel(model) if dist.is_initialized() else VisionEncoder(model)
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command import kimi
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from damage import EXPERT, SHARD, private_copy
+from damage import value as damaged
 
 from kimi_k2.errors import NonfiniteError
-from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.quantization.rows import CHUNK_VALUES, is_finite, nonfinite
 from kimi_k2.quantization.stored import formats
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16], ids=str)
@@ -83,53 +79,18 @@ def test_scales_that_no_quantizer_makes(name: str) -> None:
     assert 0.8 * count < lost <= count
 
 
-def put(value: float) -> Callable[[Tensor], None]:
-    def change(tensor: Tensor) -> None:
-        tensor.view(-1)[tensor.numel() // 2] = value
-
-    return change
+LAYOUTS = [Layout(2, experts=experts) for experts in ("bf16", "blockwise", "per_channel")]
+LAYOUTS += [Layout(1, target="cuda", experts="stored")]
 
 
-CASES = [
-    ("fp8", f"{EXPERT}.weight", put(torch.nan)),
-    ("fp8", f"{EXPERT}.weight_scale_inv", put(torch.nan)),
-    ("fp8", f"{EXPERT}.weight_scale_inv", put(-1.0)),
-    ("fp8", "model.layers.0.mlp.up_proj.weight_scale_inv", put(torch.inf)),
-    ("thinking", f"{EXPERT}.weight_scale", put(torch.nan)),
-    ("thinking", f"{EXPERT}.weight_scale", put(-0.5)),
-    ("bf16", f"{EXPERT}.weight", put(torch.nan)),
-]
-
-
-@pytest.mark.parametrize(("source", "name", "change"), CASES)
-def test_conversion_and_loading_refuse(
-    checkpoints: dict[str, Path], tmp_path: Path, source: str, name: str, change: Callable[[Tensor], None]
-) -> None:
-    directory = Path(shutil.copytree(checkpoints[source], tmp_path / "source"))
-    shard = spoil(directory, name, change)
-    outputs = ["bf16", "blockwise", "per_channel"]
-    layouts = [Layout(2, experts=experts) for experts in outputs] + [Layout(1, 1, "cuda", "stored")]
-    layouts = layouts if EXPERT in name else layouts[-2:-1]
-    for number, layout in enumerate(layouts):
-        output = tmp_path / f"out{number}"
-        with pytest.raises(NonfiniteError) as caught:
-            Presharder(directory, output, layout).run()
-        assert (caught.value.file, caught.value.tensor) == (str(shard), name)
-        assert not (output / "manifest.json").exists()
-        command = ["convert", str(directory), str(tmp_path / f"allowed{number}"), "--allow-nonfinite"]
-        command += ["--tp", str(layout.moe_tp), "--target", layout.target, "--experts", layout.experts]
-        kimi(*command)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.experts))
+@pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
+def test_every_conversion_refuses_unless_told_otherwise(fp8: Path, tmp_path: Path, layout: Layout, suffix: str) -> None:
+    directory, name = private_copy(fp8, tmp_path / "source"), f"{EXPERT}.{suffix}"
+    damaged(name, b"\xff" * 4)(directory)  # NaN in either dtype
     with pytest.raises(NonfiniteError) as caught:
-        KimiK2ForCausalLM.from_pretrained(directory)
-    assert caught.value.tensor == name
-
-
-def spoil(directory: Path, name: str, change: Callable[[Tensor], None]) -> Path:
-    """Change one tensor's values in place; its shard."""
-    for shard in directory.glob("*.safetensors"):
-        tensors = load_file(shard)
-        if name in tensors:
-            change(tensors[name])
-            save_file(tensors, shard)
-            return shard
-    raise KeyError(name)
+        Presharder(directory, tmp_path / "out", layout).run()
+    assert (caught.value.file, caught.value.tensor) == (str(directory / SHARD), name)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    options = ["--tp", layout.moe_tp, "--target", layout.target, "--experts", layout.experts, "--allow-nonfinite"]
+    kimi("convert", directory, tmp_path / "allowed", *options)

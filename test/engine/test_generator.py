@@ -96,7 +96,7 @@ def test_pages_that_are_too_few(wide: Path) -> None:
     assert not LatentCache(config, 2, 64, 3).fits([65, 1])  # though so many pages are there
     with pytest.raises(GenerationError, match="4 pages, do not fit 2 sequences of 128 slots and 3 pages"):
         cache.assign([128, 65])
-    with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
+    with pytest.raises(GenerationError, match="exceeds max_position_embeddings"):
         LatentCache(config, 1, 10**9, 1)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.model.moe import Router
 from kimi_k2.ops.experts import noaux_tc_gate
+from kimi_k2.synthetic.config import tiny_config
 
 transformers = pytest.importorskip("transformers")
 TOKENS = 10_000
@@ -23,8 +24,7 @@ def reference_router(experts: int, top_k: int, n_group: int, topk_group: int, bi
     router: torch.nn.Module = hf.DeepseekV3TopkRouter(config)
     router.weight.data = torch.eye(experts)
     router.e_score_correction_bias = bias
-    result: torch.nn.Module = router
-    return result
+    return router
 
 
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (8, 4)])
@@ -59,20 +59,7 @@ def test_underflowing_scores_stay_finite() -> None:
     assert torch.isfinite(weights).all()
 
 
-@pytest.mark.parametrize(("top_k", "n_group", "topk_group"), [(17, 1, 1), (5, 4, 1), (1, 3, 1), (1, 2, 3)])
-def test_impossible_arguments(top_k: int, n_group: int, topk_group: int) -> None:
-    with pytest.raises(ValueError, match="do not fit 16 experts"):
-        noaux_tc_gate(torch.zeros(1, 16), torch.zeros(16), top_k, n_group=n_group, topk_group=topk_group)
-
-
 def test_routers_bias_stays_float32_in_a_bf16_model() -> None:
-    from kimi_k2.model.moe import Router
-    from kimi_k2.synthetic.config import tiny_config
-
-    config: KimiK2Config = tiny_config()
-    router = Router(config, dtype=torch.bfloat16)
+    router = Router(tiny_config(), dtype=torch.bfloat16)
     assert router.weight.dtype == torch.bfloat16
     assert router.e_score_correction_bias.dtype == torch.float32
-    router.weight.data.normal_()
-    router.e_score_correction_bias.zero_()
-    assert router.logits(torch.randn(2, config.hidden_size, dtype=torch.bfloat16)).dtype == torch.float32

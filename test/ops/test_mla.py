@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kimi_k2.ops import mla, registry
+from kimi_k2.ops import mla
 from kimi_k2.ops.mla import (
     SLOTS_AT_ONCE,
     Ragged,
@@ -65,16 +65,6 @@ def test_parts_of_a_context_are_joined_by_their_sums(lengths: list[int]) -> None
     torch.testing.assert_close(joined[there], found[2][there], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_stored_where_it_belongs(dtype: torch.dtype) -> None:
-    cache = torch.randn(5, PAGE, DIM).to(dtype)
-    before, entries = cache.float().clone(), torch.randn(4, DIM)
-    store_slots(cache, entries, torch.tensor([17, -1, 6, -1]))
-    wanted = before.view(-1, DIM)
-    wanted[17], wanted[6] = entries[0].to(dtype).float(), entries[2].to(dtype).float()
-    assert torch.equal(cache.float().view(-1, DIM), wanted)
-
-
 @pytest.mark.parametrize("store", [store_slots, mla._store_unread])
 def test_padding_leaves_the_first_slot_to_its_token(store: Callable[..., None]) -> None:
     """Padding before and behind the token of slot 0, and padding alone; the way of a CPU and that of a GPU."""
@@ -108,16 +98,6 @@ def test_plain_pages_can_be_captured_and_copy_little(dtype: torch.dtype) -> None
         query = torch.empty(batch, 3, DIM, dtype=dtype)
         assert mla_decode(query, cache, seq_lens, 0.3, RANK, None, table).shape == (batch, 3, RANK)
     assert largest <= batch * SLOTS_AT_ONCE * DIM < batch * pages * page * DIM
-
-
-def test_batch_invariant_pages_have_the_bits_of_one_piece() -> None:
-    whole, pages, table = scattered([16, 1, 7, 9], torch.float32)
-    query, seq_lens = torch.randn(4, 3, DIM), torch.tensor([16, 1, 7, 9], dtype=torch.int32)
-    with registry.computing(batch_invariant=True):
-        wanted = mla_decode(query, whole, seq_lens, 0.3, RANK)
-        assert torch.equal(mla_decode(query, pages, seq_lens, 0.3, RANK, None, table), wanted)
-        alone = mla_decode(query[2:3], pages, seq_lens[2:3], 0.3, RANK, None, table[2:3])
-        assert torch.equal(alone, wanted[2:3])
 
 
 @pytest.mark.parametrize(("new", "lengths"), [((3, 1, 7), (3, 1, 7)), ((2, 4, 1), (9, 4, 6)), ((2, 0, 3), (2, 5, 8))])

@@ -18,7 +18,7 @@ from kimi_k2.model.linear import RMSNorm
 from kimi_k2.model.moe import Router
 from kimi_k2.model.rope import RotaryEmbedding
 from kimi_k2.ops import mla
-from kimi_k2.ops.experts import routed_experts
+from kimi_k2.ops.experts import noaux_tc_gate, routed_experts
 from kimi_k2.parity.compare import Comparison, compare
 from kimi_k2.parity.logits import random_tokens
 from kimi_k2.parity.reference import load_transformers_model
@@ -55,9 +55,8 @@ def of_layer(model: KimiK2ForCausalLM, name: str, kind: type[Module]) -> Module:
 
 def bias_before_sigmoid(model: KimiK2ForCausalLM, patch: Patch) -> None:
     gate = of_layer(model, "mlp.gate", Router)
-    logits = gate.logits
-    patch.setattr(gate, "logits", lambda x: logits(x) + gate.e_score_correction_bias)
-    patch.setitem(gate._buffers, "e_score_correction_bias", torch.zeros_like(gate.e_score_correction_bias))
+    bias, none = gate.e_score_correction_bias, torch.zeros_like(gate.e_score_correction_bias)
+    patch.setattr(gate, "forward", lambda x: noaux_tc_gate(x @ gate.weight.T + bias, none, gate.top_k, **gate.options))
 
 
 def no_routed_scaling_factor(model: KimiK2ForCausalLM, patch: Patch) -> None:
@@ -65,7 +64,7 @@ def no_routed_scaling_factor(model: KimiK2ForCausalLM, patch: Patch) -> None:
 
     def unscaled(self: Router, x: Tensor) -> tuple[Tensor, Tensor]:
         indices, weights = forward(self, x)
-        return indices, weights / self.config.routed_scaling_factor
+        return indices, weights / self.options["routed_scaling_factor"]
 
     patch.setattr(Router, "forward", unscaled)
 

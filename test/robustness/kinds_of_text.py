@@ -85,6 +85,7 @@ FIELDS: list[tuple[str, object, str | None]] = [
     ("hidden_size", 512, "model.embed_tokens.weight"), ("intermediate_size", 512, "model.layers.0.mlp"),
     ("moe_intermediate_size", 256, "model.layers.1.mlp"), ("kv_lora_rank", 32, "kv_"), ("v_head_dim", 64, "self_attn"),
     ("vocab_size", 1024, "model.embed_tokens.weight"), ("q_lora_rank", 128, "self_attn.q_a_"),
+    ("vocab_size", 9_000_000, "model.embed_tokens.weight"),  # before memory is claimed
     ("n_shared_experts", 2, "shared_experts"), ("n_shared_experts", 0, "shared_experts"),
     ("qk_nope_head_dim", 64, "self_attn"), ("first_k_dense_replace", 0, "model.layers.0.mlp"),
     ("first_k_dense_replace", 99, "model.layers.1.mlp"),

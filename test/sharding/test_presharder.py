@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from kimi_k2.checkpoint.index import header_bytes
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, CorruptHeaderError, MissingShardError
+from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.sharding import presharder
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, UNFINISHED, VISION_FILE, check_made_for, load_manifest, made_layout
 from kimi_k2.sharding.presharder import Presharder
-from kimi_k2.sharding.verify import faults
+from kimi_k2.sharding.verify import faults, open_tower
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,10 @@ def test_tower_is_kept_and_verified(k25_int4: Path, tmp_path: Path, layout: Layo
     written = load_file(tmp_path / VISION_FILE)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
+    config = KimiK2Config.from_pretrained(k25_int4)
+    with open_tower(tmp_path) as read:
+        state = VisionModel.loaded(config, read, dtype=torch.bfloat16, device="cpu").state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     assert not list(faults(tmp_path))
 
     whole = (tmp_path / VISION_FILE).read_bytes()
@@ -189,6 +194,8 @@ def test_tower_is_kept_and_verified(k25_int4: Path, tmp_path: Path, layout: Layo
     damaged[-1] ^= 1
     (tmp_path / VISION_FILE).write_bytes(damaged)
     assert [type(fault) for fault in faults(tmp_path)] == [CheckpointError]
+    with pytest.raises(CheckpointError, match="convert --verify-output"), open_tower(tmp_path) as read:
+        list(map(read, expected))
     (tmp_path / VISION_FILE).unlink()
     assert [type(fault) for fault in faults(tmp_path)] == [MissingShardError]
     Presharder(k25_int4, tmp_path, layout).run()

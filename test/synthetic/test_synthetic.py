@@ -17,9 +17,6 @@ from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import (
     CheckpointError,
     ConfigError,
-    MissingTensorError,
-    TensorDtypeError,
-    TensorShapeError,
 )
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.quantization.stored import TensorSpec
@@ -162,44 +159,21 @@ def test_unknown_format() -> None:
         with_format(tiny_config(), "gguf")
 
 
-SPECS = FileLayout.of([TensorSpec("a", torch.float32, (2, 3)), TensorSpec("b", torch.float8_e4m3fn, (5,))])
-
-
-def test_writer_files_read_with_safetensors(tmp_path: Path) -> None:
-    a, b = torch.randn(2, 3), torch.randn(5).to(torch.float8_e4m3fn)
-    (tmp_path / "x.safetensors.partial").write_bytes(bytes(1000))  # left by a writer that was killed
-    with SafetensorsFile(tmp_path / "x.safetensors", SPECS) as writer:
-        writer.write("b", b)
-        rows = memoryview(a.view(torch.uint8).numpy().tobytes())
-        writer.append("a", [rows[:12]])
-        writer.append("a", [rows[12:20], rows[20:]])
-    back = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(back["a"], a)
-    assert torch.equal(back["b"].view(torch.uint8), b.view(torch.uint8))
-
-
 def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    for tensor_name, tensor, error in (
-        ("c", torch.zeros(1), MissingTensorError),
-        ("a", torch.zeros(3, 2), TensorShapeError),
-        ("a", torch.zeros(2, 3, dtype=torch.float16), TensorDtypeError),
-    ):
-        with pytest.raises(error) as caught, SafetensorsFile(path, SPECS) as writer:
-            writer.write(tensor_name, tensor)
-        assert caught.value.tensor == tensor_name
-    with pytest.raises(TensorShapeError, match="do not fit"), SafetensorsFile(path, SPECS) as writer:
-        writer.append("a", [memoryview(bytes(16))])
-        writer.append("a", [memoryview(bytes(16))])
-    with pytest.raises(MissingTensorError, match="not \\(fully\\) written"), SafetensorsFile(path, SPECS) as writer:
-        writer.write("b", torch.zeros(5).to(torch.float8_e4m3fn))
+    path, layout = tmp_path / "x.safetensors", FileLayout.of([TensorSpec("a", torch.float32, (2, 3))])
+    for sizes, error in (((16, 16), "do not fit"), ((16,), r"not \(fully\) written")):
+        with pytest.raises(CheckpointError, match=error) as caught, SafetensorsFile(path, layout) as writer:
+            for size in sizes:
+                writer.append("a", [memoryview(bytes(size))])
+        assert caught.value.tensor == "a"
     assert not list(tmp_path.iterdir())
 
 
 def test_writer_on_a_full_or_missing_disk(tmp_path: Path) -> None:
+    layout = FileLayout.of([TensorSpec("a", torch.float32, (2, 3))])
     huge = FileLayout.of([TensorSpec("a", torch.float32, (2**45,))])
     with pytest.raises(CheckpointError, match="cannot reserve"):
         SafetensorsFile(tmp_path / "x.safetensors", huge)
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="No such file"):
-        SafetensorsFile(tmp_path / "nowhere" / "x.safetensors", SPECS)
+        SafetensorsFile(tmp_path / "nowhere" / "x.safetensors", layout)

@@ -30,11 +30,6 @@ def beside_weights(stored_format: StoredFormat, name: str) -> bool:
     return suffix in stored_format.unused or (suffix in ("k_scale", "v_scale") and ".self_attn." in name)
 
 
-def linear_specs(config: KimiK2Config, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-    """The stored tensors of the Linear `module` with a [rows, columns] weight, in the checkpoint's format."""
-    yield from format_of(config.quantization, module).specs(module, rows, columns)
-
-
 def routed_format(config: KimiK2Config, experts: str, projection: str) -> StoredFormat:
     """The one format of all routed experts of a layer, which are stacked as they are stored.
 
@@ -108,10 +103,10 @@ def layer_specs(config: KimiK2Config, layer: int) -> Iterator[TensorSpec]:
         if name == "mlp.experts":
             count, width, hidden = shape
             for expert in range(count):
-                for linear, (rows, columns) in _mlp(f"{module}.{expert}", width, hidden):
-                    yield from linear_specs(config, linear, rows, columns)
+                for linear, sides in _mlp(f"{module}.{expert}", width, hidden):
+                    yield from format_of(config.quantization, linear).specs(linear, *sides)
         elif len(shape) == 2 and name != "mlp.gate":
-            yield from linear_specs(config, module, *shape)
+            yield from format_of(config.quantization, module).specs(module, *shape)
         else:
             yield TensorSpec(f"{module}.weight", torch.bfloat16, shape)
             if name == "mlp.gate":

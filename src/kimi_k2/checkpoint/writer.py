@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from kimi_k2.checkpoint.index import DTYPE_CODES, INDEX_NAME
-from kimi_k2.errors import CheckpointError, MissingTensorError, TensorDtypeError, TensorShapeError
+from kimi_k2.errors import CheckpointError, MissingTensorError, TensorShapeError
 from kimi_k2.files import PARTIAL_SUFFIX, errors_of, open_output, open_regular, replace_file
 from kimi_k2.quantization.stored import TensorSpec
 
@@ -141,22 +141,6 @@ class SafetensorsFile:
             return not self.fresh and all(
                 self.layout.checksum(self._fd, name) == digest for name, digest in checksums.items()
             )
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor.
-
-        Raises:
-            MissingTensorError, TensorShapeError, TensorDtypeError: it differs from its spec.
-        """
-        spec = self.layout.specs.get(name)
-        if spec is None:
-            raise MissingTensorError("not in this file's layout", file=self.path, tensor=name)
-        if tensor.dtype != spec.dtype:
-            raise TensorDtypeError(f"expected {spec.dtype}, got {tensor.dtype}", file=self.path, tensor=name)
-        if tuple(tensor.shape) != spec.shape:
-            expected = f"expected {list(spec.shape)}, got {list(tensor.shape)}"
-            raise TensorShapeError(expected, file=self.path, tensor=name)
-        self.append(name, [tensor_bytes(tensor)])
 
     def append(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Write the next bytes of a tensor, and count them into its checksum.

@@ -82,37 +82,13 @@ class MultiHeadLatentAttention(nn.Module):
         config = self.config
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        projected: Tensor = self.o_proj(self.attend(q, latent, k_rope, positions, rotation, cache, length))
-        return projected
-
-    def attend(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        positions: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: LatentCache | None,
-        length: int,
-    ) -> Tensor:
-        """What lies between the projections.
-
-        Args:
-            q: [B, S, heads * qk_head_dim], not rotated.
-            latent: [B, S, kv_lora_rank], before its norm.
-            k_rope: [B, S, qk_rope_head_dim], not rotated.
-            positions .. length: as `forward` takes them.
-
-        Returns:
-            [B, S, heads * v_head_dim].
-        """
-        config = self.config
-        batch, new, _ = q.shape
-        heads = q.view(batch, new, -1, config.qk_head_dim)
+        heads = q.unflatten(-1, (-1, config.qk_head_dim))
         q_nope, q_rope = rotated_queries(heads, config.qk_nope_head_dim, *rotation)
         entries = cache_entries(self.kv_a_layernorm(latent), k_rope, *rotation)
         slots = entries if cache is None else cache.update(self.layer, entries, positions, length).to(q.dtype)
-        return self.over(q_nope, q_rope, slots, self.kv_b(q.dtype), positions).flatten(2)
+        values = self.over(q_nope, q_rope, slots, self.kv_b(q.dtype), positions)
+        projected: Tensor = self.o_proj(values.flatten(2))
+        return projected
 
     def over(self, q_nope: Tensor, q_rope: Tensor, slots: Tensor, kv_b: Tensor, positions: Tensor) -> Tensor:
         """Attention over cached slots, in the form that is cheaper; arguments and result as `mla_naive_attention`'s."""

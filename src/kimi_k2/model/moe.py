@@ -9,8 +9,8 @@ from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
 from kimi_k2.model.linear import Linear
-from kimi_k2.ops.experts import ExpertWeights, GateOptions, gated, route, routed_experts, router_logits
-from kimi_k2.ops.linear import Order, Weight, dequantize
+from kimi_k2.ops.experts import ExpertWeights, GateOptions, gated, route, routed_experts
+from kimi_k2.ops.linear import Order, Weight
 from kimi_k2.quantization.stored import StoredFormat, format_of
 
 
@@ -25,7 +25,6 @@ class Router(nn.Module):
 
     def __init__(self, config: KimiK2Config, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.config = config
         shape = (config.n_routed_experts, config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         bias = torch.empty(config.n_routed_experts, dtype=torch.float32)
@@ -38,10 +37,6 @@ class Router(nn.Module):
             "norm_topk_prob": config.norm_topk_prob,
             "routed_scaling_factor": config.routed_scaling_factor,
         }
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, H] to float32 [T, E] (float64 for float64 input)."""
-        return router_logits(x, self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] to (topk_indices int64 [T, k], topk_weights [T, k])."""
@@ -174,10 +169,6 @@ class Experts(nn.Module):
     def adopt(self, weights: ExpertWeights) -> None:
         """Take note that these tensors, this module's own, are now in the order that `weights` says."""
         self._orders = {"gate_up_proj": weights.gate_up.order, "down_proj": weights.down.order}
-
-    def weight(self, target: str, expert: int, dtype: torch.dtype) -> Tensor:
-        """`gate_up_proj` [2I, H] or `down_proj` [H, I] of one expert, dequantized to `dtype`."""
-        return dequantize(self._stored(target).expert(expert), dtype)
 
 
 class MoE(nn.Module):

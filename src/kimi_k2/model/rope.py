@@ -7,19 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from kimi_k2.config import KimiK2Config
+from kimi_k2.config import KimiK2Config, YarnScaling
 from kimi_k2.ops.embedding import rotary_cos_sin
 
 
-def yarn_correction_range(config: KimiK2Config) -> tuple[float, float]:
+def _correction_range(config: KimiK2Config, yarn: YarnScaling) -> tuple[float, float]:
     """First and last pair of YaRN's ramp: pairs below keep their frequency, pairs above are interpolated.
 
     A pair turns `beta` times over the original context at index d ln(L / (2 pi beta)) / (2 ln theta)
     (YaRN, equations 17 to 19). With `truncate`, as published, the two are whole numbers.
     """
-    yarn = config.rope_scaling
-    if yarn is None:
-        raise ValueError("config.rope_scaling is None: no YaRN")
     dim = config.qk_rope_head_dim
 
     def pair_index(rotations: float) -> float:
@@ -39,7 +36,7 @@ def rope_inv_freq(config: KimiK2Config, device: torch.device | str | None = None
     pos_freqs = config.rope_theta**exponents
     if config.rope_scaling is None:
         return 1.0 / pos_freqs
-    low, high = yarn_correction_range(config)
+    low, high = _correction_range(config, config.rope_scaling)
     width = high - low or 0.001  # a ramp without width would divide by zero
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / width
     keep = 1 - ramp.clamp(0, 1)

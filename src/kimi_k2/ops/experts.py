@@ -56,17 +56,11 @@ def noaux_tc_gate(
 
     Returns:
         (topk_indices int64 [T, top_k], topk_weights [T, top_k] in the logits' dtype), by falling biased score.
-
-    Raises:
-        ValueError: top_k, n_group and topk_group do not fit the number of experts.
     """
-    tokens, experts = logits.shape
-    if experts % n_group or topk_group > n_group or top_k > experts // n_group * topk_group:
-        raise ValueError(f"top_k={top_k}, n_group={n_group}, topk_group={topk_group} do not fit {experts} experts")
     scores = logits.sigmoid()
     choice = scores + e_score_correction_bias
     if n_group > 1:
-        grouped = choice.view(tokens, n_group, experts // n_group)
+        grouped = choice.unflatten(1, (n_group, -1))
         group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
         chosen = _top(group_scores, topk_group)
         mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
@@ -83,12 +77,6 @@ def _top(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, H] times the gate weight [E, H]: float32 [T, E] (float64 for float64 input)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return linear_rows(x.to(wide), weight.to(wide))
-
-
 @operation
 def route(
     x: Tensor,
@@ -97,8 +85,9 @@ def route(
     top_k: int,
     **options: Unpack[GateOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`router_logits`, then `noaux_tc_gate` with its options."""
-    logits = router_logits(x, weight)
+    """x [T, H] times the gate weight [E, H], in float32 (float64 for float64 input), then `noaux_tc_gate`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = linear_rows(x.to(wide), weight.to(wide))
     chosen: tuple[Tensor, Tensor] = by_rows(
         lambda rows: noaux_tc_gate(rows, e_score_correction_bias, top_k, **options), logits
     )

@@ -133,8 +133,7 @@ def next_step(
     """
     there = seq_lens > 0
     positions.copy_(seq_lens)
-    pages = block_table.gather(1, (positions // page).unsqueeze(1)).squeeze(1).long()
-    slots.copy_(torch.where(there, pages * page + positions % page, -1))
+    slots.copy_(torch.where(there, slots_of(positions, block_table, page), -1))
     seq_lens.add_(there)
     input_ids.mul_(there)
 

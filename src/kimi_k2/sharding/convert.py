@@ -52,7 +52,7 @@ def converted(
     An expert's tensors are by rank: `PlannedTensor.expert_shape`.
 
     Args:
-        module: of `mapping_for`.
+        module: of one of the two mappings.
         stored: tensors by suffix of each of its sources.
         check: called with each source and its tensors; the reader's `check_module`, which may refuse NaN.
         report: measure the error of a routed expert.
@@ -281,16 +281,3 @@ class CudaMapping:
         source = format_of(self.config.quantization, module)
         kept = self.layout.keeps and (source.method is None or format_of(self.held.quantization, module).method)
         return source.hold(stored) if kept else {"weight": source.dequantize(stored, self.layout.dtype)}
-
-
-def mapping_for(
-    config: KimiK2Config,
-    layout: Layout,
-    names: Iterable[str],
-    read: Callable[[str], Tensor],
-    planned: Mapping[str, PlannedTensor],
-) -> NeuronMapping | CudaMapping:
-    """The modules of a conversion, experts by rank; arguments as of the two classes."""
-    if layout.target == "cuda":
-        return CudaMapping(config, layout, names, read, planned)
-    return NeuronMapping(config, layout, names, read, by_rank=True)

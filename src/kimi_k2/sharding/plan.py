@@ -90,15 +90,12 @@ def _check_divisible(config: KimiK2Config, layout: Layout) -> None:
 
 def _global_tensors(config: KimiK2Config, layout: Layout) -> Iterator[PlannedTensor]:
     ranks, shape = layout.dense, (config.vocab_size, config.hidden_size)
-    dtype = layout.dtype
-    if layout.target == "cuda":
-        yield PlannedTensor("model.embed_tokens.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)
-        yield PlannedTensor("model.norm.weight", dtype, shape[1:], GLOBAL_LAYER)
-        yield PlannedTensor("lm_head.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)
-        return
-    yield PlannedTensor("rank_util.rank", torch.int32, (ranks,), GLOBAL_LAYER, 0, 1, ranks)
-    yield PlannedTensor("embed_tokens.weight", dtype, shape, GLOBAL_LAYER, 1, 1, ranks)
-    yield PlannedTensor("norm.weight", dtype, shape[1:], GLOBAL_LAYER)
+    dtype, neuron = layout.dtype, layout.target == "neuron"
+    root = "" if neuron else "model."
+    if neuron:
+        yield PlannedTensor("rank_util.rank", torch.int32, (ranks,), GLOBAL_LAYER, 0, 1, ranks)
+    yield PlannedTensor(f"{root}embed_tokens.weight", dtype, shape, GLOBAL_LAYER, int(neuron), 1, ranks)
+    yield PlannedTensor(f"{root}norm.weight", dtype, shape[1:], GLOBAL_LAYER)
     yield PlannedTensor("lm_head.weight", dtype, shape, GLOBAL_LAYER, 0, 1, ranks)
 
 

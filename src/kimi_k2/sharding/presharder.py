@@ -28,7 +28,7 @@ from kimi_k2.contrib_model.checkpoint import Parameter
 from kimi_k2.errors import CheckpointError
 from kimi_k2.files import PARTIAL_SUFFIX, DirectoryLock
 from kimi_k2.quantization.stored import TensorSpec
-from kimi_k2.sharding.convert import converted, mapping_for, modules_by_layer
+from kimi_k2.sharding.convert import CudaMapping, NeuronMapping, converted, modules_by_layer
 from kimi_k2.sharding.experts import ConversionError
 from kimi_k2.sharding.layout import GLOBAL_LAYER, Layout, PlannedTensor
 from kimi_k2.sharding.manifest import (
@@ -111,8 +111,12 @@ class Presharder:
         names = [name for name in self.reader.names() if not VISION.match(name)]
         self._vision = [name for name in self.reader.names() if VISION.match(name)]
         self._modules = modules_by_layer(names)
-        planned = {tensor.name: tensor for tensor in self.plan.tensors}
-        self.mapping = mapping_for(self.config, layout, names, partial(self.reader.get, check=False), planned)
+        given = self.config, layout, names, partial(self.reader.get, check=False)
+        self.mapping: NeuronMapping | CudaMapping
+        if layout.target == "cuda":
+            self.mapping = CudaMapping(*given, {tensor.name: tensor for tensor in self.plan.tensors})
+        else:
+            self.mapping = NeuronMapping(*given, by_rank=True)
 
     def run(self, *, verify_output: bool = False) -> dict[str, Any]:
         """Convert what is not yet converted; returns the manifest.
@@ -161,7 +165,7 @@ class Presharder:
         layout = FileLayout.of(TensorSpec(name, stored[name].dtype, stored[name].shape) for name in self._vision)
         with SafetensorsFile(self.output / VISION_FILE, layout) as file:
             for name in self._vision:
-                file.write(name, self.reader.get(name))
+                file.append(name, [tensor_bytes(self.reader.get(name))])
                 self.on_bytes(layout.sizes[name])
         entries = tensor_entries(layout.specs.values())
         return {"file": VISION_FILE, "bytes": layout.nbytes, "tensors": entries, "checksums": file.sums}
@@ -173,20 +177,12 @@ class Presharder:
             CheckpointError: it is not there.
         """
         try:
-            free, needed = shutil.disk_usage(weights).free, 0
+            free, needed = shutil.disk_usage(weights).free, sum(self._sizes[name] for name in self._vision)
             for path in self._paths:
-                there = next(
-                    (
-                        candidate
-                        for candidate in (path.with_name(path.name + PARTIAL_SUFFIX), path)
-                        if candidate.exists()
-                    ),
-                    None,
-                )
-                needed += max(0, self._file.nbytes - (there.stat().st_blocks * 512 if there else 0))
+                paths = filter(Path.exists, (path.with_name(path.name + PARTIAL_SUFFIX), path))
+                needed += max(0, self._file.nbytes - sum(there.stat().st_blocks * 512 for there in paths))
         except OSError:
             return  # a file system that does not say; the reservations will tell
-        needed += sum(self._sizes[name] for name in self._vision)
         if needed > free:
             raise CheckpointError(
                 f"the conversion needs {needed:,} bytes more, {free:,} are free; {RESUME}", file=weights

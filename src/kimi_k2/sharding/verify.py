@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -39,39 +38,40 @@ def faults(directory: str | Path, on_bytes: OnBytes = None) -> Iterator[Checkpoi
     layout = file_layout(manifest)
     for name in manifest["files"]:
         yield from _faults_of(weights / name, layout, manifest["checksums"][name], on_bytes)
-    yield from vision_faults(directory, on_bytes)
+    if tower := manifest.get("vision"):
+        yield from _faults_of(directory / VISION_FILE, file_layout(tower), tower["checksums"], on_bytes)
     for path in sorted(weights.glob("*")):
         if path.name not in manifest["files"] and not path.name.endswith(PARTIAL_SUFFIX):
             yield UnexpectedTensorError("the manifest knows no such file", file=path)
 
 
-def vision_faults(directory: Path, on_bytes: OnBytes = None) -> Iterator[CheckpointError]:
-    """What differs in the tower's file from its checksums.
-
-    Raises:
-        MissingShardError, CorruptHeaderError: the manifest is missing or damaged.
-    """
-    if tower := load_manifest(directory).get("vision"):
-        yield from _faults_of(directory / VISION_FILE, file_layout(tower), tower["checksums"], on_bytes)
-
-
-@contextmanager
-def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tensor]]:
+def open_rank_file(directory: Path, rank: int) -> AbstractContextManager[Callable[[str], Tensor]]:
     """What reads a tensor of a finished conversion's file by its name, and compares it with its checksum.
 
     Raises:
-        MissingShardError, CorruptHeaderError: the manifest or the file is missing or damaged.
+        MissingShardError, TruncatedShardError, CorruptHeaderError: the manifest or the file is missing or damaged.
         MissingTensorError: (when reading) the file has no such tensor.
         CheckpointError: (when reading) the bytes are not those that were written.
     """
-    path = directory / WEIGHTS / rank_file_name(rank)
-    sums = load_manifest(directory)["checksums"][path.name]
+    manifest, name = load_manifest(directory), rank_file_name(rank)
+    return _open(directory / WEIGHTS / name, file_layout(manifest), manifest["checksums"][name])
+
+
+def open_tower(directory: Path) -> AbstractContextManager[Callable[[str], Tensor]]:
+    """`open_rank_file` of the tower's file, of a model that has one."""
+    tower = load_manifest(directory)["vision"]
+    return _open(directory / VISION_FILE, file_layout(tower), tower["checksums"])
+
+
+@contextmanager
+def _open(path: Path, layout: FileLayout, sums: dict[str, str]) -> Iterator[Callable[[str], Tensor]]:
     try:
+        if fault := _fault_of(path, layout):
+            raise fault
         with open_tensors(path) as file:
-            names = set(file.keys())
 
             def read(name: str) -> Tensor:
-                if name not in names:
+                if name not in layout.specs:
                     raise MissingTensorError("not in the file", file=path, tensor=name)
                 tensor: Tensor = file.get_tensor(name)
                 if xxh3_128_hexdigest(tensor_bytes(tensor)) != sums.get(name):
@@ -85,20 +85,25 @@ def open_rank_file(directory: Path, rank: int) -> Iterator[Callable[[str], Tenso
         raise MissingShardError(f"cannot be read: {error}", file=path) from None
 
 
+def _fault_of(path: Path, layout: FileLayout) -> CheckpointError | None:
+    """What is wrong with a file before its tensors are looked at."""
+    if not path.is_file():
+        return MissingShardError("no such file", file=path)
+    if (size := path.stat().st_size) != layout.nbytes:
+        return TruncatedShardError(f"expected {layout.nbytes} bytes, got {size}", file=path)
+    if not layout.is_whole(path):
+        return CorruptHeaderError("its header is not the one that was written", file=path)
+    return None
+
+
 def _faults_of(
     path: Path, layout: FileLayout, checksums: dict[str, str], on_bytes: OnBytes
 ) -> Iterator[CheckpointError]:
-    if not path.is_file():
-        yield MissingShardError("no such file", file=path)
-        return
-    if (size := path.stat().st_size) != layout.nbytes:
-        yield TruncatedShardError(f"expected {layout.nbytes} bytes, got {size}", file=path)
-        return
     try:
+        if fault := _fault_of(path, layout):
+            yield fault
+            return
         with open_regular(path) as file:
-            if os.pread(file.fileno(), len(layout.prefix), 0) != layout.prefix:
-                yield CorruptHeaderError("its header is not the one that was written", file=path)
-                return
             for name in layout.specs:
                 if layout.checksum(file.fileno(), name, on_bytes) != checksums[name]:
                     yield CheckpointError("the bytes differ from the manifest's checksum", file=path, tensor=name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.checkpoint.names import LAYER, VISION, all_tensors, layer_specs, stored_name
-from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile, write_index, write_json
+from kimi_k2.checkpoint.writer import FileLayout, SafetensorsFile, tensor_bytes, write_index, write_json
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import CheckpointError, ConfigError, TokenizerError
 from kimi_k2.files import LOCK, DirectoryLock, Json, read_data, replace_file
@@ -212,7 +212,7 @@ def _write(directory: Path, config: KimiK2Config, seed: int, on_tensor: Callable
         if not finished:
             with SafetensorsFile(directory / name, FileLayout.of(stored)) as writer:
                 for spec, renamed in zip(group, stored, strict=True):
-                    writer.write(renamed.name, weights.tensor(spec))
+                    writer.append(renamed.name, [tensor_bytes(weights.tensor(spec))])
                     if on_tensor:
                         on_tensor(spec)
         elif on_tensor:

@@ -15,7 +15,6 @@ from kimi_k2.bench.kernels import linear, mla
 from kimi_k2.bench.kernels.expert_formats import HIDDEN, Shape, distinct, draw_inputs
 from kimi_k2.bench.kernels.harness import Captures, quick_captures, read_bandwidth
 from kimi_k2.bench.kernels.routing import Routing
-from kimi_k2.checkpoint.names import linear_specs
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KernelError
 from kimi_k2.kernels.attention import tuning as attention_tuning
@@ -26,6 +25,7 @@ from kimi_k2.kernels.experts.w4a16 import TUNING_DTYPES, takes_groups
 from kimi_k2.kernels.linear import tuning as linear_tuning
 from kimi_k2.quantization.fp8_block import Fp8BlockFormat
 from kimi_k2.quantization.int4_group import Int4GroupFormat
+from kimi_k2.quantization.stored import format_of
 
 ChoiceT = TypeVar("ChoiceT")
 TOKENS = [
@@ -91,8 +91,7 @@ def cases(config: KimiK2Config) -> dict[str, Shape]:
     if isinstance(scheme, Fp8BlockFormat) and scheme.weight_block_size == (128, 128):
         dtype = "fp8_e4m3"
     elif isinstance(scheme, Int4GroupFormat) and takes_groups(scheme.group_size):
-        module = "model.layers.1.mlp.experts.0.down_proj"
-        packed = len(list(linear_specs(config, module, config.hidden_size, config.moe_intermediate_size))) > 1
+        packed = format_of(config.quantization, "model.layers.1.mlp.experts.0.down_proj").method is not None
         dtype = TUNING_DTYPES[not packed]
     else:
         raise ConfigError("no tuned kernel takes these experts", field="quantization_config")

@@ -1,6 +1,6 @@
 """Router logits, and router logits with the gate behind them in one launch, for few tokens on Hopper.
 
-`torch.ops.kimi_k2.router_gemm` replaces `kimi_k2.model.moe.Router.logits` for bfloat16 tokens and weights (sums in
+`torch.ops.kimi_k2.router_gemm` makes the logits of `kimi_k2.ops.experts.route` for bfloat16 tokens and weights (sums in
 float32, over a fixed order for up to 64 tokens; cuBLAS with float32 output above). `torch.ops.kimi_k2.router_decode` is
 `router_gemm` followed by `fused_gate`, up to 64 tokens. csrc/router_gemm.cuh says how the launch works.
 

@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.index import open_tensors
-from kimi_k2.checkpoint.names import VISION
 from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.config import KimiK2Config
-from kimi_k2.errors import ConfigError, MissingShardError, MissingTensorError, TensorShapeError
-from kimi_k2.model.vision.tower import Affine, LayerNorm, VisionTower
+from kimi_k2.errors import ConfigError
+from kimi_k2.model.vision.tower import VisionTower
 from kimi_k2.vision_config import Grid, VisionConfig
 
 
@@ -24,10 +21,10 @@ class Projector(nn.Module):
     def __init__(self, config: VisionConfig, text_hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         merged = config.merged_size
-        self.pre_norm = LayerNorm(config.hidden_size, config.projection_layer_norm_eps, dtype=dtype)
+        self.pre_norm = nn.LayerNorm(config.hidden_size, config.projection_layer_norm_eps, dtype=dtype)
         # Names proj.0 and proj.2 are the checkpoint's.
         self.proj = nn.Sequential(
-            Affine(merged, merged, dtype=dtype), nn.GELU(), Affine(merged, text_hidden_size, dtype=dtype)
+            nn.Linear(merged, merged, dtype=dtype), nn.GELU(), nn.Linear(merged, text_hidden_size, dtype=dtype)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,20 +47,13 @@ class VisionModel(nn.Module):
         self.config, self.dtype, self.text_hidden_size = config.vision, dtype, config.hidden_size
         self.vision_tower = VisionTower(config.vision, dtype=dtype)
         self.mm_projector = Projector(config.vision, config.hidden_size, dtype=dtype)
+        self.requires_grad_(False)
 
     @classmethod
     def from_pretrained(
-        cls,
-        directory: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        on_tensor: Callable[[str, int], None] | None = None,
+        cls, directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> VisionModel:
         """Read the tower of a checkpoint; the language model's tensors are not touched.
-
-        Args:
-            on_tensor: called with (name, bytes) after each tensor, for a progress bar.
 
         Raises:
             ConfigError: config.json is missing or invalid, or has no tower.
@@ -71,42 +61,22 @@ class VisionModel(nn.Module):
         """
         config = KimiK2Config.from_pretrained(directory)
         with CheckpointReader.for_config(directory, config, vision=True) as reader:
-            with torch.device("meta"):
-                model = cls(config, dtype=dtype)
-            model = model.to_empty(device=device)
-            targets = dict(model.named_parameters())
-            for name, tensor in reader.stream(lambda name: VISION.match(name) is not None):
-                targets[name].copy_(tensor)
-                if on_tensor:
-                    on_tensor(name, tensor.nbytes)
-        return model.eval()
+            return cls.loaded(config, reader.get, dtype=dtype, device=device)
 
     @classmethod
-    def from_file(
-        cls, path: str | Path, config: KimiK2Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    def loaded(
+        cls, config: KimiK2Config, read: Callable[[str], Tensor], *, dtype: torch.dtype, device: torch.device | str
     ) -> VisionModel:
-        """Read the file that `kimi-k2 convert` wrote beside the ranks'.
+        """With what `read` gives by the checkpoint's names, whose shapes are known to be right.
 
         Raises:
-            MissingShardError: it is not there or cannot be read.
-            MissingTensorError, TensorShapeError: it is not this model's.
+            ConfigError: see the class.
         """
         with torch.device("meta"):
             model = cls(config, dtype=dtype)
         model = model.to_empty(device=device)
-        try:
-            with open_tensors(Path(path)) as file:
-                names = set(file.keys())
-                for name, target in model.named_parameters():
-                    if name not in names:
-                        raise MissingTensorError("not in the file", file=path, tensor=name)
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != target.shape:
-                        expected, actual = list(target.shape), list(tensor.shape)
-                        raise TensorShapeError(f"expected {expected}, got {actual}", file=path, tensor=name)
-                    target.copy_(tensor)
-        except (OSError, SafetensorError) as error:
-            raise MissingShardError(f"cannot be read: {error}", file=path) from None
+        for name, target in model.named_parameters():
+            target.copy_(read(name))
         return model.eval()
 
     @property

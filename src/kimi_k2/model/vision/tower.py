@@ -6,9 +6,7 @@ Where a patch is: a learned map of positions resampled to each image's grid, fra
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -92,29 +90,17 @@ def rotation(config: VisionConfig, grids: Sequence[Grid], device: torch.device |
     return angles.cos(), angles.sin()
 
 
-# Angles and segments of a pack, which depend on its grids alone; those of the last packs are kept, 5 MB for 16384
-# patches: chunks of a video and equal images come again.
-Layout: TypeAlias = tuple[tuple[Tensor, Tensor], Segments]
-KEPT_LAYOUTS = 8
+# Of the last packs, 5 MB for 16384 patches: chunks of a video and equal images come again.
+@functools.lru_cache(maxsize=8)
+def layout(
+    config: VisionConfig, grids: tuple[Grid, ...], device: torch.device
+) -> tuple[tuple[Tensor, Tensor], Segments]:
+    """Angles [patches, 1, head_dim / 2] and segments of a pack, which depend on its grids alone."""
+    cos, sin = rotation(config, grids, device)
+    return (cos.unsqueeze(1), sin.unsqueeze(1)), Segments([grid.patches for grid in grids])
 
 
-class Affine(nn.Linear):
-    """y = x W^T + b, no gradient."""
-
-    def __init__(self, columns: int, rows: int, *, dtype: torch.dtype) -> None:
-        super().__init__(columns, rows, dtype=dtype)
-        self.requires_grad_(False)
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm over the last dimension with weight and bias, no gradient."""
-
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
-        super().__init__(size, eps=eps, dtype=dtype)
-        self.requires_grad_(False)
-
-
-class ResidualNorm(LayerNorm):
+class ResidualNorm(nn.LayerNorm):
     """The norm of a residual sum."""
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -131,7 +117,6 @@ class PatchEmbedding(nn.Module):
     def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size, dtype=dtype)
-        self.proj.requires_grad_(False)
         self.pos_emb = PositionEmbedding(config, dtype=dtype)
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -148,8 +133,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.fc0 = Affine(config.hidden_size, config.intermediate_size, dtype=dtype)
-        self.fc1 = Affine(config.intermediate_size, config.hidden_size, dtype=dtype)
+        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, dtype=dtype)
+        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
@@ -165,8 +150,8 @@ class EncoderBlock(nn.Module):
         self.heads, self.softmax_scale = config.num_attention_heads, config.head_dim**-0.5
         width = config.hidden_size
         self.norm0 = ResidualNorm(width, LAYER_NORM_EPS, dtype=dtype)
-        self.wqkv = Affine(width, 3 * width, dtype=dtype)
-        self.wo = Affine(width, width, dtype=dtype)
+        self.wqkv = nn.Linear(width, 3 * width, dtype=dtype)
+        self.wo = nn.Linear(width, width, dtype=dtype)
         self.norm1 = ResidualNorm(width, LAYER_NORM_EPS, dtype=dtype)
         self.mlp = FeedForward(config, dtype=dtype)
 
@@ -213,7 +198,6 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self._layouts: OrderedDict[tuple[object, ...], Layout] = OrderedDict()
         self.patch_embed = PatchEmbedding(config, dtype=dtype)
         self.encoder = Encoder(config, dtype=dtype)
 
@@ -236,7 +220,7 @@ class VisionTower(nn.Module):
         expected = (sum(grid.patches for grid in grids), 3, config.patch_size, config.patch_size)
         if not grids or tuple(pixels.shape) != expected:
             raise MediaError(f"pixels of {len(grids)} grids: expected {list(expected)}, got {list(pixels.shape)}")
-        turn, segments = self._layout(grids, pixels.device)
+        turn, segments = layout(config, tuple(grids), pixels.device)
         x = self.encoder(self.patch_embed(pixels, grids), turn, segments)
         return torch.cat(
             [
@@ -244,17 +228,6 @@ class VisionTower(nn.Module):
                 for rows, grid in zip(x.split(segments.lengths), grids, strict=True)
             ]
         )
-
-    def _layout(self, grids: Sequence[Grid], device: torch.device) -> Layout:
-        key = (device, *grids)
-        if key not in self._layouts:
-            cos, sin = rotation(self.config, grids, device)
-            segments = Segments([grid.patches for grid in grids])
-            self._layouts[key] = (cos.unsqueeze(1), sin.unsqueeze(1)), segments
-        self._layouts.move_to_end(key)
-        while len(self._layouts) > KEPT_LAYOUTS:
-            self._layouts.popitem(last=False)
-        return self._layouts[key]
 
 
 def merge_patches(x: Tensor, grid: Grid, merge: tuple[int, int]) -> Tensor:
