@@ -63,8 +63,6 @@ def test_decode_equals_transformers_far_into_the_context() -> None:
     """YaRN's interpolated pairs only matter at large positions."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-    from kimi_k2.parity.reference import transformers_config  # noqa: F401  (transformers is importable)
-
     config = tiny_config(max_position_embeddings=262144)
     raw = with_format(config, "bf16").to_hf_dict()
     raw = {key: value for key, value in raw.items() if key not in ("model_type", "architectures")}

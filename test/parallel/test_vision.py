@@ -10,10 +10,7 @@ import torch
 from forked import python
 from processes import run_together
 
-from kimi_k2.engine.vision import packed
-from kimi_k2.media.patches import Media
 from kimi_k2.parallel.vision import dealt
-from kimi_k2.vision_config import Grid
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -49,12 +46,6 @@ def test_two_ranks_equal_one_bit_for_bit(k25_int4: Path, tmp_path: Path) -> None
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one_bit_for_bit(k25_int4: Path, tmp_path: Path) -> None:
     compare(k25_int4, tmp_path, "cuda:bfloat16", 2)
-
-
-def test_packs_do_not_depend_on_ranks() -> None:
-    media = [Media(Grid(1, 2, side), torch.empty(0)) for side in (10, 4, 30, 2, 2, 2)]
-    assert [[one.grid.width for one in pack] for pack in packed(media, 28)] == [[10, 4], [30], [2, 2, 2]]
-    assert packed([], 28) == []
 
 
 def test_packs_are_dealt_by_cost() -> None:

@@ -40,8 +40,7 @@ def new_cache(
     rounded = rounded or [longest] * batch
     total = sum(map(pages_of, rounded))
     pages = total if paged or 2 * total < batch * pages_of(max(rounded)) else None
-    device, dtype = model.lm_head.weight.device, dtype or model.kv_cache_dtype or model.dtype
-    cache = LatentCache(model.config, batch, longest, pages, dtype=dtype, device=device)
+    cache = model.new_cache(batch, longest, dtype, pages)
     if slots is not None or paged:
         cache.assign(slots or [length] * batch)
     return cache

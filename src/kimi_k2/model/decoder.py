@@ -198,10 +198,12 @@ class KimiK2ForCausalLM(nn.Module):
                     if isinstance(module, Experts):
                         module.prepare(self.dtype)
 
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
-        """An empty cache on the model's device."""
+    def new_cache(
+        self, batch: int, max_length: int, dtype: torch.dtype | None = None, pages: int | None = None
+    ) -> LatentCache:
+        """An empty cache on the model's device; `pages` as `LatentCache` takes them."""
         device, dtype = self.lm_head.weight.device, dtype or self.kv_cache_dtype or self.dtype
-        return LatentCache(self.config, batch, max_length, dtype=dtype, device=device)
+        return LatentCache(self.config, batch, max_length, pages, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(

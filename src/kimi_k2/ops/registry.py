@@ -131,10 +131,7 @@ class Operation(Generic[P, R]):
         *,
         takes: Callable[..., bool],
         before: str | None = None,
-        joins: Mapping[str, str] | None = None,
-        prepare: Callable[..., Any] | None = None,
-        optional: bool = False,
-        batch_invariant: str = "",
+        **options: Any,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Add the decorated function to the table.
 
@@ -142,10 +139,7 @@ class Operation(Generic[P, R]):
             name: of the entry, unique in its operation.
             takes: whether the function takes such arguments.
             before: the entry that it comes before; None for the last place before the plain function.
-            joins: see `Entry`.
-            prepare: see `Entry`.
-            optional: see `Entry`.
-            batch_invariant: see `Entry`.
+            options: joins, prepare, optional, batch_invariant: see `Entry`.
 
         Raises:
             KernelError: the operation has an entry of this name, or none called `before`.
@@ -157,7 +151,7 @@ class Operation(Generic[P, R]):
         place = self.names.index(before or PLAIN)
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.entries.insert(place, Entry(name, function, takes, prepare, joins or {}, optional, batch_invariant))
+            self.entries.insert(place, Entry(name, function, takes, **options))
             self.allow(_pins)
             return function
 

@@ -69,15 +69,6 @@ def test_twelve_grids_at_the_real_size(real: tuple[Path, Any], grid: Grid) -> No
     compare(*real, [grid], packed=False)
 
 
-def test_an_image_does_not_see_its_neighbours(k25: Path) -> None:
-    """In float64, where a CPU's order of sums is far below what a neighbour would change."""
-    model, grids = VisionModel.from_pretrained(k25).double(), [Grid(1, 6, 8), Grid(2, 4, 4), Grid(1, 2, 14)]
-    pixels = pixels_of(grids).double()
-    images = pixels.split([grid.patches for grid in grids])
-    alone = torch.cat([model(image, [grid]) for image, grid in zip(images, grids, strict=True)])
-    torch.testing.assert_close(model(pixels, grids), alone, rtol=0, atol=1e-12)
-
-
 def test_pixels_must_fit_the_grids(k25: Path) -> None:
     model = VisionModel.from_pretrained(k25)
     pixels = pixels_of([Grid(1, 4, 4)])
