@@ -53,11 +53,10 @@ def test_damage_is_named(toy: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(OrphanScaleError, match=re.escape(f"{EXPERT}.weight_row_scale")):
         CheckpointReader.for_config(tmp_path, config)
-    for bad, says in ((-scale, "negative"), (scale * 0, "are 0"), (scale * torch.nan, "NaN")):
-        save_file({**tensors, f"{EXPERT}.weight_row_scale": bad}, tmp_path / "model.safetensors")
-        with pytest.raises(NonfiniteError, match=says) as caught:
-            KimiK2ForCausalLM.from_pretrained(tmp_path)
-        assert caught.value.tensor == f"{EXPERT}.weight_row_scale"
+    save_file({**tensors, f"{EXPERT}.weight_row_scale": -scale}, tmp_path / "model.safetensors")
+    with pytest.raises(NonfiniteError, match="negative") as caught:
+        KimiK2ForCausalLM.from_pretrained(tmp_path)
+    assert caught.value.tensor == f"{EXPERT}.weight_row_scale"
 
 
 @register

@@ -23,8 +23,8 @@ class RowInt8Format(StoredFormat):
     quant_method: Literal["toy-int8"] = "toy-int8"
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> RowInt8Format | None:
-        return cls.model_validate(raw) if raw.get("quant_method") == cls.method else None
+    def parse(cls, raw: Mapping[str, Any], field: str) -> RowInt8Format:
+        return cls.model_validate(raw)
 
     def to_hf_dict(self) -> dict[str, Any]:
         return self.model_dump()

@@ -13,7 +13,7 @@ from pydantic import SerializeAsAny
 
 from kimi_k2.config_fields import refuse_unknown, same
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.modules import module_list, names_module
+from kimi_k2.quantization.modules import listed, module_list, names_module
 from kimi_k2.quantization.stored import StoredFormat, formats, named_errors, register, unquantized
 
 _READ = ("quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status")
@@ -53,12 +53,6 @@ class Scheme(NamedTuple):
         return all(same(self.weights.get(name, _NOTHING.get(name)), value) for name, value in wanted.items())
 
 
-def is_compressed_tensors(raw: Mapping[str, Any]) -> bool:
-    """Whether the object is compressed-tensors'; older exports name the method only by its format."""
-    method = raw.get("quant_method")
-    return method == "compressed-tensors" or (method is None and raw.get("format") == "pack-quantized")
-
-
 def parse_schemes(raw: Mapping[str, Any], field: str) -> Iterator[Scheme]:
     """Read the object, whose members are all obeyed or refused, one config group at a time.
 
@@ -70,7 +64,7 @@ def parse_schemes(raw: Mapping[str, Any], field: str) -> Iterator[Scheme]:
         raise ConfigError(
             f"expected 'compressed', got {raw['quantization_status']!r:.100}", field=f"{field}.quantization_status"
         )
-    ignore = module_list(raw.get("ignore"), "compressed", f"{field}.ignore")
+    ignore = listed(raw, "compressed", field, "ignore")
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError("expected an object of config groups", field=f"{field}.config_groups")
@@ -190,10 +184,8 @@ class MixedFormat(StoredFormat):
     members: tuple[SerializeAsAny[StoredFormat], ...] = ()
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat | None:
+    def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat:
         """Read compressed-tensors' object; one group of all modules is a format by itself."""
-        if not is_compressed_tensors(raw):
-            return None
         schemes = list(parse_schemes(raw, field))
         members = tuple(_format_of(scheme) for scheme in schemes)
         if [scheme.targets for scheme in schemes] == [("Linear",)]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.draw import filled, scale_factors
-from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.modules import listed
 from kimi_k2.quantization.rows import CHUNK_VALUES, is_finite, work_rows
 from kimi_k2.quantization.stored import BlockSide, Shape, Stored, StoredFormat, register
 
@@ -43,8 +43,8 @@ def e4m3_to_float32(weight: Tensor) -> Tensor:
     """float32 values of an e4m3fn tensor of any shape; exact, NaN included."""
     if weight.device.type != "cpu":
         return weight.to(torch.float32)
-    values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    _scaled_values(weight, torch.empty(weight.shape, dtype=torch.int16, device=weight.device), values).mul_(_SCALED)
+    values = _halves(weight, torch.empty(weight.shape, dtype=torch.int16, device="cpu")).to(torch.float32)
+    values.mul_(_SCALED)
     if not is_finite(weight):
         values.masked_fill_(weight.view(torch.uint8).bitwise_and(_NAN) == _NAN, torch.nan)
     return values
@@ -61,17 +61,12 @@ def scaled_e4m3_rows(weight: Tensor, scale: Tensor, use: int) -> Tensor:
     return torch.mul(halves, scale * _SCALED, out=work_rows(use + 1, len(weight), weight, torch.float32))
 
 
-def _scaled_values(weight: Tensor, wide: Tensor, values: Tensor) -> Tensor:
-    """Fill `values` with the float32 values over 256, exact, with 480 for NaN; `wide` is int16 scratch.
+def _halves(weight: Tensor, wide: Tensor) -> Tensor:
+    """float16 values over 256, exact, with 480 for NaN, in the memory of `wide`, int16 of the weight's shape.
 
     torch converts code by code, which takes ten times as long on a CPU. Exponent and mantissa of an e4m3 code, moved to
     the top of a float16's, read as the value times 2^-8, subnormals too, since both formats end the same way.
     """
-    return values.copy_(_halves(weight, wide))
-
-
-def _halves(weight: Tensor, wide: Tensor) -> Tensor:
-    """`_scaled_values` in float16, in the memory of `wide`."""
     wide.copy_(weight.view(torch.int8))
     # Bit 14 is a copy of the sign, from the extension to 16 bits.
     wide.bitwise_left_shift_(7).bitwise_and_(~0x4000)
@@ -202,22 +197,16 @@ class Fp8BlockFormat(StoredFormat):
     weight_block_size: tuple[BlockSide, BlockSide] = (128, 128)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> Fp8BlockFormat | None:
+    def parse(cls, raw: Mapping[str, Any], field: str) -> Fp8BlockFormat:
         """Read Hugging Face's `fp8` method; vLLM calls `modules_to_not_convert` `ignored_layers` too."""
-        if raw.get("quant_method") != "fp8":
-            return None
         own = ("quant_method", "fmt", "activation_scheme", "weight_block_size")
         refuse_unknown(raw, (*own, *_LISTS, "kv_cache_scheme"), field, only=_ONLY, harmless=("dequantize",))
         block = raw.get("weight_block_size")
         if not isinstance(block, (list, tuple)):
             raise ConfigError("expected a list of two block sizes", field=f"{field}.weight_block_size")
-        lists = {name: module_list(raw[name], cls.rule, f"{field}.{name}") for name in _LISTS if name in raw}
-        if len(set(lists.values())) > 1:
-            raise ConfigError(f"differs from {_LISTS[0]}", field=f"{field}.{_LISTS[1]}")
         fields = {name: raw[name] for name in own if name in raw}
-        return cls.model_validate(
-            {**fields, "weight_block_size": tuple(block), "ignore": next(iter(lists.values()), ())}
-        )
+        ignore = listed(raw, cls.rule, field, *_LISTS)
+        return cls.model_validate({**fields, "weight_block_size": tuple(block), "ignore": ignore})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as Hugging Face writes it."""

@@ -45,6 +45,12 @@ def unpack_int4(weight_packed: Tensor, columns: int) -> Tensor:
     return unpack_nibbles(weight_packed)[..., :columns].view(torch.int8) - OFFSET
 
 
+def times_scales(values: Tensor, scale: Tensor) -> Tensor:
+    """Values [..., K] times the scale [..., G] of their group, in the values' memory."""
+    product: Tensor = values.unflatten(-1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1)).flatten(-2)
+    return product
+
+
 def dequantize_int4_group(
     weight_packed: Tensor, weight_scale: Tensor, group_size: int = 32, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -60,9 +66,7 @@ def dequantize_int4_group(
         [..., N, K] in `dtype`.
     """
     values = unpack_int4(weight_packed, weight_scale.shape[-1] * group_size).to(torch.float32)
-    grouped = values.unflatten(-1, (-1, group_size)).mul_(weight_scale.to(torch.float32).unsqueeze(-1))
-    out: Tensor = grouped.flatten(-2).to(dtype)
-    return out
+    return times_scales(values, weight_scale.to(torch.float32)).to(dtype)
 
 
 def quantize_int4_group(weight: Tensor, group_size: int = 32) -> tuple[Tensor, Tensor, Tensor]:

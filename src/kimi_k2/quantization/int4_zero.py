@@ -22,11 +22,12 @@ from kimi_k2.quantization.int4_group import (
     PackedFormat,
     pack_int4,
     pack_nibbles,
+    times_scales,
     unpack_int4,
     unpack_nibbles,
     whole_words,
 )
-from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.modules import listed, module_list
 from kimi_k2.quantization.stored import BlockSide, RecastFormat, Shape, Stored, TensorSpec, register
 
 _RANGE = 15
@@ -86,9 +87,8 @@ class Int4ZeroFormat(PackedFormat):
         tensors = self.hold(stored)
         packed, scale, zero = (tensors[suffix] for suffix in self.suffixes[:3])
         values = unpack_int4(packed, scale.shape[-1] * self.group_size).to(torch.float32)
-        grouped = values.unflatten(-1, (-1, self.group_size)).sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
-        weight: Tensor = grouped.flatten(-2).to(dtype)
-        return weight
+        values.unflatten(-1, (-1, self.group_size)).sub_(zero.unsqueeze(-1))
+        return times_scales(values, scale).to(dtype)
 
     def quantize(self, weight: Tensor) -> Stored:
         """The smallest and largest value of a group, and zero, become the ends of -8 to 7."""
@@ -171,16 +171,13 @@ class AwqFormat(_Transposed):
     rule = "substring"
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> AwqFormat | None:
+    def parse(cls, raw: Mapping[str, Any], field: str) -> AwqFormat:
         """Read AutoAWQ's object."""
-        if raw.get("quant_method") != "awq":
-            return None
         only = {"version": ("gemm", "GEMM", None), "zero_point": (True,), "do_fuse": (False, None)}
         read = ("quant_method", "bits", "group_size", "modules_to_not_convert", "kv_cache_scheme")
         refuse_unknown(raw, read, field, only=only, harmless=("backend", "fuse_max_seq_len", "exllama_config"))
-        ignore = module_list(raw.get("modules_to_not_convert"), cls.rule, f"{field}.modules_to_not_convert")
-        options = _sizes(raw, field)
-        return cls.model_validate({"ignore": ignore, **options})
+        ignore = listed(raw, cls.rule, field, "modules_to_not_convert")
+        return cls.model_validate({"ignore": ignore, **_sizes(raw, field)})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as AutoAWQ writes it."""
@@ -230,10 +227,8 @@ class GptqFormat(_Transposed):
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> GptqFormat | None:
+    def parse(cls, raw: Mapping[str, Any], field: str) -> GptqFormat:
         """Read AutoGPTQ's or GPTQModel's object, of which `dynamic` may leave modules out."""
-        if raw.get("quant_method") != "gptq":
-            return None
         only = {
             "desc_act": (False, True),  # a checkpoint's g_idx has the columns' order, and is refused unless it is ours
             "pack_dtype": ("int32", None),

@@ -7,17 +7,15 @@ dimensions). Activations stay as they are: their static scales are left out.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
-
-import torch
 
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
-from kimi_k2.quantization.fp8_block import Fp8BlockFormat, block_grid, quantize_fp8_block
-from kimi_k2.quantization.fp8_float import Fp8RowFormat
-from kimi_k2.quantization.modules import module_list
-from kimi_k2.quantization.stored import RecastFormat, Shape, Stored, StoredFormat, formats, register
+from kimi_k2.quantization.fp8_block import Fp8BlockFormat, block_grid
+from kimi_k2.quantization.fp8_float import Fp8Format, Fp8RowFormat, Scaling
+from kimi_k2.quantization.modules import listed
+from kimi_k2.quantization.stored import RecastFormat, StoredFormat, formats, register
 
 _READ = ("quant_method", "quant_algo", "ignore", "exclude_modules", "kv_cache_scheme", "config_groups")
 
@@ -39,8 +37,6 @@ class ModeloptFormat(StoredFormat, ABC):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> Self | None:
         """Read modelopt's object, from config.json or hf_quant_config.json."""
-        if raw.get("quant_method") != "modelopt":
-            return None
         algorithm = str(raw.get("quant_algo")).upper()
         known = {
             name: format_
@@ -61,12 +57,8 @@ class ModeloptFormat(StoredFormat, ABC):
         }
         refuse_unknown(raw, _READ, field, only=only, harmless=("producer", "version"))
         cls._check_groups(raw.get("config_groups"), groups, f"{field}.config_groups")
-        lists = [
-            module_list(raw[name], cls.rule, f"{field}.{name}") for name in ("ignore", "exclude_modules") if name in raw
-        ]
-        if len(set(lists)) > 1:
-            raise ConfigError("differs from ignore", field=f"{field}.exclude_modules")
-        return cls.model_validate({"ignore": lists[0] if lists else (), "quant_algo": algorithm})
+        ignore = listed(raw, cls.rule, field, "ignore", "exclude_modules")
+        return cls.model_validate({"ignore": ignore, "quant_algo": algorithm})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as modelopt writes it."""
@@ -94,12 +86,10 @@ class ModeloptFormat(StoredFormat, ABC):
 
 
 @register
-class ModeloptFp8Format(RecastFormat, ModeloptFormat):
+class ModeloptFp8Format(RecastFormat, Fp8Format, ModeloptFormat):
     """`weight` e4m3 [rows, columns] and `weight_scale` float32; held with a scale a row, or as DeepSeek's blocks."""
 
     name = "modelopt-fp8"
-    suffixes = ("weight", "weight_scale")
-    scales = ("weight_scale",)
     algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
     bits = 8
 
@@ -110,26 +100,11 @@ class ModeloptFp8Format(RecastFormat, ModeloptFormat):
         """DeepSeek's form of blocks, or compressed-tensors' of channels."""
         return Fp8BlockFormat() if self.quant_algo == "FP8_PB_WO" else Fp8RowFormat()
 
-    def shapes(self, rows: int, columns: int) -> Iterable[Shape]:
-        """Values, and scales [], [rows] or [blocks of rows, 1, blocks of columns, 1]."""
+    def scaled(self, rows: int, columns: int) -> Scaling:
+        """All, with scales []; each row, [rows]; or each block, [blocks of rows, 1, blocks of columns, 1]."""
+        if self.quant_algo == "FP8":
+            return (rows, columns), ()
+        if self.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN":
+            return (1, columns), (rows,)
         down, across = block_grid((rows, columns), (128, 128))
-        scales = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,), "FP8_PB_WO": (down, 1, across, 1)}
-        return (torch.float8_e4m3fn, (rows, columns)), (torch.float32, scales[self.quant_algo])
-
-    def hold(self, stored: Stored) -> Stored:
-        """In the other form; what has it is given back."""
-        values, scale = stored["weight"], stored.get("weight_scale")
-        if scale is None or scale.dim() == 2:
-            return stored
-        scale = scale.to(torch.float32)
-        if scale.dim() == 4:
-            return {"weight": values, "weight_scale_inv": scale[:, 0, :, 0].contiguous()}
-        return {"weight": values, "weight_scale": scale.reshape(-1, 1).expand(len(values), 1).contiguous()}
-
-    def quantize(self, weight: torch.Tensor) -> Stored:
-        """With scale = amax / 448, 1 for zeros."""
-        rows, columns = weight.shape
-        _, (_, scales) = self.shapes(rows, columns)
-        block = {0: (rows, columns), 1: (1, columns), 4: (128, 128)}[len(scales)]
-        values, scale = quantize_fp8_block(weight, block)
-        return {"weight": values, "weight_scale": scale.reshape(scales)}
+        return (128, 128), (down, 1, across, 1)

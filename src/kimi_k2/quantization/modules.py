@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import regex
@@ -63,6 +63,18 @@ def module_list(raw: Any, rule: Rule, field: str) -> tuple[str, ...]:
         except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(f"{pattern!r:.100} is no regular expression: {error}", field=field) from None
     return entries
+
+
+def listed(raw: Mapping[str, Any], rule: Rule, field: str, *names: str) -> tuple[str, ...]:
+    """The list of modules that an object has under one of these names; under several it is the same.
+
+    Raises:
+        ConfigError: it is not, or `module_list` refuses it.
+    """
+    lists = [module_list(raw[name], rule, f"{field}.{name}") for name in names if name in raw]
+    if len(set(lists)) > 1:
+        raise ConfigError(f"differs from {names[0]}", field=f"{field}.{names[1]}")
+    return lists[0] if lists else ()
 
 
 def _pattern(entry: str, rule: Rule) -> str | None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from kimi_k2.config_fields import refuse_unknown
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import CompressedFormat
-from kimi_k2.quantization.int4_group import pack_nibbles, unpack_nibbles
-from kimi_k2.quantization.modules import module_list
+from kimi_k2.quantization.int4_group import pack_nibbles, times_scales, unpack_nibbles
+from kimi_k2.quantization.modules import listed
 from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, register
 
 E2M1_MAX = 6.0
@@ -58,10 +58,7 @@ class _Mxfp4(StoredFormat):
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """Exact in float32, then rounded once."""
         packed, exponents = (stored[suffix] for suffix in self.suffixes)
-        scale = torch.exp2(exponents.to(torch.float32) - _BIAS)
-        values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP)).mul_(scale.unsqueeze(-1))
-        weight: Tensor = values.flatten(-2).to(dtype)
-        return weight
+        return times_scales(unpack_e2m1(packed), torch.exp2(exponents.to(torch.float32) - _BIAS)).to(dtype)
 
     def quantize(self, weight: Tensor) -> Stored:
         """With the exponent of a group's largest value, less that of 4, the largest of four bits."""
@@ -129,10 +126,8 @@ class QuarkMxfp4Format(_Mxfp4):
     rule = "quark"
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], field: str) -> QuarkMxfp4Format | None:
+    def parse(cls, raw: Mapping[str, Any], field: str) -> QuarkMxfp4Format:
         """Read quark's object."""
-        if raw.get("quant_method") != "quark":
-            return None
         read = ("quant_method", "global_quant_config", "exclude")
         refuse_unknown(raw, read, field, only=_NO_OTHERS, harmless=("export", "version", "quark_version"))
         where = f"{field}.global_quant_config"
@@ -145,7 +140,7 @@ class QuarkMxfp4Format(_Mxfp4):
         if missing is not None:
             raise ConfigError("missing", field=f"{where}.weight.{missing}")
         refuse_unknown(arguments["weight"], (), f"{where}.weight", only=_WEIGHT, harmless=_FOUND)
-        return cls(ignore=module_list(raw.get("exclude"), cls.rule, f"{field}.exclude"))
+        return cls(ignore=listed(raw, cls.rule, field, "exclude"))
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as quark writes it."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.quantization.compressed_tensors import CompressedFormat
+from kimi_k2.quantization.int4_group import times_scales
 from kimi_k2.quantization.modelopt import ModeloptFormat
 from kimi_k2.quantization.mxfp4 import E2M1_MAX, pack_e2m1, unpack_e2m1
 from kimi_k2.quantization.stored import Shape, Stored, StoredFormat, TensorSpec, register
@@ -49,18 +50,16 @@ class _Nvfp4(StoredFormat):
     def hold(self, stored: Stored) -> Stored:
         """With the scale of all once a row."""
         packed, _, whole = self.suffixes
-        if stored[whole].dim() == 2:
+        if stored[whole].dim() > 1:
             return stored
         return {**stored, whole: stored[whole].reshape(1, 1).expand(len(stored[packed]), 1).contiguous()}
 
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The scales' product, then that with the values, in float32; rounded once."""
-        packed, scale, whole = (stored[suffix] for suffix in self.suffixes)
-        whole = whole.to(torch.float32) if whole.dim() > 1 else whole.to(torch.float32).reshape(1, 1)
-        scales = self._scales(scale.to(torch.float32), whole)
-        values = unpack_e2m1(packed).unflatten(-1, (-1, GROUP)).mul_(scales.unsqueeze(-1))
-        weight: Tensor = values.flatten(-2).to(dtype)
-        return weight
+        held = self.hold(stored)
+        packed, scale, whole = (held[suffix] for suffix in self.suffixes)
+        scales = self._scales(scale.to(torch.float32), whole.to(torch.float32))
+        return times_scales(unpack_e2m1(packed), scales).to(dtype)
 
     def quantize(self, weight: Tensor) -> Stored:
         """The scale of all lets the largest group's scale be 448; of each group, its largest value be 6."""

@@ -95,7 +95,7 @@ class StoredFormat(BaseModel, ABC):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], field: str) -> StoredFormat | None:
-        """Read a `quantization_config`; None if it is another format's.
+        """Read a `quantization_config` of this `method`; None if it is another format's.
 
         Raises:
             ConfigError, ValidationError: a member is missing, mistyped or unsupported; `field` is the object's name.
@@ -333,9 +333,12 @@ def parse_quantization(raw: Any, *, field: str = "quantization_config") -> Store
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected an object, got {type(raw).__name__}", field=field)
+    method = raw.get("quant_method")
+    if method is None and raw.get("format") == "pack-quantized":  # as older exports say it
+        method = "compressed-tensors"
     with named_errors(field):
         for candidate in _known():
-            if (stored_format := candidate.parse(raw, field)) is not None:
+            if candidate.method == method and (stored_format := candidate.parse(raw, field)) is not None:
                 return stored_format
     known = " or ".join(sorted({repr(format_.method) for format_ in formats().values() if format_.method}))
     raise ConfigError(f"expected {known}, got {raw.get('quant_method')!r:.100}", field=f"{field}.quant_method")
