@@ -260,7 +260,7 @@ def test_what_comments_asked_for_is_checked(model: KimiK2ForCausalLM, seeing: Ki
     finished = MessageStream()
     finished.finish("stop")
     reasoned = ReasoningStream()
-    reasoned.flush()
+    reasoned.feed("", last=True)
     used = Timing([0.1])
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: seeing.generate("a", stop="END"), GenerationError, "stop: expected a list of strings of at least one"),

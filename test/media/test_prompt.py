@@ -99,7 +99,7 @@ def test_members_and_paths_without_a_tower(checkpoints: dict[str, Path], picture
         MediaProcessor.from_pretrained(checkpoints["thinking"])
     tokenizer = KimiTokenizer.from_pretrained(checkpoints["k2.5"])
     with pytest.raises(TokenizerError, match="media processor"):
-        tokenizer.encode_chat(ask({"type": "video", "video": "a.mp4"}))
+        tokenizer.encode_segments(tokenizer.render_segments(ask({"type": "video", "video": "a.mp4"})))
 
 
 # What transformers 5.23 and the published file say, and each field at a value that asks for something else.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kimi_k2.tokenization.chat import built_in_template
-from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect, openai_delta
+from kimi_k2.tokenization.deltas import AssistantMessage, Content, Delta, collect
 from kimi_k2.tokenization.lexer import SPELLINGS
 from kimi_k2.tokenization.message import MessageStream, parse_message
 from kimi_k2.tokenization.reasoning import ReasoningStream
@@ -41,31 +41,16 @@ def without_markers(text: str) -> str:
 
 
 def streamed(pieces: Sequence[str], **options: Any) -> tuple[AssistantMessage, list[Delta]]:
-    """The message of a text in pieces, which a client of OpenAI's API puts together too; and its deltas."""
+    """The message of a text in pieces, and its deltas."""
     stream = MessageStream(**options)
-    steps = [*map(stream.feed, pieces), stream.finish()]
-    deltas = [delta for step in steps for delta in step]
-    message = collect(deltas, str(stream.finish_reason))
-    fields = [openai_delta(step) for step in steps]
-    calls: list[dict[str, Any]] = []
-    for change in (change for each in fields for change in each.get("tool_calls", [])):
-        if "id" in change:
-            assert change["index"] == len(calls)
-            calls.append({name: value for name, value in change.items() if name != "index"})
-        else:
-            calls[change["index"]]["function"]["arguments"] += change["function"]["arguments"]
-    said = {name: "".join(each.get(name, "") for each in fields) for name in ("reasoning_content", "content")}
-    expected: dict[str, Any] = {"role": "assistant", **said, "tool_calls": calls}
-    if calls:
-        expected["content"] = said["content"] or None
-    assert message.to_openai() == {name: value for name, value in expected.items() if value or name == "content"}
-    return message, deltas
+    deltas = [delta for step in (*map(stream.feed, pieces), stream.finish()) for delta in step]
+    return collect(deltas, str(stream.finish_reason)), deltas
 
 
 def in_two(pieces: Sequence[str], prefilled: bool = False, **options: Any) -> AssistantMessage:
     """The same by two parsers, as engines have them: one takes the reasoning, the other what it leaves."""
     first, second = ReasoningStream(prefilled=prefilled), MessageStream(after_reasoning=True, **options)
-    splits = [*map(first.feed, pieces), first.flush()]
+    splits = [*map(first.feed, pieces), first.feed("", last=True)]
     assert all(split.closed for split in splits[:-1] if split.content)
     message = collect([delta for split in splits for delta in second.feed(split.content)] + second.finish())
     message.reasoning_content += "".join(split.reasoning for split in splits)

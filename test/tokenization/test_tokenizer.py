@@ -96,13 +96,16 @@ def test_han_runs_stand_alone() -> None:
 
 def test_user_text_cannot_forge_special_tokens(tokenizer: KimiTokenizer) -> None:
     special = set(tokenizer.special_tokens.values())
+
+    def chat(content: str) -> list[int]:
+        segments = tokenizer.render_segments([{"role": "user", "content": content}])
+        return [token for token in tokenizer.encode_segments(segments) if token in special]
+
     for name in NAMED.values():
         forged = f"a{name}b"
         assert not special & set(tokenizer.encode(forged))
         assert tokenizer.special_tokens[name] in tokenizer.encode(forged, allow_special=True)
-        chat = tokenizer.encode_chat([{"role": "user", "content": forged}], add_generation_prompt=False)
-        honest = tokenizer.encode_chat([{"role": "user", "content": "ab"}], add_generation_prompt=False)
-        assert [t for t in chat if t in special] == [t for t in honest if t in special]
+        assert chat(forged) == chat("ab")
 
 
 @given(st.lists(st.integers(0, 2047), max_size=40))

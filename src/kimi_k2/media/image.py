@@ -78,14 +78,7 @@ def open_image(source: Path | bytes, *, name: str | None = None) -> Image.Image:
         try:
             Image.init()  # all of its formats; open() alone knows the commonest until it fails
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except UnidentifiedImageError:
-            raise MediaError(f"no image of a kind that is read ({', '.join(FORMATS)})", file=name) from None
-        except Image.DecompressionBombError:
-            raise MediaError(f"expected at most {IMAGE_PIXELS} pixels, got far more", file=name) from None
-        except _DAMAGED as error:
-            raise MediaError(f"damaged: {error}", file=name) from None
-        _check_size(image, name)
-        try:
+            _check_size(image, name)
             # A camera's MPO is a JPEG with another view behind it.
             if image.format != "MPO" and getattr(image, "is_animated", False):
                 raise MediaError("has several frames or pages; give an animation as a video", file=name)
@@ -93,6 +86,8 @@ def open_image(source: Path | bytes, *, name: str | None = None) -> Image.Image:
             upright: Image.Image = ImageOps.exif_transpose(image)
         except MediaError:
             raise
+        except UnidentifiedImageError:
+            raise MediaError(f"no image of a kind that is read ({', '.join(FORMATS)})", file=name) from None
         except Image.DecompressionBombError:
             raise MediaError(f"expected at most {IMAGE_PIXELS} pixels, got far more", file=name) from None
         except _DAMAGED as error:

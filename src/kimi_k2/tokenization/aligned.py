@@ -36,6 +36,9 @@ class AlignedLexer:
 
     Where no ids come at all, every spelling counts as its marker, as in `TextLexer`. Time is linear in text and ids.
 
+    Attributes:
+        has_ids: whether any ids have come.
+
     Args:
         marker_ids: the marker tokens of the vocabulary.
         decode: text of ordinary token ids.
@@ -44,19 +47,14 @@ class AlignedLexer:
     def __init__(self, marker_ids: Mapping[int, Marker], decode: Callable[[list[int]], str]) -> None:
         self._marker_ids, self._decode = marker_ids, decode
         self._runs: deque[_Run] = deque([_Run()])
-        self._has_ids = False
+        self.has_ids = False
         self._cutter = TextLexer()
         self._pending: deque[tuple[str, bool]] = deque()
-
-    @property
-    def has_ids(self) -> bool:
-        """Whether any ids have come."""
-        return self._has_ids
 
     def feed(self, text: str, ids: Sequence[int]) -> None:
         """Take what comes next; `lexemes` gives what is complete of it."""
         for token in ids:
-            self._has_ids = True
+            self.has_ids = True
             marker = self._marker_ids.get(token)
             if marker is None:
                 self._runs[-1].ids.append(token)
@@ -94,7 +92,7 @@ class AlignedLexer:
 
     def _marker(self, spelling: str) -> Marker | None:
         """The marker that the next spelling in the text stands for, which is then done with; None if it is text."""
-        if not self._has_ids:
+        if not self.has_ids:
             return SPELLINGS[spelling]
         marker = _NAMES.get(spelling)
         if marker is None:

@@ -122,23 +122,6 @@ def collect(deltas: Iterable[Delta], finish_reason: str = "stop") -> AssistantMe
     return AssistantMessage("".join(reasoning), "".join(content), list(calls.values()), finish_reason)
 
 
-def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """The `delta` object that OpenAI's API streams for some deltas: only fields with something in them."""
-    fields: dict[str, Any] = {}
-    changes: list[dict[str, Any]] = []
-    for delta in deltas:
-        if isinstance(delta, Reasoning):
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + delta.text
-        elif isinstance(delta, Content):
-            fields["content"] = fields.get("content", "") + delta.text
-        elif isinstance(delta, ToolCallStart):
-            function = {"name": delta.name, "arguments": ""}
-            changes.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
-        elif isinstance(delta, ToolCallArguments):
-            changes.append({"index": delta.index, "function": {"arguments": delta.text}})
-    return {**fields, "tool_calls": changes} if changes else fields
-
-
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbouring text of one kind joined, empty text left out."""
     result: list[Delta] = []

@@ -23,7 +23,7 @@ class MarkerEraser:
     """
 
     def __init__(self) -> None:
-        self._open: list[bytearray] = []  # blocks, none empty
+        self._open = bytearray()
 
     def push(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """The deltas, content without markers."""
@@ -39,28 +39,24 @@ class MarkerEraser:
 
     def _held(self) -> Iterator[str]:
         """What is held back, from its beginning, no longer held."""
-        while self._open:
-            yield "".join(_BEGINNINGS[number] for number in self._open.pop(0))
+        held, self._open = self._open, bytearray()
+        for first in range(0, len(held), _BLOCK):
+            yield "".join(_BEGINNINGS[number] for number in held[first : first + _BLOCK])
 
     def _passed(self, piece: str) -> str:
         """What is no part of a marker, of a piece that has `<` as its first character or not at all."""
         first = 0
         if piece.startswith("<"):
-            if not self._open or len(self._open[-1]) == _BLOCK:
-                self._open.append(bytearray())
-            self._open[-1].append(_NUMBERS["<"])
+            self._open.append(_NUMBERS["<"])
             first = 1
         for index in range(first, len(piece)):
             if not self._open:
                 return piece[index:]
-            last = self._open[-1]
-            begun = _BEGINNINGS[last[-1]] + piece[index]
+            begun = _BEGINNINGS[self._open[-1]] + piece[index]
             if begun in SPELLINGS:
-                last.pop()
-                if not last:
-                    self._open.pop()
+                self._open.pop()
             elif begun in _NUMBERS:
-                last[-1] = _NUMBERS[begun]
+                self._open[-1] = _NUMBERS[begun]
             else:
                 return "".join(self._held()) + piece[index:]
         return ""

@@ -13,8 +13,8 @@
     stream.finish_reason  # stop, tool_calls or length
 
 Without ids every spelling of a marker counts as one. The deltas put together are the same however the stream is cut,
-and the same as `parse_message` of the whole text. Time and memory are linear in the stream. `openai_delta(deltas)` is
-the object that OpenAI's API streams, `collect(deltas)` the whole message.
+and the same as `parse_message` of the whole text. Time and memory are linear in the stream. `collect(deltas)` is the
+whole message.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class MessageStream:
     """Incremental parser: feed text or tokens as they come, then `finish`; TokenizerError for anything after it.
 
+    Attributes:
+        finish_reason: OpenAI's reason for the end of the message; None before `finish`.
+
     Args:
         tools: OpenAI-style definitions of the request's tools: no call is for another; None where nobody knows them.
         prefilled: the prompt ended with <think>; see `opens_reasoning`.
@@ -62,12 +65,7 @@ class MessageStream:
         self._reasoning = ReasoningMachine(prefilled=prefilled, over=after_reasoning)
         self._calls = ToolCallMachine(tools)
         self._eraser = MarkerEraser()
-        self._finish_reason: FinishReason | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """OpenAI's reason for the end of the message; None before `finish`."""
-        return self._finish_reason
+        self.finish_reason: FinishReason | None = None
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Delta]:
         """What this text adds, and the ids of it; without any a marker spelled out in it counts as the marker.
@@ -96,11 +94,11 @@ class MessageStream:
         last = [*self._push(self._lexer.flush()), *self._through(self._reasoning.finish())]
         cut = reason == "length" or (reason is None and (self._calls.in_call or not self._reasoning.closed))
         last += self._calls.finish()
-        self._finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
+        self.finish_reason = "length" if cut else "tool_calls" if self._calls.started else "stop"
         return merged(last if self._lexer.has_ids else [*self._eraser.push(last), *self._eraser.finish()])
 
     def _unfinished(self) -> None:
-        if self._finish_reason is not None:
+        if self.finish_reason is not None:
             raise TokenizerError("the message is finished: another one needs a stream of its own")
 
     def _push(self, lexemes: Iterable[Lexeme]) -> Iterator[Delta]:

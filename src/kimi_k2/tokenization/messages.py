@@ -5,6 +5,7 @@ And parts that clients of other APIs send, as the chat templates know them: Anth
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from reprlib import repr as shown
@@ -26,7 +27,7 @@ def translated(message: Any, index: int) -> Iterator[Any]:
         TokenizerError: a part is malformed, or holds reasoning that only its maker can read.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, (list, tuple)) or not any(_is_foreign(part) for part in content):
+    if not isinstance(content, (list, tuple)):
         yield message
         return
     rest: list[Any] = []
@@ -34,13 +35,11 @@ def translated(message: Any, index: int) -> Iterator[Any]:
     calls: list[Any] = list(message.get("tool_calls") or ())
     has_results = False
     for number, part in enumerate(content):
-        kind = part.get("type") if _is_foreign(part) else None
+        kind = part.get("type") if isinstance(part, Mapping) else None
         where = f"message {index}: field 'content[{number}]'"
-        if kind is None:
-            rest.append(part)
-        elif kind == "redacted_thinking":
+        if kind == "redacted_thinking":
             raise TokenizerError(f"{where}: expected reasoning in plain text, got redacted_thinking")
-        elif kind in ("thinking", "reasoning"):
+        if kind in ("thinking", "reasoning"):
             reasoning.append(_text(part, (kind, "text"), where))
         elif kind == "tool_use":
             function = {"name": part.get("name"), "arguments": part.get("input")}
@@ -49,10 +48,15 @@ def translated(message: Any, index: int) -> Iterator[Any]:
             has_results = True
             result = {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content") or ""}
             yield from translated(result, index)
-        elif kind in _TEXTS:
+        elif isinstance(kind, str) and kind in _TEXTS:
             rest.append({"type": "text", "text": _text(part, (_TEXTS[kind],), where)})
-        else:
+        elif kind == "input_image" or (kind == "image" and isinstance(part.get("source"), Mapping)):
             rest.append({"type": "image_url", "image_url": {"url": _address(part, where)}})
+        else:
+            rest.append(part)
+    if all(map(operator.is_, rest, content)) and len(rest) == len(content):
+        yield message
+        return
     if has_results and not rest:
         return
     rewritten = {**message, "content": rest or ""}
@@ -61,17 +65,6 @@ def translated(message: Any, index: int) -> Iterator[Any]:
     if calls:
         rewritten["tool_calls"] = calls
     yield rewritten
-
-
-def _is_foreign(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    kind = part.get("type")
-    return (
-        kind in ("thinking", "reasoning", "redacted_thinking", "tool_use", "tool_result", "input_image")
-        or (isinstance(kind, str) and kind in _TEXTS)
-        or (kind == "image" and isinstance(part.get("source"), Mapping))
-    )
 
 
 def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:

@@ -8,7 +8,7 @@ came first) is still reasoning; `closed` tells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -92,15 +92,15 @@ class ReasonedText:
         closed: whether the reasoning, if any, has ended.
     """
 
-    reasoning: str = ""
-    content: str = ""
-    closed: bool = True
+    reasoning: str
+    content: str
+    closed: bool
 
 
 class ReasoningStream:
-    """Incremental parser: `feed` text as it comes, then `flush`; for engines that parse tool calls by themselves.
+    """Incremental parser: `feed` text as it comes; for engines that parse tool calls by themselves.
 
-    TokenizerError for text after `flush`.
+    TokenizerError for text after the last.
 
     Args:
         prefilled: the prompt already ended with <think> (K2.5 and K2.6 with thinking on). Pass True as well to take a
@@ -116,31 +116,17 @@ class ReasoningStream:
         """Whether reasoning, if any, has ended."""
         return self._machine.closed
 
-    def feed(self, text: str) -> ReasonedText:
-        """What this text adds to reasoning and content."""
+    def feed(self, text: str, *, last: bool = False) -> ReasonedText:
+        """What this text adds to reasoning and content; with `last` what was held back, too."""
         if self._over and text:
             raise TokenizerError("the message is finished: another one needs a stream of its own")
-        return self._split(piece for lexeme in self._lexer.feed(text) for piece in self._machine.push(lexeme))
-
-    def flush(self) -> ReasonedText:
-        """What was held back, at the end of the text."""
-        self._over = True
-        last = [piece for lexeme in self._lexer.flush() for piece in self._machine.push(lexeme)]
-        return self._split([*last, *self._machine.finish()])
-
-    def _split(self, pieces: Iterable[Reasoning | Lexeme]) -> ReasonedText:
-        reasoning: list[str] = []
-        content: list[str] = []
-        for piece in pieces:
-            if isinstance(piece, Reasoning):
-                reasoning.append(piece.text)
-            else:
-                content.append(piece if isinstance(piece, str) else piece.value)
-        return ReasonedText("".join(reasoning), "".join(content), self.closed)
-
-
-def parse_reasoning(text: str, *, prefilled: bool = False) -> ReasonedText:
-    """Split a whole assistant message; see ReasoningStream."""
-    stream = ReasoningStream(prefilled=prefilled)
-    first, last = stream.feed(text), stream.flush()
-    return ReasonedText(first.reasoning + last.reasoning, first.content + last.content, last.closed)
+        self._over = self._over or last
+        lexemes = [*self._lexer.feed(text), *(self._lexer.flush() if last else ())]
+        pieces = [piece for lexeme in lexemes for piece in self._machine.push(lexeme)]
+        if last:
+            pieces += self._machine.finish()
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        content = "".join(
+            piece if isinstance(piece, str) else piece.value for piece in pieces if not isinstance(piece, Reasoning)
+        )
+        return ReasonedText(reasoning, content, self.closed)

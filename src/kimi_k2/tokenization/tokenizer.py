@@ -123,10 +123,6 @@ class KimiTokenizer:
             raise TokenizerError("a video needs the media processor, which puts its frames' tokens into the prompt")
         return [token for segment in segments for token in self.encode(segment.text, allow_special=segment.markup)]
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation; options as for `ChatTemplate.render_segments` (tools, thinking ...)."""
-        return self.encode_segments(self.render_segments(messages, **options))
-
     def render_segments(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[Segment]:
         """A conversation in the checkpoint's own template, else in the built-in one of its style.
 

@@ -34,6 +34,9 @@ class _State(Enum):
 class ToolCallMachine:
     """The grammar over lexemes: `push` each, then `finish` once.
 
+    Attributes:
+        started: how many calls have been started.
+
     Args:
         tools: definitions of the request's tools, see `ToolResolver`.
     """
@@ -44,12 +47,7 @@ class ToolCallMachine:
         self._header: list[str] = []
         self._held: list[Lexeme] = []
         self._gap: list[str] | None = []  # white space between calls, dropped unless text follows; None after text
-        self._started = 0
-
-    @property
-    def started(self) -> int:
-        """How many calls have been started."""
-        return self._started
+        self.started = 0
 
     @property
     def in_call(self) -> bool:
@@ -62,7 +60,7 @@ class ToolCallMachine:
             yield from self._text(lexeme)
         elif lexeme in _THINK_TAGS or (lexeme is Marker.ARGUMENT_BEGIN and self._state is not _State.HEADER):
             if self._state is _State.ARGUMENTS:
-                yield ToolCallArguments(self._started - 1, lexeme.value)
+                yield ToolCallArguments(self.started - 1, lexeme.value)
             elif self._state is _State.HELD:
                 self._held.append(lexeme)
         elif lexeme is Marker.ARGUMENT_BEGIN:
@@ -96,7 +94,7 @@ class ToolCallMachine:
         elif self._state is _State.HELD:
             self._held.append(text)
         elif self._state is _State.ARGUMENTS:
-            yield ToolCallArguments(self._started - 1, text)
+            yield ToolCallArguments(self.started - 1, text)
         elif self._state is not _State.SECTION or self._gap is None:
             yield Content(text)
         elif text.isspace():
@@ -119,12 +117,12 @@ class ToolCallMachine:
             yield Content(header)
 
     def _start(self, resolved: Resolved) -> ToolCallStart:
-        self._started += 1
-        return ToolCallStart(self._started - 1, resolved.id, resolved.name)
+        self.started += 1
+        return ToolCallStart(self.started - 1, resolved.id, resolved.name)
 
     def _end_call(self, *, complete: bool) -> Iterator[Delta]:
         if self._state is _State.ARGUMENTS:
-            yield ToolCallEnd(self._started - 1, complete)
+            yield ToolCallEnd(self.started - 1, complete)
         elif self._state is _State.HEADER:
             yield Content("".join(self._header))
         elif self._state is _State.HELD:
@@ -135,5 +133,5 @@ class ToolCallMachine:
                 yield Content("".join([header, *(lexeme for lexeme in self._held if isinstance(lexeme, str))]))
             else:
                 yield self._start(resolved)
-                yield ToolCallArguments(self._started - 1, arguments)
-                yield ToolCallEnd(self._started - 1, complete)
+                yield ToolCallArguments(self.started - 1, arguments)
+                yield ToolCallEnd(self.started - 1, complete)

@@ -53,6 +53,9 @@ class Resolved:
 class ToolResolver:
     """Finds the tool that a call's id, or failing that its arguments, means.
 
+    Attributes:
+        arguments_tell: whether there are tools to choose from by arguments.
+
     Args:
         tools: OpenAI-style definitions of the request; malformed ones are passed over, since a request's tools are
             checked where the prompt is made. None where nobody knows what was declared: then the trained forms of an
@@ -63,11 +66,7 @@ class ToolResolver:
         self._schemas: list[tuple[str, Any]] = list(_functions(tools or ()))
         self._any_name = tools is None
         self._names = {name for name, _ in self._schemas}
-
-    @property
-    def arguments_tell(self) -> bool:
-        """Whether there are tools to choose from by arguments."""
-        return bool(self._schemas)
+        self.arguments_tell = bool(self._schemas)
 
     def by_id(self, header: str) -> Resolved | None:
         """The tool that an id names by itself."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.parser.reasoning_parser import KimiK2Detector, StreamingParseResult
 
-from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream, parse_reasoning
+from kimi_k2.tokenization.reasoning import ReasonedText, ReasoningStream
 from kimi_k2.tokenization.special_tokens import THINK, THINK_END
 
 
@@ -20,7 +20,8 @@ class KimiK2StreamReasoningDetector(KimiK2Detector):  # type: ignore[misc]  # SG
 
     def _detect_and_parse_impl(self, text: str) -> Any:
         opened = text.lstrip().startswith(THINK)
-        split = parse_reasoning(text, prefilled=self._in_reasoning or (THINK_END in text and not opened))
+        prefilled = self._in_reasoning or (THINK_END in text and not opened)
+        split = ReasoningStream(prefilled=prefilled).feed(text, last=True)
         return StreamingParseResult(normal_text=split.content, reasoning_text=split.reasoning)
 
     def _parse_streaming_increment_impl(self, new_text: str) -> Any:
@@ -35,7 +36,7 @@ class KimiK2StreamReasoningDetector(KimiK2Detector):  # type: ignore[misc]  # SG
 
     def finish(self) -> Any:
         """What was held back, at the end of the reply; content where a request wants some in any case."""
-        split = self._stream.flush()
+        split = self._stream.feed("", last=True)
         reasoning, self._held = self._held + split.reasoning, ""
         if self._force_nonempty_content and not split.closed:
             return StreamingParseResult(normal_text=self._accumulated_reasoning + reasoning + split.content)
