@@ -122,6 +122,17 @@ def refuse_unknown(
             raise ConfigError(f"expected {allowed}, the one thing that is computed, got {value!r:.100}", field=field)
 
 
+def require(raw: Mapping[str, Any], names: Collection[str], place: str) -> None:
+    """Refuse an object without one of these fields; `place` is its name.
+
+    Raises:
+        ConfigError: naming the first that is missing.
+    """
+    for name in names:
+        if name not in raw:
+            raise ConfigError("missing", field=f"{place}.{name}")
+
+
 def same(value: Any, other: Any) -> bool:
     """Equal, with true and 1 told apart."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

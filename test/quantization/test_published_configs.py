@@ -81,6 +81,7 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         (group(weights={"symmetric": False, "group_size": 31}), f"{PLACE}.weights.group_size"),
         (group(input_activations={"num_bits": 8, "type": "int"}), f"{PLACE}.input_activations"),
         (group(input_activations={"num_bits": 3, "type": "float"}), f"{PLACE}.input_activations"),
+        ({name: value for name, value in AWQ.items() if name != "bits"}, "quantization_config.bits"),
         ({**AWQ, "group_size": 2**63}, "quantization_config.group_size"),
         ({"quant_method": "fp8", "weight_block_size": [128, 2**63]}, "quantization_config.weight_block_size.1"),
         ({**GPTQ, "desc_act": "yes"}, "quantization_config.desc_act"),

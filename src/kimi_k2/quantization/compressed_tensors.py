@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import SerializeAsAny
 
-from kimi_k2.config_fields import refuse_unknown, same
+from kimi_k2.config_fields import refuse_unknown, require, same
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.modules import listed, module_list, names_module
 from kimi_k2.quantization.stored import StoredFormat, formats, named_errors, register, unquantized
@@ -87,9 +87,7 @@ def _scheme(group: Any, where: str, kind: Any, ignore: tuple[str, ...], field: s
     if targets != ["Linear"]:
         targets = module_list(targets, "compressed", f"{where}.targets")
     weights = group["weights"]
-    for key in ("num_bits", "strategy", "symmetric"):
-        if key not in weights:
-            raise ConfigError("missing", field=f"{where}.weights.{key}")
+    require(weights, ("num_bits", "strategy", "symmetric"), f"{where}.weights")
     refuse_unknown(weights, _ARGUMENTS, f"{where}.weights", only={}, harmless=_OF_THE_QUANTIZER)
     activations = _activations(group.get("input_activations"), f"{where}.input_activations")
     return Scheme(where, kind, tuple(targets), weights, activations, ignore)

@@ -13,7 +13,7 @@ import torch
 from pydantic import field_validator
 from torch import Tensor
 
-from kimi_k2.config_fields import refuse_unknown
+from kimi_k2.config_fields import refuse_unknown, require
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import Scheme
 from kimi_k2.quantization.int4_group import (
@@ -138,12 +138,8 @@ class _Transposed(RecastFormat):
         return codes, zeros, tensors["weight_scale"].T.to(torch.float16).contiguous()
 
 
-def _sizes(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """What decides how a weight is stored, for which no default is taken."""
-    for name in ("bits", "group_size"):
-        if name not in raw:
-            raise ConfigError("missing", field=f"{field}.{name}")
-    return {name: raw[name] for name in ("bits", "group_size")}
+# What decides how a weight is stored, for which no default is taken.
+_SIZES = ("bits", "group_size")
 
 
 def _nibbles(words: Tensor) -> Tensor:
@@ -177,7 +173,8 @@ class AwqFormat(_Transposed):
         read = ("quant_method", "bits", "group_size", "modules_to_not_convert", "kv_cache_scheme")
         refuse_unknown(raw, read, field, only=only, harmless=("backend", "fuse_max_seq_len", "exllama_config"))
         ignore = listed(raw, cls.rule, field, "modules_to_not_convert")
-        return cls.model_validate({"ignore": ignore, **_sizes(raw, field)})
+        require(raw, _SIZES, field)
+        return cls.model_validate({"ignore": ignore, **{name: raw[name] for name in _SIZES}})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as AutoAWQ writes it."""
@@ -241,8 +238,9 @@ class GptqFormat(_Transposed):
         if not isinstance(rules, Mapping) or not all(str(name).startswith("-:") for name in rules):
             raise ConfigError("expected rules that leave modules out (-:)", field=f"{field}.dynamic")
         ignore = module_list([f"re:{name[2:]}" for name in rules], cls.rule, f"{field}.dynamic")
-        options = _sizes(raw, field) | {name: raw[name] for name in ("checkpoint_format",) if name in raw}
-        return cls.model_validate({"ignore": ignore, **options})
+        require(raw, _SIZES, field)
+        own = (*_SIZES, "checkpoint_format")
+        return cls.model_validate({"ignore": ignore, **{name: raw[name] for name in own if name in raw}})
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of `quantization_config` as GPTQModel writes it."""

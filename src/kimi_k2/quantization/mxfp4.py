@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kimi_k2.config_fields import refuse_unknown
+from kimi_k2.config_fields import refuse_unknown, require
 from kimi_k2.errors import ConfigError
 from kimi_k2.quantization.compressed_tensors import CompressedFormat
 from kimi_k2.quantization.int4_group import pack_nibbles, times_scales, unpack_nibbles
@@ -136,9 +136,7 @@ class QuarkMxfp4Format(_Mxfp4):
             raise ConfigError("expected an object of quantization arguments", field=f"{where}.weight")
         only = {"output_tensors": (None,), "bias": (None,), "target_device": (None,)}
         refuse_unknown(arguments, ("weight", "input_tensors"), where, only=only, harmless=())
-        missing = next((name for name in ("dtype", "qscheme", "group_size") if name not in arguments["weight"]), None)
-        if missing is not None:
-            raise ConfigError("missing", field=f"{where}.weight.{missing}")
+        require(arguments["weight"], ("dtype", "qscheme", "group_size"), f"{where}.weight")
         refuse_unknown(arguments["weight"], (), f"{where}.weight", only=_WEIGHT, harmless=_FOUND)
         return cls(ignore=listed(raw, cls.rule, field, "exclude"))
 
