@@ -70,13 +70,13 @@ class Call:
         if self.engine == "gpsimd":
             self.need_region(operand, tensor, Region.sbuf)
         self.need_region(operand, tensor, Region.sbuf, Region.psum)
-        if tensor.is_indirect() and tensor.indirect_place is not None and tensor.indirect_place.a_partition:
+        if tensor.is_gathered:
             raise self.fail(operand, "no vector_offset: the DMA engines alone gather so", kind=PlaceError)
         partitions = tensor.shape[0]
         self.need(partitions <= 128, operand, "at most 128 partitions", partitions)
         if partitions > 1 and tensor.strides[0] != tensor.row:
             raise self.fail(operand, "neighbouring partitions", f"step {tensor.strides[0] / tensor.row:g}")
-        start = tensor.base // tensor.storage.pitch + tensor.offset // tensor.row
+        start = tensor.first_partition
         step = 128 if partitions > 64 else 64 if partitions > 32 else 32
         if start % step:
             rule = f"{partitions} partitions start at a multiple of {step}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nki_emulator.dtypes import size_of
 from nki_emulator.errors import NkiError
 from nki_emulator.limits import PARTITIONS
 from nki_emulator.storage import ALONE, Region, Storage
@@ -41,8 +42,6 @@ class Access:
     @property
     def nbytes(self) -> int:
         """Bytes moved."""
-        from nki_emulator.dtypes import size_of
-
         return self.free_size * self.partitions * size_of(self.dtype)
 
     def overlaps(self, other: Access) -> bool:

@@ -48,8 +48,6 @@ class Launch:
         self.most = dict.fromkeys(CAPACITY, 0)
         self.threads: list[threading.Thread] = []
         self._returned: list[Any] = [None] * cores
-        self._posted: dict[tuple[Any, ...], dict[int, Any]] = {}
-        self._counts: dict[tuple[Any, ...], int] = {}
 
     def begin(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start the cores; they run when it is their turn."""
@@ -86,17 +84,13 @@ class Launch:
     def meet(self, key: tuple[Any, ...], payload: Any = None) -> tuple[Any, bool]:
         """Wait for the other core at the same meeting; returns (what it brought, whether this one came last)."""
         me, turns = current().number, self.ranks.turns
-        turn = self._counts.setdefault((me, *key), 0)
-        self._counts[(me, *key)] = turn + 1
-        slot = self._posted.setdefault((*key, turn), {})
-        slot[me] = payload
-        last = 1 - me in slot
-        if not turns.wait(self.ranks.place(self.rank, me), lambda: 1 - me in slot):
+        brought = turns.meet(self.ranks.place(self.rank, me), (self.rank, "cores", *key), me, 2, payload)
+        if brought is None:
             abort_if(turns.failure)
             ended = turns.has_ended(self.ranks.place(self.rank, 1 - me))
             state = "it has ended" if ended else "it waits for another"
             raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", state)
-        return slot[1 - me], last
+        return brought[1 - me], [*brought][1] == me
 
 
 def abort_if(failure: BaseException | None) -> None:

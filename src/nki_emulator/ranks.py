@@ -23,8 +23,6 @@ class Ranks:
     def __init__(self, count: int, cores: int) -> None:
         self.count, self.cores = count, cores
         self.turns = Turns(count * cores)
-        self._brought: dict[tuple[Any, ...], dict[int, Any]] = {}
-        self._calls: dict[tuple[Any, ...], int] = {}
 
     def place(self, rank: int, core: int) -> int:
         """A core's number among all whose turns these are."""
@@ -43,13 +41,9 @@ class Ranks:
             group: ranks.
             mine: what this one brings.
         """
-        calls = self._calls.setdefault((rank, lane, *key), 0)
-        self._calls[(rank, lane, *key)] = calls + 1
-        brought = self._brought.setdefault((lane, calls, tuple(group), *key), {})
-        brought[rank] = mine
-        if not self.turns.wait(self.place(rank, core), lambda: len(brought) == len(group)):
-            return None
-        return [brought[other] for other in group]
+        meeting = (lane, tuple(group), *key)
+        brought = self.turns.meet(self.place(rank, core), meeting, rank, len(group), mine)
+        return None if brought is None else [brought[other] for other in group]
 
 
 class RankOfProcess(Ranks):

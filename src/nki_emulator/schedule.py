@@ -11,6 +11,7 @@ other ranks are taken to arrive at the same time.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 from nki_emulator.core import Access, Instruction
@@ -75,8 +76,7 @@ class _Simulation:
         self.waits = [0] * len(trace)
         self.after: list[list[int]] = [[] for _ in trace]
         self.after_start: dict[int, list[int]] = {}
-        self.queues: dict[str, list[int]] = {}
-        self.heads: dict[str, int] = {}
+        self.queues: dict[str, deque[int]] = {}
         self.busy: dict[str, bool] = {}
         self.rings: dict[str, _Ring] = {}
         self.now = 0.0
@@ -110,7 +110,7 @@ class _Simulation:
             for box in event.accesses:
                 _remember(history.setdefault(box.storage, []), box, number)
             if event.engine != "dma":
-                self.queues.setdefault(event.engine, []).append(number)
+                self.queues.setdefault(event.engine, deque()).append(number)
 
     def run(self) -> list[float]:
         """Run all instructions."""
@@ -133,11 +133,10 @@ class _Simulation:
 
     def _start(self, engine: str) -> None:
         queue = self.queues[engine]
-        head = self.heads.get(engine, 0)
-        if self.busy.get(engine) or head >= len(queue) or self.waits[queue[head]] > 0:
+        if self.busy.get(engine) or not queue or self.waits[queue[0]] > 0:
             return
-        number = queue[head]
-        self.heads[engine], self.busy[engine] = head + 1, True
+        number = queue.popleft()
+        self.busy[engine] = True
         self.starts[number], self.causes[number] = self.now, self.cause
         heapq.heappush(self.events, (self.now + seconds(self.trace[number], self.rates), number, True))
         waiting = self.after_start.get(number, [])

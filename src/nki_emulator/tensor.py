@@ -116,6 +116,11 @@ class NkiTensor:
         return math.prod(self.shape[1:])
 
     @property
+    def first_partition(self) -> int:
+        """Of SBUF or PSUM, where the view begins."""
+        return self.base // self.storage.pitch + self.offset // self.row
+
+    @property
     def reach(self) -> int:
         """Elements from the first of a partition (in HBM: of all) to the last."""
         begin = 1 if self.row else 0
@@ -126,6 +131,11 @@ class NkiTensor:
 
     def __repr__(self) -> str:
         return f"{self.name or 'tensor'}({self.shape}, {self.dtype}, {self.buffer.value})"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each partition's row is chosen by an index."""
+        return self.indirect_place is not None and self.indirect_place.a_partition
 
     def is_indirect(self) -> bool:
         """Whether a place in it is resolved at run time."""

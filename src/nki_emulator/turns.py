@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Turns:
@@ -18,6 +19,8 @@ class Turns:
         self._wakes = [threading.Semaphore(0) for _ in range(count)]
         self._ready: list[Callable[[], bool] | None] = [None] * count
         self._ended = [False] * count
+        self._came: dict[tuple[Any, ...], int] = {}
+        self._brought: dict[tuple[Any, ...], dict[int, Any]] = {}
 
     def begin(self) -> None:
         """Give the first core its turn."""
@@ -49,6 +52,21 @@ class Turns:
             following = next((other for other, ended in enumerate(self._ended) if not ended), None)
         if following is not None:
             self._wakes[following].release()
+
+    def meet(self, core: int, key: tuple[Any, ...], member: int, count: int, mine: Any) -> dict[int, Any] | None:
+        """What `count` members bring to the same meeting, in the order in which they came; None where one never comes.
+
+        Args:
+            core: which waits.
+            key: of the meeting; a member's next one of the same key is another.
+            member: who comes.
+            count: of members.
+            mine: what this one brings.
+        """
+        number = self._came[(member, *key)] = self._came.get((member, *key), 0) + 1
+        brought = self._brought.setdefault((number, *key), {})
+        brought[member] = mine
+        return brought if self.wait(core, lambda: len(brought) == count) else None
 
     def has_ended(self, core: int) -> bool:
         """Whether a core has come to its end."""

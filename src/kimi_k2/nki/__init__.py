@@ -1,5 +1,1 @@
 """Kimi-K2's kernels in NKI, and what a decode step on them costs by the emulator's model (docs/nki.md)."""
-
-from nki_emulator import install
-
-__all__ = ["install"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,7 +38,7 @@ def gather(kernel: Callable[..., Any]) -> list[Part]:
     seen: set[int] = set()
     work: list[Any] = [kernel]
     while work:
-        item = unwrapped(work.pop(0))
+        item = inspect.unwrap(work.pop(0))
         if id(item) in seen or not _followed(item):
             continue
         seen.add(id(item))
@@ -50,13 +50,6 @@ def gather(kernel: Callable[..., Any]) -> list[Part]:
     return parts
 
 
-def unwrapped(item: Any) -> Any:
-    """What decorators of NKI or of a library wrap."""
-    while hasattr(item, "__wrapped__"):
-        item = item.__wrapped__
-    return item
-
-
 def _followed(item: Any) -> bool:
     if not isinstance(item, FunctionType | type):
         return False
@@ -66,33 +59,15 @@ def _followed(item: Any) -> bool:
 
 def _read(item: Any) -> Part | None:
     try:
-        file = inspect.getsourcefile(item)
-    except TypeError:
+        lines, first = inspect.getsourcelines(item)
+        node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError):
         return None
-    node = _nodes_of(file).get(_place(item)) if file else None
-    if file is None or not isinstance(node, ast.FunctionDef | ast.ClassDef):
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
         return None
+    ast.increment_lineno(node, first - 1)
     names = item.__globals__ if isinstance(item, FunctionType) else vars(sys.modules[item.__module__])
-    return Part(node, file, names)
-
-
-def _place(item: Any) -> int | str:
-    """How `_nodes_of` knows an item: a function's first line, a class's name."""
-    return item.__code__.co_firstlineno if isinstance(item, FunctionType) else str(item.__qualname__)
-
-
-@cache
-def _nodes_of(file: str) -> dict[int | str, ast.AST]:
-    """Functions of a file by their first lines, decorators counted, and its classes by their names."""
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError):
-        return {}
-    nodes: dict[int | str, ast.AST] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            nodes[min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])] = node
-    return nodes | {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return Part(node, str(inspect.getsourcefile(item)), names)
 
 
 def references(part: Part) -> Iterator[Any]:
@@ -100,7 +75,7 @@ def references(part: Part) -> Iterator[Any]:
     for node in ast.walk(part.node):
         if isinstance(node, ast.Name | ast.Attribute):
             referent = resolve(node, part.names)
-            if isinstance(unwrapped(referent), FunctionType | type) and not (
+            if isinstance(inspect.unwrap(referent), FunctionType | type) and not (
                 isinstance(referent, type) and issubclass(referent, Enum)
             ):
                 yield referent

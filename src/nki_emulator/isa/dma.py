@@ -39,7 +39,7 @@ def dma_copy(
 ) -> None:
     """Copy between HBM and SBUF: bit for bit if the dtypes are equal, otherwise through float32."""
     call.need(dst.size == src.size, "src", f"{dst.size} elements, as dst", src.shape)
-    gathered = [t for t in (src, dst) if t.indirect_place is not None and t.indirect_place.a_partition]
+    gathered = [t for t in (src, dst) if t.is_gathered]
     if gathered and dge_modes(dge_mode) is dge_modes.hwdge:
         raise call.fail("dge_mode", "swdge for a gather or scatter", dge_mode, NkiError)
     if dge_modes(dge_mode) is dge_modes.hwdge and src.dtype != dst.dtype:
@@ -64,7 +64,7 @@ def _copy(call: Call, dst: NkiTensor, src: NkiTensor) -> None:
 
 
 def _scalar_out_of_bounds(call: Call, operand: str, tensor: NkiTensor) -> bool:
-    if tensor.indirect_place is None or tensor.indirect_place.a_partition:
+    if not tensor.is_indirect() or tensor.is_gathered:
         return False
     offset, _ = resolve(call, operand, tensor)
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
@@ -76,7 +76,7 @@ def _copy_rows_within_bounds(call: Call, dst: NkiTensor, src: NkiTensor) -> None
     index: dict[str, Any] = {}
     keep = np.ones(dst.shape[0], bool)
     for operand, tensor in (("src", src), ("dst", dst)):
-        if tensor.indirect_place is not None and tensor.indirect_place.a_partition:
+        if tensor.is_gathered:
             _, rows = resolve(call, operand, tensor)
             assert rows is not None
             index[operand] = rows
@@ -110,11 +110,10 @@ def dma_transpose(
         raise call.fail("axes", "(1, 0), (2, 1, 0) or (3, 1, 2, 0) by the dimensions of src", axes)
     if src.itemsize not in (2, 4):
         raise call.fail("src", "a dtype of 2 or 4 bytes", src.dtype, DtypeError)
-    indirect = src.indirect_place is not None and src.indirect_place.a_partition
-    if indirect:
+    if src.is_gathered:
         call.need(src.shape[0] % 16 == 0, "src", "a multiple of 16 rows to gather", src.shape[0])
         call.need(src.shape[-1] <= 128, "src", "at most 128 in the last dimension", src.shape[-1])
-    call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=indirect, transpose=True)
+    call.instruction.details.update(mode=dge_modes(dge_mode).name, indirect=src.is_gathered, transpose=True)
     values = np.ascontiguousarray(call.read("src", src).transpose(order))
     call.need(values.size == dst.size, "dst", f"shape {values.shape}", dst.shape)
     call.write("dst", dst, values.reshape(dst.shape))

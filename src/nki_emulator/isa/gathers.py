@@ -63,7 +63,7 @@ def nc_stream_shuffle(call: Call, dst: NkiTensor, src: NkiTensor, shuffle_mask: 
     call.need(dst.free_size == src.free_size, "dst", f"{src.free_size} elements a partition", dst.shape)
     active = -(-max(dst.shape[0], src.shape[0]) // 32) * 32
     for operand, tensor in (("src", src), ("dst", dst)):
-        start = tensor.base // tensor.storage.pitch + tensor.offset // tensor.row
+        start = tensor.first_partition
         step = 128 if active > 64 else active
         if start % step:
             rule = f"{active} active partitions start at a multiple of {step}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nki_emulator.access import Call, open_window
+from nki_emulator.access import Call, box, open_window
 from nki_emulator.dtypes import FP8, Array
 from nki_emulator.errors import DtypeError, NkiError, PlaceError, UnwrittenError
 from nki_emulator.isa.constants import engine as engines
@@ -97,10 +97,10 @@ def _check_tile(
 
 
 def _in_one_bank(call: Call, dst: NkiTensor) -> None:
-    start = dst.base % dst.storage.pitch + dst.offset % dst.row * dst.itemsize
-    reach = dst.reach * dst.itemsize
-    holds = start // PSUM_BANK_BYTES == (start + reach) // PSUM_BANK_BYTES
-    call.need(holds, "dst", f"within one PSUM bank of {PSUM_BANK_BYTES} bytes", f"bytes {start} to {start + reach + 4}")
+    place = box(dst, dst.offset, "dst", written=True)
+    holds = place.first // PSUM_BANK_BYTES == (place.last - 1) // PSUM_BANK_BYTES
+    rule = f"within one PSUM bank of {PSUM_BANK_BYTES} bytes"
+    call.need(holds, "dst", rule, f"bytes {place.first} to {place.last}")
 
 
 def _sum(call: Call, dst: NkiTensor, product: Array, accumulate: bool | None) -> None:

@@ -35,6 +35,11 @@ def test_double_row_contracts_256() -> None:
     assert np.abs(on_tiles(body, left, right) - wanted).max() < 1e-4
 
 
+def test_both_cores_may_store_the_same_values() -> None:
+    data = draw(128, 16)
+    assert np.array_equal(nki.jit(lambda data: stored(nl.load(data)))[2](data), data)
+
+
 def test_tiles_at_one_address_share_their_memory() -> None:
     def body(data: NkiTensor) -> NkiTensor:
         first = nl.ndarray((128, 16), dtype=nl.float32, address=(0, 1024))

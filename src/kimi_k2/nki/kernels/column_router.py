@@ -67,7 +67,11 @@ class ColumnRouter(nl.NKIObject):  # type: ignore[misc]
 
 
 class EarlyLogits(nl.NKIObject):  # type: ignore[misc]
-    """Weights of the early router in SBUF, for all experts on both cores; arguments as those of `EarlyRouter`.
+    """Weights of the early router in SBUF, for all experts on both cores.
+
+    Args:
+        residual_weight: float32 [n, E] in HBM, of this rank's columns of the residual (`sharding.early_router`).
+        heads_weight: float32 [heads * v_head_dim, E] in HBM, of this rank's heads.
 
     Attributes:
         own: float32 [n, T] in SBUF, this rank's columns of this core's part of the residual.
