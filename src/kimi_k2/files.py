@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -256,6 +257,17 @@ def open_output(path: Path, *, truncate: bool = False) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def make_output(directory: Path) -> None:
+    """Make a directory, and see that files can be made in it, before work is spent on them.
+
+    Raises:
+        OSError: they cannot.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

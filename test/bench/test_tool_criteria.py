@@ -127,6 +127,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_outcomes(path)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_asked(tmp_path: Path) -> None:
+    asked = requests_file(tmp_path / "asked.jsonl", "hello")
+    with pytest.raises(OSError, match="/proc/out"):
+        verify(Endpoint("http://127.0.0.1:9"), asked, Path("/proc/out"))
+
+
 def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:
     asked = requests_file(tmp_path / "asked.jsonl", "hello")
     done = kimi("bench", "tools", "http://127.0.0.1:9", asked, "--out", tmp_path / "o", status=None)

@@ -103,6 +103,15 @@ def test_damaged_files(golden: Path, tmp_path: Path, damage: object, message: st
         load_golden(tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_run(
+    golden: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("kimi_k2.parity.run.run")
+    for words in (("capture", fp8, "/proc/out"), ("compare", golden, fp8, "--backend", "cpu", "--out", "/proc/out")):
+        error = kimi("parity", *words, status=1).exception
+        assert isinstance(error, OSError) and "/proc/out" in str(error)
+
+
 def test_tensors_of_another_run(golden: Path, tmp_path: Path, bf16: Path) -> None:
     captured(bf16, tmp_path)
     (tmp_path / DESCRIPTION).write_bytes((golden / DESCRIPTION).read_bytes())

@@ -74,7 +74,8 @@ def _commit() -> str | None:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
+        # Without a lock on its index, which a full disk or the timeout would leave behind.
+        command = ["git", "--no-optional-locks", "-C", str(here), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

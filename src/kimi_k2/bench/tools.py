@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from kimi_k2.bench.errors import SweepError
 from kimi_k2.checkpoint.writer import write_json
-from kimi_k2.files import Json, parse_json, read_text, replace_file
+from kimi_k2.files import Json, make_output, parse_json, read_text, replace_file
 from kimi_k2.limits import MEDIA_BYTES
 from kimi_k2.tokenization.tool_resolver import schema_problem
 
@@ -220,12 +220,13 @@ def verify(
 
     Raises:
         SweepError: a file cannot be read, or the server does not answer as OpenAI's API does.
+        OSError: `out` cannot be written; before anything is asked.
     """
     asked = read_lines(requests)
     trusted = None if reference is None else read_outcomes(reference)
+    make_output(out)
     with ThreadPoolExecutor(concurrency) as pool:
         outcomes = list(pool.map(partial(ask, endpoint, endpoint.model()), count(1), asked))
-    out.mkdir(parents=True, exist_ok=True)
     replace_file(out / OUTCOMES, "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     summary = summarize(outcomes, trusted)
     write_json(out / SUMMARY, summary)

@@ -20,6 +20,7 @@ from kimi_k2.cli.options import (
     refuse,
     with_groups,
 )
+from kimi_k2.files import make_output
 from kimi_k2.terminal import new_console, say
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def capture(
     config = KimiK2Config.from_pretrained(checkpoint)
     inputs = fed.inputs(context, checkpoint, config)
     check_size(config, inputs)
+    make_output(golden)
     trace = running.trace(checkpoint, inputs, greedy=fed.greedy)
     if trace is None:
         return
@@ -161,13 +163,14 @@ def compare_command(
     names, dtype = list(TOLERANCES), running.dtype
     if {dtype, expected.dtype} - set(names):
         raise ParityError(f"golden run: dtype {expected.dtype!r}, expected one of {', '.join(names)}")
+    if out is not None:
+        make_output(out)
     trace = running.trace(checkpoint, expected.trace.inputs)
     if trace is None:
         return
     result = compare(trace, expected.trace, config, max(dtype, expected.dtype, key=names.index))
     print_report(result, console)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "parity.json", as_json(result))
     if not result.passed:
         raise typer.Exit(1)
