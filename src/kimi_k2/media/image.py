@@ -15,9 +15,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from kimi_k2.errors import MediaError
 from kimi_k2.files import read_bytes
-from kimi_k2.limits import IMAGE_PIXELS, MEDIA_BYTES, MEDIA_TOKENS
+from kimi_k2.limits import IMAGE_PIXELS, MEDIA_BYTES
 from kimi_k2.media.config import MediaConfig
-from kimi_k2.media.patches import Media, grid_of, to_patches
+from kimi_k2.media.patches import Media, check_tokens, to_patches
 
 # Raster formats with decoders of Pillow's own or of the libraries that it ships with. None runs another program
 # (EPS does) and none is a stub that needs a plugin.
@@ -41,9 +41,7 @@ def process_image(source: Path | bytes | Image.Image, config: MediaConfig, *, na
         MediaError: the file cannot be read, is damaged, too large, animated, or of a kind that is not read.
     """
     image = source if isinstance(source, Image.Image) else open_image(source, name=name)
-    grid = grid_of((image.height, image.width), config.max_patches, config)
-    if grid.tokens((config.merge_size, config.merge_size)) > MEDIA_TOKENS:
-        raise MediaError(f"needs more than {MEDIA_TOKENS} tokens", file=name)
+    check_tokens((image.height, image.width), config.max_patches, config, name)
     return Media(*to_patches(to_rgb(image, name=name), config.max_patches, config))
 
 

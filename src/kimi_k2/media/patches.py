@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kimi_k2.errors import MediaError
+from kimi_k2.limits import MEDIA_TOKENS
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.vision_config import Grid
 
@@ -64,10 +66,17 @@ def fitted(size: Size, max_patches: int, config: MediaConfig) -> tuple[Size, Siz
     return inner, (-(-inner[0] // token) * token, -(-inner[1] // token) * token)
 
 
-def grid_of(size: Size, max_patches: int, config: MediaConfig) -> Grid:
-    """The grid of one image or frame of this size."""
+def check_tokens(size: Size, max_patches: int, config: MediaConfig, name: str | None, chunks: int = 1) -> None:
+    """Refuse an image, or a video of so many chunks, that needs too many tokens.
+
+    Raises:
+        MediaError: it does; `name` is its file.
+    """
     _, (height, width) = fitted(size, max_patches, config)
-    return Grid(1, height // config.patch_size, width // config.patch_size)
+    side = config.patch_size * config.merge_size
+    tokens = (height // side) * (width // side) * chunks
+    if tokens > MEDIA_TOKENS:
+        raise MediaError(f"needs {tokens} tokens; at most {MEDIA_TOKENS} are taken", file=name)
 
 
 def to_patches(image: Image.Image, max_patches: int, config: MediaConfig) -> tuple[Grid, Tensor]:

@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from kimi_k2.errors import MediaError
-from kimi_k2.limits import FRAME_PIXELS, MEDIA_TOKENS, VIDEO_FRAMES, VIDEO_PIXELS
+from kimi_k2.limits import FRAME_PIXELS, VIDEO_FRAMES, VIDEO_PIXELS
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import read_bounded
-from kimi_k2.media.patches import Media, grid_of, to_patches
+from kimi_k2.media.patches import Media, check_tokens, to_patches
 from kimi_k2.vision_config import Grid
 
 # No protocol: a container in memory cannot make FFmpeg open anything else. By its own guess FFmpeg would also take
@@ -72,7 +72,8 @@ def chunked(
     frames: list[tuple[Grid, Tensor]] = []
     for picture in pictures:
         if not frames:
-            _check_tokens((picture.height, picture.width), len(indices), config, name)
+            chunk_count = -(-len(indices) // config.frames_a_chunk)
+            check_tokens((picture.height, picture.width), config.max_patches_a_frame, config, name, chunk_count)
             first = picture.size
         if picture.size != first:
             raise MediaError(f"changes its size from {first} to {picture.size}", file=name)
@@ -94,13 +95,6 @@ def sampled_indices(total: int, fps: float, config: MediaConfig) -> list[int]:
     count = max(1, round(total * min(config.sample_fps, fps) / fps))
     indices: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
     return indices
-
-
-def _check_tokens(size: tuple[int, int], frames: int, config: MediaConfig, name: str | None) -> None:
-    merge = (config.merge_size, config.merge_size)
-    tokens = grid_of(size, config.max_patches_a_frame, config).tokens(merge) * -(-frames // config.frames_a_chunk)
-    if tokens > MEDIA_TOKENS:
-        raise MediaError(f"{frames} sampled frames need {tokens} tokens; at most {MEDIA_TOKENS} are taken", file=name)
 
 
 def _open(av: Any, data: bytes, name: str | None) -> Any:

@@ -153,6 +153,12 @@ def _error(index: int, field: str, expectation: str) -> TokenizerError:
     return TokenizerError(f"message {index}: field '{field}': {expectation}")
 
 
+def _check_text(holder: Message, name: str, index: int, place: str = "", *, optional: bool = True) -> None:
+    value = holder.get(name)
+    if not isinstance(value, str) and not (optional and value is None):
+        raise _error(index, f"{place}{name}", f"expected text, got {shown(value)}")
+
+
 def _checked(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TokenizerError(f"message {index}: expected an object, got {type(message).__name__}")
@@ -169,10 +175,9 @@ def _checked(message: Any, index: int) -> dict[str, Any]:
         for number, part in enumerate(content):
             if not isinstance(part, Mapping) or (part_kind(part) is None and not isinstance(part.get("text"), str)):
                 raise _error(index, f"content[{number}]", f"expected a part of text, image or video, got {shown(part)}")
-    if message.get("name") is not None and not isinstance(message["name"], str):
-        raise _error(index, "name", f"expected text, got {shown(message['name'])}")
-    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-        raise _error(index, "tool_call_id", f"expected text, got {shown(message.get('tool_call_id'))}")
+    _check_text(message, "name", index)
+    if role == "tool":
+        _check_text(message, "tool_call_id", index, optional=False)
     if role == "assistant":
         _check_assistant(message, index)
     fields = {
@@ -215,8 +220,7 @@ def part_kind(part: Mapping[Any, Any]) -> str | None:
 
 def _check_assistant(message: Message, index: int) -> None:
     for name in REASONING_FIELDS:
-        if message.get(name) is not None and not isinstance(message[name], str):
-            raise _error(index, name, f"expected text, got {shown(message[name])}")
+        _check_text(message, name, index)
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise _error(index, "tool_calls", f"expected a list, got {shown(calls)}")
@@ -227,5 +231,4 @@ def _check_assistant(message: Message, index: int) -> None:
             raise _error(index, f"{where}.function.name", "expected a function's name")
         if not isinstance(function.get("arguments"), (str, Mapping, type(None))):
             raise _error(index, f"{where}.function.arguments", "expected JSON text or an object")
-        if call.get("id") is not None and not isinstance(call["id"], str):
-            raise _error(index, f"{where}.id", f"expected text, got {shown(call['id'])}")
+        _check_text(call, "id", index, f"{where}.")
