@@ -67,8 +67,7 @@ class TokenizerConfig:
         path, beside = Path(directory) / CONFIG_NAME, Path(directory) / MAP_NAME
         fields, mapped = map(_read, (path, beside))
         names = _names(fields.get("added_tokens_decoder", {}), base, path)
-        own = _variables(fields, path) | _lists(fields, path)
-        others = _variables(mapped, beside) | _lists(mapped, beside)
+        own, others = _tokens(fields, path), _tokens(mapped, beside)
         for name, value in others.items():
             if own.get(name, value) != value:
                 raise TokenizerError(f"is {value!r:.100}, {own[name]!r:.100} in {CONFIG_NAME}", field=name, file=beside)
@@ -142,13 +141,12 @@ def _text(value: Any, name: str, path: Path) -> str | None:
     return value
 
 
-def _variables(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    return {name: _text(fields[name], name, path) for name in filter(_is_variable, fields)}
+def _tokens(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Special tokens by their names in a template; and the lists of those that are special besides.
 
-
-def _lists(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Tokens that are special besides; transformers would make those that the vocabulary has not."""
-    found = {}
+    transformers would make those that the vocabulary has not.
+    """
+    found: dict[str, Any] = {name: _text(fields[name], name, path) for name in filter(_is_variable, fields)}
     for name in _LISTS:
         value = fields.get(name)
         tokens = list(value.values()) if isinstance(value, Mapping) else value

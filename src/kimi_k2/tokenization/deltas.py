@@ -102,24 +102,23 @@ class AssistantMessage:
 
 def collect(deltas: Iterable[Delta], finish_reason: str = "stop") -> AssistantMessage:
     """The message that a stream's deltas make up."""
-    reasoning: list[str] = []
-    content: list[str] = []
-    calls: dict[int, ToolCall] = {}
-    arguments: dict[int, list[str]] = {}
+    texts: dict[type, list[str]] = {Reasoning: [], Content: []}
+    calls: list[ToolCall] = []
+    arguments: list[list[str]] = []
     for delta in deltas:
-        if isinstance(delta, Reasoning):
-            reasoning.append(delta.text)
-        elif isinstance(delta, Content):
-            content.append(delta.text)
+        if isinstance(delta, (Reasoning, Content)):
+            texts[type(delta)].append(delta.text)
         elif isinstance(delta, ToolCallStart):
-            calls[delta.index], arguments[delta.index] = ToolCall(delta.id, delta.name, "", False), []
+            calls.append(ToolCall(delta.id, delta.name, "", False))
+            arguments.append([])
         elif isinstance(delta, ToolCallArguments):
             arguments[delta.index].append(delta.text)
         else:
             calls[delta.index].complete = delta.complete
-    for index, call in calls.items():
-        call.arguments = "".join(arguments[index])
-    return AssistantMessage("".join(reasoning), "".join(content), list(calls.values()), finish_reason)
+    for call, pieces in zip(calls, arguments, strict=True):
+        call.arguments = "".join(pieces)
+    reasoning, content = map("".join, texts.values())
+    return AssistantMessage(reasoning, content, calls, finish_reason)
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
