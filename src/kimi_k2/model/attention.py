@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.model.cache import LatentCache
-from kimi_k2.model.linear import Linear, RMSNorm
+from kimi_k2.model.linear import Linear, RMSNorm, add_modules
 from kimi_k2.ops.mla import (
     absorb,
     cache_entries,
@@ -31,6 +31,14 @@ def absorbed_is_cheaper(config: KimiK2Config, queries: int, length: int) -> bool
 class MultiHeadLatentAttention(nn.Module):
     """MLA of one decoder layer, at each call in the form that needs fewer operations."""
 
+    q_a_proj: Linear
+    q_a_layernorm: RMSNorm
+    q_b_proj: Linear
+    kv_a_proj_with_mqa: Linear
+    kv_a_layernorm: RMSNorm
+    kv_b_proj: Linear
+    o_proj: Linear
+
     def __init__(
         self,
         config: KimiK2Config,
@@ -41,23 +49,7 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        root, heads, hidden = (
-            f"model.layers.{layer}.self_attn",
-            config.num_attention_heads,
-            config.hidden_size,
-        )
-
-        def linear(name: str, rows: int, columns: int) -> Linear:
-            return Linear(config, f"{root}.{name}", rows, columns, dtype=dtype, keep_quantized=keep_quantized)
-
-        kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.q_a_proj = linear("q_a_proj", config.q_lora_rank, hidden)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, dtype=dtype)
-        self.q_b_proj = linear("q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
-        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", config.cache_dim, hidden)
-        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps, dtype=dtype)
-        self.kv_b_proj = linear("kv_b_proj", kv_b_rows, config.kv_lora_rank)
-        self.o_proj = linear("o_proj", hidden, heads * config.v_head_dim)
+        add_modules(self, config, layer, "self_attn", dtype=dtype, keep_quantized=keep_quantized)
 
     def forward(
         self,

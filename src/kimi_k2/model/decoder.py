@@ -56,14 +56,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: KimiK2Config, layer: int, *, dtype: torch.dtype, keep_quantized: bool) -> None:
         super().__init__()
-        module = f"model.layers.{layer}.mlp"
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = MultiHeadLatentAttention(config, layer, dtype=dtype, keep_quantized=keep_quantized)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp: MoE | MLP = (
-            MoE(config, module, dtype=dtype, keep_quantized=keep_quantized)
+            MoE(config, layer, dtype=dtype, keep_quantized=keep_quantized)
             if config.is_moe_layer(layer)
-            else MLP(config, module, config.intermediate_size, dtype=dtype, keep_quantized=keep_quantized)
+            else MLP(config, layer, "mlp", dtype=dtype, keep_quantized=keep_quantized)
         )
 
     def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kimi_k2.checkpoint.names import modules
 from kimi_k2.config import KimiK2Config
 from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.linear import Weight, dequantize, linear, rms_norm
@@ -75,6 +76,21 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., columns] to [..., rows], dtype kept."""
         return linear(x, self.stored())
+
+
+def add_modules(
+    owner: nn.Module, config: KimiK2Config, layer: int, part: str, *, dtype: torch.dtype, keep_quantized: bool = False
+) -> None:
+    """Give `owner` the Linears, and norms of latents, that a checkpoint's layer has under `part`, by their names."""
+    for module, (rows, *columns) in modules(config, layer):
+        parent, _, name = module.rpartition(".")
+        if parent != part:
+            continue
+        if not columns:
+            owner.add_module(name, RMSNorm(rows, config.latent_norm_eps, dtype=dtype))
+            continue
+        full = f"model.layers.{layer}.{module}"
+        owner.add_module(name, Linear(config, full, rows, columns[0], dtype=dtype, keep_quantized=keep_quantized))
 
 
 class Embedding(nn.Module):

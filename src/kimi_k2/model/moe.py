@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kimi_k2.checkpoint.names import routed_format
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KernelError
-from kimi_k2.model.linear import Linear
+from kimi_k2.model.linear import Linear, add_modules
 from kimi_k2.ops.experts import ExpertWeights, GateOptions, gated, route, routed_experts
 from kimi_k2.ops.linear import Order, Weight
 from kimi_k2.quantization.stored import StoredFormat, format_of
@@ -46,24 +46,15 @@ class Router(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
 
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
     def __init__(
-        self,
-        config: KimiK2Config,
-        module: str,
-        intermediate: int,
-        *,
-        dtype: torch.dtype,
-        keep_quantized: bool,
+        self, config: KimiK2Config, layer: int, part: str, *, dtype: torch.dtype, keep_quantized: bool
     ) -> None:
         super().__init__()
-        hidden = config.hidden_size
-
-        def linear(name: str, rows: int, columns: int) -> Linear:
-            return Linear(config, f"{module}.{name}", rows, columns, dtype=dtype, keep_quantized=keep_quantized)
-
-        self.gate_proj = linear("gate_proj", intermediate, hidden)
-        self.up_proj = linear("up_proj", intermediate, hidden)
-        self.down_proj = linear("down_proj", hidden, intermediate)
+        add_modules(self, config, layer, part, dtype=dtype, keep_quantized=keep_quantized)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
@@ -174,14 +165,13 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, routed experts and the shared expert that every token passes."""
 
-    def __init__(self, config: KimiK2Config, module: str, *, dtype: torch.dtype, keep_quantized: bool) -> None:
+    def __init__(self, config: KimiK2Config, layer: int, *, dtype: torch.dtype, keep_quantized: bool) -> None:
         super().__init__()
         self.gate = Router(config, dtype=dtype)
-        self.experts = Experts(config, module, dtype=dtype, keep_quantized=keep_quantized)
-        width = config.moe_intermediate_size * config.n_shared_experts
+        self.experts = Experts(config, f"model.layers.{layer}.mlp", dtype=dtype, keep_quantized=keep_quantized)
         self.shared_experts = (
-            MLP(config, f"{module}.shared_experts", width, dtype=dtype, keep_quantized=keep_quantized)
-            if width
+            MLP(config, layer, "mlp.shared_experts", dtype=dtype, keep_quantized=keep_quantized)
+            if config.n_shared_experts
             else None
         )
 
