@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.engine.batch import Batch
-from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorder
+from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorder, give_up
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
 from kimi_k2.model.cache import LatentCache
@@ -111,10 +111,8 @@ class DecodeStep:
         return made[0], made[1] if self.aux_layers else None
 
     def close(self) -> None:
-        """Give the graphs up: NCCL ends a group only when none holds launches of it. Another call captures anew."""
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()
+        """Give the graphs up. Another call captures anew."""
+        give_up(self._captured)
 
     def run(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The step, launch by launch; arguments on the model's device."""

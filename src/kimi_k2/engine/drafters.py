@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_k2.drafts.head import Eagle3Head
-from kimi_k2.engine.graphs import Captured, Recorder
+from kimi_k2.engine.graphs import Captured, Recorder, give_up
 from kimi_k2.engine.prompt_step import padded_width
 from kimi_k2.engine.sampler import Proposal
 from kimi_k2.model.cache import LatentCache
@@ -264,9 +264,7 @@ class HeadDrafter:
 
     def _forget(self) -> None:
         """Give the graphs up; later ones get other memory: a pool whose graphs are all gone takes no more."""
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()
+        give_up(self._captured)
         self._record = None
         if self.recorder is not None and self._cache is not None and self._cache.data.is_cuda:
             self._record = self.recorder()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +48,13 @@ class Captured(NamedTuple):
             buffer.copy_(new)
         self.graph.replay()
         return self.graph.made
+
+
+def give_up(held: MutableMapping[Any, Captured]) -> None:
+    """Reset all graphs, and forget them: NCCL ends a group only when none holds launches of it."""
+    for captured in held.values():
+        captured.graph.reset()
+    held.clear()
 
 
 class Recorder(Protocol):

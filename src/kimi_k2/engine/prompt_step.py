@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kimi_k2.engine.batch import Batch, Chunk
 from kimi_k2.engine.decode_step import DecodeStep
-from kimi_k2.engine.graphs import Captured, on_all_ranks
+from kimi_k2.engine.graphs import Captured, give_up, on_all_ranks
 from kimi_k2.engine.layer_step import through
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import HiddenStates
@@ -156,7 +156,5 @@ class PromptStep:
 
     def close(self) -> None:
         """Give the graphs up, as `DecodeStep.close`."""
-        for captured in self._captured.values():
-            captured.graph.reset()
-        self._captured.clear()
+        give_up(self._captured)
         self._refused.clear()
