@@ -176,7 +176,7 @@ def test_published_configuration() -> None:
     config = DraftConfig.from_dict(PUBLISHED)
     assert config.form == "llama" and config.aux_layers == (2, 30, 58) and config.draft_vocab_size == 32000
     config.fit(KimiK2Config.from_preset("kimi-k2-instruct-0905"))
-    unsaid = {**PUBLISHED, "eagle_config": {"use_aux_hidden_state": True}}
+    unsaid = {**PUBLISHED, "eagle_config": {"use_aux_hidden_state": True, "parallel_draft_step": None}}
     assert DraftConfig.from_dict(unsaid).layers(KimiK2Config.from_preset("kimi-k2.5")) == (2, 30, 58)
 
 
@@ -189,6 +189,10 @@ def test_published_configuration() -> None:
         ("mystery", 1, "mystery"),
         ("eagle_config", {"mystery": 1}, "eagle_config.mystery"),
         ("eagle_config", {"use_aux_hidden_state": False}, "use_aux_hidden_state"),
+        ("eagle_config", {"use_last_layernorm": False}, "use_last_layernorm"),
+        ("eagle_config", {"use_mtp_layernorm": True}, "use_mtp_layernorm"),
+        ("eagle_config", {"next_layer_regular": False}, "next_layer_regular"),
+        ("eagle_config", {"parallel_draft_step": 4}, "parallel_draft_step"),
         ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [30, 2]}, "layer_ids"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling"),
         ("logit_scale", 0.5, "logit_scale"),

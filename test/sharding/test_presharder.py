@@ -28,57 +28,41 @@ from kimi_k2.sharding.manifest import MANIFEST, UNFINISHED, VISION_FILE, check_m
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults, open_tower
 
-
-@pytest.fixture(scope="module")
-def whole(fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("presharder") / "whole"
-    Presharder(fp8, directory, Layout(2)).run()
-    return directory
+LAYOUT = Layout(2, 2)
 
 
-@pytest.fixture
-def finished(whole: Path, tmp_path: Path) -> Path:
-    """A private finished conversion of the FP8 checkpoint for two ranks."""
-    return Path(shutil.copytree(whole, tmp_path / "finished"))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def test_a_shard_that_goes_away_keeps_finished_layers(fp8: Path, whole: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(fp8, source)
-    job = Presharder(source, tmp_path / "a", Layout(2))
-    shard = source / job.reader.index.shards[-2]
+def test_a_shard_that_goes_away_keeps_finished_layers(source: Path, whole: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(source, tmp_path / "source"))
+    shard = own / Presharder(own, tmp_path / "a", LAYOUT).reader.index.shards[-2]
     # A link, as in the Hugging Face cache: renaming the file itself would change its ctime, by which a source is known.
     blob = shard.rename(tmp_path / "blob")
     shard.symlink_to(blob)
-    job = Presharder(source, tmp_path / "a", Layout(2))
+    job = Presharder(own, tmp_path / "a", LAYOUT)
     shard.unlink()
     with pytest.raises(CheckpointError, match=shard.name):
         job.run()
     assert all(json.loads((tmp_path / "a" / UNFINISHED).read_text())["checksums"].values())
     shard.symlink_to(blob)
-    Presharder(source, tmp_path / "a", Layout(2)).run()
-    assert contents(tmp_path / "a" / "weights") == contents(whole / "weights")
+    Presharder(own, tmp_path / "a", LAYOUT).run()
+    for path in (tmp_path / "a" / "weights").iterdir():
+        assert path.read_bytes() == (whole / "weights" / path.name).read_bytes()
 
 
 def test_files_for_another_model_or_layout_are_refused(
-    fp8: Path, thinking: Path, finished: Path, tmp_path: Path
+    source: Path, thinking: Path, finished: Path, tmp_path: Path
 ) -> None:
     """`check_made_for` needs no checkpoint."""
-    config = KimiK2Config.from_pretrained(fp8)
+    config = KimiK2Config.from_pretrained(source)
     with pytest.raises(MissingShardError, match="not finished"):
-        check_made_for(tmp_path, config, Layout(2))
-    check_made_for(finished, config, Layout(2))
-    for other in (Layout(1, 2), Layout(2, experts="blockwise"), Layout(2, experts="tiles")):
+        check_made_for(tmp_path, config, LAYOUT)
+    check_made_for(finished, config, LAYOUT)
+    for other in (Layout(1, 4), Layout(2, 2, experts="blockwise"), Layout(2, 2, experts="tiles")):
         with pytest.raises(ConfigError, match=MANIFEST):
             check_made_for(finished, config, other)
     with pytest.raises(ConfigError, match="another configuration"):
-        check_made_for(finished, KimiK2Config.from_pretrained(thinking), Layout(2))
+        check_made_for(finished, KimiK2Config.from_pretrained(thinking), LAYOUT)
     with pytest.raises(ConfigError, match=r"other options .*experts \w+, now bf16"):
-        Presharder(fp8, finished, Layout(2, experts="bf16")).run()
+        Presharder(source, finished, Layout(2, 2, experts="bf16")).run()
 
 
 def test_cuts_of_a_preset_are_shown(fp8: Path, tmp_path: Path) -> None:
@@ -145,11 +129,11 @@ def test_checksums_are_those_of_the_libraries(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sha256", 3, ["xxh3_128"], None])
-def test_another_kind_is_named(fp8: Path, finished: Path, kind: object) -> None:
+def test_another_kind_is_named(source: Path, finished: Path, kind: object) -> None:
     resign(finished, {**manifest_of(finished), "checksum": kind})
     for file in (MANIFEST, UNFINISHED):
         with pytest.raises(CorruptHeaderError, match=r"checksum: expected xxh3_128, got .*; convert again") as caught:
-            Presharder(fp8, finished, Layout(2)).run()
+            Presharder(source, finished, LAYOUT).run()
         assert caught.value.file == str(finished / file)
         if file == MANIFEST:
             (finished / MANIFEST).rename(finished / UNFINISHED)
@@ -158,13 +142,13 @@ def test_another_kind_is_named(fp8: Path, finished: Path, kind: object) -> None:
 @pytest.mark.parametrize("before", [
     {"decode": "kernels"}, {"decode": None, "early_router": True}, {"decode": None, "spmd_rank": True},
 ])  # fmt: skip
-def test_a_form_of_decode_that_is_no_more_is_named(fp8: Path, finished: Path, before: dict[str, Any]) -> None:
-    config, layout, content = KimiK2Config.from_pretrained(fp8), Layout(2), manifest_of(finished)
+def test_a_form_of_decode_that_is_no_more_is_named(source: Path, finished: Path, before: dict[str, Any]) -> None:
+    config, layout, content = KimiK2Config.from_pretrained(source), LAYOUT, manifest_of(finished)
     given = {**content["made_from"]["options"], **before}
     content["made_from"]["options"] = {name: value for name, value in given.items() if value is not None}
     resign(finished, content)
     uses = (
-        partial(check_made_for, finished, config, layout), Presharder(fp8, finished, layout).run,
+        partial(check_made_for, finished, config, layout), Presharder(source, finished, layout).run,
         partial(made_layout, finished),
     )  # fmt: skip
     for use in uses:

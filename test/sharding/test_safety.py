@@ -28,8 +28,6 @@ from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.manifest import MANIFEST, UNFINISHED
 from kimi_k2.sharding.presharder import Presharder
 from kimi_k2.sharding.verify import faults
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
-from kimi_k2.synthetic.config import tiny_config
 
 CORRUPTIONS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
 POINTS = int(os.environ.get("KIMI_K2_DRAWS", "7"))
@@ -45,26 +43,6 @@ print("ready", flush=True)
 sys.stdin.read()
 job.run()
 """
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("safety") / "source"
-    write_synthetic_checkpoint(directory, tiny_config(num_hidden_layers=3, n_routed_experts=8), seed=4)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("whole") / "out"
-    Presharder(source, directory, LAYOUT).run()
-    return directory
-
-
-@pytest.fixture
-def finished(whole: Path, tmp_path: Path) -> Path:
-    """A private finished conversion, to be damaged."""
-    return Path(shutil.copytree(whole, tmp_path / "finished"))
 
 
 def weights_of(directory: Path) -> dict[str, bytes]:
