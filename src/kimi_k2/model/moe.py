@@ -11,7 +11,7 @@ from kimi_k2.errors import KernelError
 from kimi_k2.model.linear import Linear, add_modules
 from kimi_k2.ops.experts import ExpertWeights, GateOptions, gated, route, routed_experts
 from kimi_k2.ops.linear import Order, Weight
-from kimi_k2.quantization.stored import StoredFormat, format_of
+from kimi_k2.quantization.stored import StoredFormat, format_of, unquantized
 
 
 class Router(nn.Module):
@@ -81,24 +81,19 @@ class Experts(nn.Module):
         self.total_experts = config.n_routed_experts
         self._expert_map: Tensor | None = None
         hidden, intermediate = config.hidden_size, config.moe_intermediate_size
-        self.shapes = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
         self._orders: dict[str, Order | None] = {}
         self._formats: dict[str, StoredFormat | None] = {}
         for target, matrix, matrices in (
             ("gate_up_proj", (intermediate, hidden), 2),
             ("down_proj", (hidden, intermediate), 1),
         ):
-            stored_format = routed_format(config, self.module, target) if keep_quantized else None
-            stored_format = stored_format if stored_format is not None and stored_format.method is not None else None
-            self._formats[target] = None if stored_format is None else stored_format.held_as
-            if stored_format is None:
-                shape = (self.num_experts, *self.shapes[target])
-                self.register_buffer(target, torch.empty(shape, dtype=dtype))
-                continue
-            for spec in stored_format.held(self.module, *matrix):
-                suffix = spec.name.rpartition(".")[2]
+            source = routed_format(config, self.module, target) if keep_quantized else unquantized()
+            quantized = source.method is not None
+            self._formats[target] = source.held_as if quantized else None
+            for spec in source.held(self.module, *matrix):
+                suffix = spec.name.rpartition(".")[2].removeprefix("weight")
                 stacked = (self.num_experts, matrices * spec.shape[0], *spec.shape[1:])
-                self.register_buffer(target + suffix.removeprefix("weight"), torch.empty(stacked, dtype=spec.dtype))
+                self.register_buffer(target + suffix, torch.empty(stacked, dtype=spec.dtype if quantized else dtype))
 
     def expert_map(self) -> Tensor | None:
         """int32 [experts of the model] to the local expert, -1 elsewhere; None if all are held."""

@@ -142,11 +142,6 @@ def _cut_experts(experts: Experts, layout: Layout, rank: int, redundant: int) ->
     experts.total_experts += redundant
     experts.num_experts = experts.total_experts // layout.moe_ep
     experts.first_expert = rank // layout.moe_tp * experts.num_experts
-    width, hidden = experts.shapes["gate_up_proj"]
-    experts.shapes = {
-        "gate_up_proj": (width // layout.moe_tp, hidden),
-        "down_proj": (hidden, width // 2 // layout.moe_tp),
-    }
 
 
 def load_rank(
