@@ -17,7 +17,6 @@ from nki_emulator.core import current
 from nki_emulator.dtypes import Array
 from nki_emulator.errors import DeadlockError, DtypeError, NkiError, PlaceError
 from nki_emulator.language import NKIObject
-from nki_emulator.launch import abort_if
 from nki_emulator.ops import Operator
 from nki_emulator.registers import VirtualRegister
 from nki_emulator.storage import Region
@@ -174,7 +173,6 @@ def _exchange(
     core = call.core.number if srcs[0].buffer is Region.sbuf else 0
     brought = launch.ranks.exchange(launch.rank, core, call.core.number, key, group, mine)
     if brought is None:
-        abort_if(launch.ranks.turns.failure)
         raise DeadlockError(call.operation, "replica_group", "all ranks of the group come to the same", group)
     for number, dst in enumerate(dsts):
         arrays = [tensors[number] for tensors in brought]

@@ -12,7 +12,7 @@ import numpy as np
 from nki_emulator.dtypes import size_of
 from nki_emulator.errors import NkiError
 from nki_emulator.limits import PARTITIONS
-from nki_emulator.storage import ALONE, Region, Storage
+from nki_emulator.storage import ALONE, CAPACITY, Region, Storage
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Core:
     def physical(self, region: Region) -> Storage:
         """All of SBUF or PSUM, for tiles with addresses."""
         if region not in self._physical:
-            self._physical[region] = Storage.physical(region)
+            self._physical[region] = Storage(region, PARTITIONS * CAPACITY[region], CAPACITY[region])
         return self._physical[region]
 
     def next_mark(self) -> int:

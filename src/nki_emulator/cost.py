@@ -31,11 +31,6 @@ class Cost:
     instructions: dict[str, int] = field(default_factory=dict)
     span: float = 0.0
 
-    @property
-    def bound(self) -> str:
-        """The engine that is busy longest."""
-        return max(self.busy, key=lambda engine: self.busy[engine])
-
 
 def cost_of(kernel: Kernel, rates: Rates = TRAINIUM2) -> Cost:
     """Of the kernel's latest run; at LNC=2 of the core that takes longer."""

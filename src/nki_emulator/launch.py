@@ -17,10 +17,6 @@ from nki_emulator.storage import CAPACITY, Region, Storage
 from nki_emulator.tensor import NkiTensor
 
 
-class _Aborted(BaseException):
-    """Ends a core whose partner has failed."""
-
-
 class Launch:
     """One run of a kernel on `cores` cores of one rank.
 
@@ -63,9 +59,7 @@ class Launch:
                 if turns.failure is None:
                     self._returned[number] = function(*args, **kwargs)
                     check_capacity(cores[number])
-            except _Aborted:
-                pass
-            except BaseException as error:
+            except BaseException as error:  # of several the first, for which others wait in vain
                 turns.failure = turns.failure or error
             finally:
                 enter(None)
@@ -86,17 +80,10 @@ class Launch:
         me, turns = current().number, self.ranks.turns
         brought = turns.meet(self.ranks.place(self.rank, me), (self.rank, "cores", *key), me, 2, payload)
         if brought is None:
-            abort_if(turns.failure)
             ended = turns.has_ended(self.ranks.place(self.rank, 1 - me))
             state = "it has ended" if ended else "it waits for another"
             raise DeadlockError(f"nki.isa.{key[0]}", "core", f"core {1 - me} comes to the same {key[0]}", state)
         return brought[1 - me], [*brought][1] == me
-
-
-def abort_if(failure: BaseException | None) -> None:
-    """End a core where another has failed."""
-    if failure is not None:
-        raise _Aborted
 
 
 def check_capacity(core: Core) -> None:

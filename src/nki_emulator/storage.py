@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_emulator.limits import PARTITIONS, PSUM_PARTITION_BYTES, SBUF_PARTITION_BYTES
+from nki_emulator.limits import PSUM_PARTITION_BYTES, SBUF_PARTITION_BYTES
 
 Bytes = NDArray[np.uint8]
 
@@ -57,8 +57,3 @@ class Storage:
         self.accumulated: Bytes | None = None
         # By core: (written, where) since the last barrier over this memory.
         self.touched: dict[int, list[tuple[bool, NDArray[Any]]]] = {}
-
-    @classmethod
-    def physical(cls, region: Region) -> Storage:
-        """All of SBUF or PSUM of one core."""
-        return cls(region, PARTITIONS * CAPACITY[region], CAPACITY[region])
