@@ -119,8 +119,3 @@ def test_machines_with_a_gpu(
     assert found.split("needs ")[1].replace("triton, ", "") == needs
     assert ("triton" in found) == bare
     assert any("needs torch-xla, " in line for line in lines) != bare == ("needs constraints/, " in "".join(lines))
-
-
-def test_findings_are_printed() -> None:
-    printed = kimi("doctor")
-    assert any(line.startswith("torch ") for line in printed.stdout.splitlines())

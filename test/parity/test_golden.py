@@ -89,7 +89,7 @@ def test_only_chosen_layers_are_kept(fp8: Path) -> None:
         (lambda d: (d / DESCRIPTION).write_text((d / DESCRIPTION).read_text()[:200]), "not a golden description"),
         (lambda d: (d / TENSORS).write_bytes((d / TENSORS).read_bytes()[:999]), "cannot be read"),
         (lambda d: (d / DESCRIPTION).write_text('{"schema": "other/9"}'), "schema 'other/9'"),
-        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/2"}'), "field 'inputs': missing"),
+        (lambda d: (d / DESCRIPTION).write_text('{"schema": "kimi-k2-golden/2"}'), "field 'version': missing"),
         (lambda d: said(d, config=3), "golden.json: field 'config'"),
         (lambda d: said(d, inputs={"prompt": [1], "forced": [[]]}), "'inputs.forced.0'"),
         (lambda d: said(d, inputs={"prompt": [2**64], "forced": []}), "'inputs.prompt.0'"),

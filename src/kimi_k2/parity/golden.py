@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -32,35 +31,30 @@ STRUCTURE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Golden:
-    """A golden run.
+class Golden(BaseModel):
+    """A golden run, described as golden.json describes it.
 
     Attributes:
         config: the model's configuration, as `KimiK2Config.model_dump`.
         backend, dtype: what made it.
         checkpoint: `checkpoint_identity` of the weights.
         version: of this package.
+        sha256: of golden.safetensors.
     """
 
-    trace: Trace
-    config: Json
+    version: str
+    checkpoint: str
     backend: str
     dtype: str
-    checkpoint: str
-    version: str
-
-
-class _Description(BaseModel):
-    """What golden.json says."""
-
     inputs: Inputs
     config: Json
-    backend: str
-    dtype: str
-    checkpoint: str
-    version: str
     sha256: str
+    _trace: Trace = PrivateAttr()
+
+    @property
+    def trace(self) -> Trace:
+        """What was kept."""
+        return self._trace
 
 
 def checkpoint_identity(directory: str | Path) -> str:
@@ -110,18 +104,16 @@ def save_golden(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = save({name: value.contiguous() for name, value in sorted(trace.values.items())})
     replace_file(directory / TENSORS, tensors)
-    inputs = asdict(trace.inputs)
-    description = {
-        "schema": SCHEMA,
-        "version": __version__,
-        "checkpoint": checkpoint_identity(checkpoint),
-        "backend": backend,
-        "dtype": dtype,
-        "inputs": {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in inputs.items()},
-        "config": json.loads(config.model_dump_json()),
-        "sha256": hashlib.sha256(tensors).hexdigest(),
-    }
-    write_json(directory / DESCRIPTION, description)
+    description = Golden(
+        version=__version__,
+        checkpoint=checkpoint_identity(checkpoint),
+        backend=backend,
+        dtype=dtype,
+        inputs=trace.inputs,
+        config=json.loads(config.model_dump_json()),
+        sha256=hashlib.sha256(tensors).hexdigest(),
+    )
+    write_json(directory / DESCRIPTION, {"schema": SCHEMA, **description.model_dump(mode="json")})
 
 
 def load_golden(directory: str | Path) -> Golden:
@@ -135,7 +127,7 @@ def load_golden(directory: str | Path) -> Golden:
         stored = read_data(path, ConfigError)
         if stored["schema"] != SCHEMA:
             raise ParityError(f"{path}: schema {stored['schema']!r}, expected {SCHEMA!r}")
-        said = _Description.model_validate(stored)
+        golden = Golden.model_validate(stored)
     except FileNotFoundError:
         raise ParityError(f"{path}: no such file; `kimi-k2 parity capture` writes it") from None
     except ValidationError as error:
@@ -145,14 +137,14 @@ def load_golden(directory: str | Path) -> Golden:
     try:
         with open_regular(tensors) as file:
             actual_digest = hashlib.file_digest(file, "sha256").hexdigest()
-        values = load_file(tensors)
+        golden._trace = Trace(golden.inputs, load_file(tensors))  # noqa: SLF001 -- set here alone
     except FileNotFoundError:
         raise ParityError(f"{tensors}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ParityError(f"{tensors}: cannot be read: {error}") from None
-    if actual_digest != said.sha256:
+    if actual_digest != golden.sha256:
         raise ParityError(f"{tensors}: not the file that {DESCRIPTION} describes (its SHA-256 is another)")
-    return Golden(Trace(said.inputs, values), said.config, said.backend, said.dtype, said.checkpoint, said.version)
+    return golden
 
 
 def check_model(golden: Golden, config: KimiK2Config) -> list[str]:
