@@ -66,17 +66,6 @@ def test_markers_are_those_of_the_ids(name: str) -> None:
         assert joined([*found, *lexer.flush()]) == expected
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_without_ids_each_spelling_is_a_marker(name: str) -> None:
-    text = "".join(piece for piece, _ in TEXTS[name])
-    lexer, whole = AlignedLexer(IDS, TOKENIZER.decode), TextLexer()
-    found: list[Lexeme] = []
-    for character in text:
-        lexer.feed(character, [])
-        found += lexer.lexemes()
-    assert joined([*found, *lexer.flush()]) == joined(whole.feed(text) + whole.flush())
-
-
 def test_text_that_ends_before_its_tokens() -> None:
     """A stop string takes the rest of the text away, not the ids."""
     ids = ids_of([("Answer STOP", False), (SECTION_BEGIN, True)])
