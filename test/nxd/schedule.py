@@ -3,6 +3,7 @@
 The steps of a script:
 
 - ["prompts", rows]: a whole batch;
+- ["media", rows, media, lines]: prompts with images, a whole batch or into cache lines;
 - ["prefill", line, tokens, cached]: one prompt into a cache line; its first `cached` tokens are in the cache already;
 - ["share", line, other, tokens]: a line begins with the cache blocks of another's first tokens;
 - ["decode", lines, tokens, positions]: a step of some lines in any order, with one token each or several.
@@ -86,6 +87,11 @@ class Lines:
     def prompts(self, rows: list[Tokens]) -> torch.Tensor:
         """Logits [B, vocab]."""
         return prompts(self.app, rows, **self.more)
+
+    def media(self, rows: list[Tokens], media: list[Any], lines: list[int] | None) -> torch.Tensor:
+        """Logits [B, vocab]; media are those of each row."""
+        logits: torch.Tensor = self.app.prefill(rows, media, torch.tensor(lines) if lines else None).logits[:, -1]
+        return logits
 
     def share(self, line: int, other: int, tokens: int) -> None:
         """Begin a line with the blocks of another's first tokens."""

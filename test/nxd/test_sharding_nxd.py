@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import media
 import pytest
 import torch
 from applications import application
 from cases import FIVE, SLOTS, WHOLE, Case, Stored, job
-from environment import contrib
 from harness import launch
 from safetensors.torch import load_file
 
@@ -166,12 +166,8 @@ def test_tower(checkpoints: dict[str, Path], stored: Stored) -> None:
 
 def towers(source: Path, options: dict[str, Any]) -> list[str]:
     """A job: the same of NxDI's image-to-text base with a tower on two ranks."""
-    module, config = contrib("image_to_text"), contrib("config")
-    more: dict[str, Any] = {"torch_dtype": torch.bfloat16, "save_sharded_checkpoint": True}
-    text = config.KimiK2NeuronConfig(**{**options, **more})
-    tower = module.KimiK25VisionNeuronConfig(vision_buckets=[[16, 1]], tp_degree=2, **more)
-    inference = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(source))
-    app = module.NeuronKimiK25ForImageToText(str(source), inference)
+    tower = {"vision_buckets": [[16, 1]], "tp_degree": 2}
+    app = media.application(source, options, tower, torch_dtype=torch.bfloat16, save_sharded_checkpoint=True)
     devices = Device(), Device()
     app.text_traced_model, app.vision_traced_model = (SimpleNamespace(nxd_model=device) for device in devices)
     theirs = [builder().shard_checkpoint() for builder in (app.get_text_builder, app.get_vision_builder)]

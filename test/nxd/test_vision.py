@@ -14,7 +14,8 @@ from cases import LINES, Stored
 from environment import contrib
 from graphs import PREFILL, counted, graph_of, of_media
 from harness import LAYOUTS, SLOW, TOLERANCE, check, launch, neuron_config, ranks_of
-from media import Media, drawn_case, pixels_of
+from media import application, drawn, model_of, pixels_of, script_of
+from schedule import Script
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, KimiK2Error, MediaError
@@ -37,22 +38,15 @@ def checkpoint(stored: Stored) -> Path:
     return stored(member="kimi-k2.5", vision={**TINY_VISION, "vt_num_attention_heads": 4}, seed=8)
 
 
-def application(checkpoint: Path, options: dict[str, Any], **more: Any) -> Any:
-    """Text and tower over the same ranks, not loaded."""
-    module, config = contrib("image_to_text"), contrib("config")
-    text = config.KimiK2NeuronConfig(**options, torch_dtype=torch.float32, **more)
-    more.pop("on_cpu", None)
-    tower = module.KimiK25VisionNeuronConfig(
-        vision_buckets=BUCKETS, tp_degree=options["tp_degree"], torch_dtype=torch.float32, **more
-    )
-    inference = module.KimiK25InferenceConfig(text, tower, load_config=config.load_kimi_config(checkpoint))
-    return module.NeuronKimiK25ForImageToText(str(checkpoint), inference)
+def tower_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a tower over the text's ranks."""
+    return {"vision_buckets": BUCKETS, "tp_degree": options["tp_degree"]}
 
 
 @torch.inference_mode()
-def in_cpu_mode(checkpoint: Path, options: dict[str, Any], packs: list[Any], script: Media) -> Any:
+def in_cpu_mode(checkpoint: Path, options: dict[str, Any], packs: list[Any], script: Script) -> Any:
     """A job: the tower's features of each pack of pixels and grids, and a script's logits."""
-    app = application(checkpoint, options, on_cpu=True)
+    app = application(checkpoint, {**options, "on_cpu": True}, tower_of(options))
     app.load("")
     return [app.encode(pixels, sizes) for pixels, sizes in packs], script.run(app)
 
@@ -62,7 +56,8 @@ def test_cpu_mode_agrees_with_the_plain_model(checkpoint: Path, layout: str) -> 
     """Packs of images and video chunks through the tower, and a mixed batch through the whole."""
     draw, plain, worst = torch.Generator().manual_seed(0), VisionModel.from_pretrained(checkpoint), 0.0
     packs = [(pixels_of(sizes, draw), sizes) for pack in PACKS for sizes in [[Grid(*one) for one in pack]]]
-    script, options = drawn_case(checkpoint), neuron_config(*LAYOUTS[layout], 4)
+    case, options = drawn(checkpoint), neuron_config(*LAYOUTS[layout], 4)
+    script = script_of(*case)
     features, logits = launch(in_cpu_mode, checkpoint, options, packs, script, ranks=ranks_of(layout))
     for given, found in zip(packs, features, strict=True):
         wanted = plain(*given)
@@ -70,18 +65,19 @@ def test_cpu_mode_agrees_with_the_plain_model(checkpoint: Path, layout: str) -> 
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     print(f"\n{layout}: largest error over largest value {worst:.1e}")
     assert worst <= TOLERANCE
-    check(layout, logits, script.expected(checkpoint))
+    check(layout, logits, script.expected(model_of(checkpoint, *case)))
 
 
 @torch.inference_mode()
 def through_compile(
-    checkpoint: Path, neuron_config: dict[str, Any], scripts: list[Media], calls: dict[str, Any]
+    checkpoint: Path, neuron_config: dict[str, Any], scripts: list[Script], calls: dict[str, Any]
 ) -> dict[str, Any]:
     """A job: NxDI's own compile and load of its image-to-text base, compiler and device mocked."""
     import mocked_neuron
 
     mocked_neuron.install()
-    compiled_app = application(checkpoint, neuron_config, save_sharded_checkpoint=True, skip_warmup=True)
+    files_of_ranks = {"save_sharded_checkpoint": True, "skip_warmup": True}
+    compiled_app = application(checkpoint, neuron_config, tower_of(neuron_config), **files_of_ranks)
     with tempfile.TemporaryDirectory() as compiled:
         os.environ["BASE_COMPILE_WORK_DIR"] = f"{compiled}/built/"
         compiled_app.compile(compiled)
@@ -97,25 +93,26 @@ def through_compile(
 
 def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Compiled, saved, loaded and run by NxDI's own code with the compiler mocked; two prefill graphs, three calls."""
-    script = drawn_case(checkpoint)
-    text = Media([[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4, [[]] * 4)
+    prompts, media = drawn(checkpoint)
+    text = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4
+    cases: dict[str, Any] = {"media": (prompts, media), "text alone": text}
     shape, large = (4, 40), Grid(1, 40, 40)
     too_many = {
         "input_ids": torch.zeros(shape, dtype=torch.int64), "attention_mask": torch.ones(shape, dtype=torch.int32),
         "position_ids": torch.arange(40).expand(shape), "vision_embeddings": torch.zeros(4 * 48 + 1, 256),
         "vision_mask": torch.full(shape, -1, dtype=torch.int32),
     }  # fmt: skip
-    without_media = [*script.prompts[1], 7], *script.prompts[1:]
     calls = {
         "fit no compiled bucket": ("encode", (torch.zeros(large.patches, 3, 14, 14), [large]), {}),
-        "expected the compiled batch of 4": ("prefill", (script.prompts[1:3], script.media[1:3]), {}),
+        "expected the compiled batch of 4": ("prefill", (prompts[1:3], media[1:3]), {}),
         "rows of images": ("forward", (), too_many),
-        "media tokens": ("prefill", ([*without_media], [[], *script.media[1:]]), {}),
+        "media tokens": ("prefill", ([prompts[1], *prompts[1:]], [[], *media[1:]]), {}),
     }
     options = neuron_config(1, 1, 4, enable_bucketing=True, context_encoding_buckets=[24, 48])
-    found = launch(through_compile, checkpoint, options, [script, text], calls)
-    for name, own, logits in zip(("media", "text alone"), (script, text), found["logits"], strict=True):
-        check(name, logits, own.expected(checkpoint))
+    scripts = {name: script_of(*case) for name, case in cases.items()}
+    found = launch(through_compile, checkpoint, options, [*scripts.values()], calls)
+    for (name, script), logits in zip(scripts.items(), found["logits"], strict=True):
+        check(name, logits, script.expected(model_of(checkpoint, *cases[name])))
     weights = "weights/tp0_sharded_checkpoint.safetensors"
     assert {f"{part}_model/{file}" for part in ("text", "vision") for file in ("model.pt", weights)} <= {
         *found["files"]
@@ -125,9 +122,10 @@ def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
 
 def test_lines_in_any_order_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Continuous batching with images: prompts arrive in any order, steps are of some lines and of all."""
-    script = drawn_case(checkpoint, [[2, 0], [3, 0, 2, 1], [1, 3, 2], [3], [0, 1, 2, 3], [1, 2, 3, 0]])
+    case = drawn(checkpoint)
+    script = script_of(*case, [[2, 0], [3, 0, 2, 1], [1, 3, 2], [3], [0, 1, 2, 3], [1, 2, 3, 0]])
     found = launch(through_compile, checkpoint, neuron_config(1, 1, 4, **LINES), [script], {})
-    check("lines in any order", found["logits"][0], script.expected(checkpoint))
+    check("lines in any order", found["logits"][0], script.expected(model_of(checkpoint, *case)))
 
 
 def test_the_smallest_bucket_that_fits() -> None:
