@@ -7,16 +7,18 @@ tells the positions where rounding chose other experts than float32 from those w
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import pytest
 import schedule
 import torch
-from applications import Answer, answers
+from applications import answers
 from cases import Case, Stored, job
 from harness import SLOW, distances, launch
+from schedule import Captured
 
 from kimi_k2.parity.reference import load_transformers_model
+from kimi_k2.plan.deployment import CONTEXT_ENCODING
 
 LENGTH = 4096
 LONG: dict[str, Any] = {"max_position_embeddings": 262144, "seed": 7}
@@ -24,8 +26,6 @@ BUCKETS = [512, 2048, 4096]
 CAPTURED = ["norm", "layers.1.mlp.router", "layers.2.mlp.router"]  # layer 0 is dense
 FAR = 0.1  # farther off are those positions, and only those, whose experts are others than in float32
 PROMPTS = [500, 2047, 4096]  # one a bucket; NxDI takes the next one for a prompt that fills any but the last
-
-
 TOKENS = schedule.drawn(1, LENGTH, seed=5)[0]
 CAPTURING: dict[str, Any] = {
     "on_device_sampling_config": {"top_k_kernel_enabled": False}, "output_logits": True, "disable_argmax_kernel": True,
@@ -34,26 +34,14 @@ CAPTURING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def executed(checkpoint: Path, scripts: list[schedule.Captured], timeout: float, **options: Any) -> Answer:
-    """Answers of one application with several buckets a stage."""
-    made = job(Case("TP1", {**CAPTURING, **options}, batch=1), checkpoint, *scripts)
-    made["neuron_config"]["blockwise_matmul_config"]["block_size"] = 128
-    found: Answer = launch(answers, {"": made}, way="executed", timeout=timeout)[""]
-    return found
-
-
 def routed(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' final hidden states [S, H] and, bool [layers, S, experts], the experts that each token goes to."""
+    """transformers' final hidden states [S, H] and, [layers, S, top_k], the experts that each token goes to."""
     found: list[torch.Tensor] = []
-
-    def keep(gate: Any, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        found.append(as_set(output[0], gate.n_routed_experts))
-
-    hooks = [gate.register_forward_hook(keep) for gate in gates(model)]
+    hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][0])) for gate in gates(model)]
     hidden = model.model(ids).last_hidden_state[0]
     for hook in hooks:
         hook.remove()
-    return hidden, torch.stack(found)
+    return hidden, torch.stack(found).sort().values
 
 
 def gates(model: Any) -> list[Any]:
@@ -61,15 +49,10 @@ def gates(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
-def as_set(indices: torch.Tensor, experts: int) -> torch.Tensor:
-    """Chosen experts, int [S, top_k], as bool [S, experts]."""
-    return torch.zeros(len(indices), experts, dtype=torch.bool).scatter(1, indices, True)
-
-
 def chosen_by(logits: torch.Tensor, gate: Any) -> torch.Tensor:
-    """The experts, bool [S, experts], that router logits choose."""
+    """The experts [S, top_k] that router logits choose."""
     scores = logits.double().sigmoid() + gate.e_score_correction_bias.double()
-    return as_set(scores.topk(gate.top_k, dim=1).indices, gate.n_routed_experts)
+    return scores.topk(gate.top_k, dim=1).indices.sort().values
 
 
 def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rounded: Any) -> None:
@@ -99,24 +82,25 @@ def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rou
     assert all(ours <= theirs for ours, theirs in zip(*figures, strict=True))
 
 
+@pytest.mark.parametrize(("scripts", "start", "options"), [
+    pytest.param(
+        [Captured(TOKENS[:count]) for count in PROMPTS], 0,
+        {"context_encoding_buckets": BUCKETS, "token_generation_buckets": [LENGTH]}, id="prefill",
+    ),
+    pytest.param(  # a prompt as long as the preset takes, and a step at each position from there to the end
+        [Captured(TOKENS[:2048], TOKENS[2048:])], 2048,
+        {"max_context_length": 2048, "context_encoding_buckets": [512, 2048],
+         "token_generation_buckets": [512, 1024, 4096]}, id="decode", marks=SLOW,
+    ),
+])  # fmt: skip
 @torch.inference_mode()
-def test_prefill_at_every_position(stored: Stored) -> None:
+def test_every_position(stored: Stored, scripts: list[Captured], start: int, options: dict[str, Any]) -> None:
     checkpoint = stored(**LONG)
-    scripts = [schedule.Captured(TOKENS[:count]) for count in PROMPTS]
-    done = executed(checkpoint, scripts, 400, context_encoding_buckets=BUCKETS, token_generation_buckets=[LENGTH])
-    assert [bucket for _, bucket in done["calls"]] == BUCKETS
+    made = job(Case("TP1", {**CAPTURING, **options}, batch=1), checkpoint, *scripts)
+    made["neuron_config"]["blockwise_matmul_config"]["block_size"] = 128
+    done = launch(answers, {"": made}, way="executed", timeout=3000)[""]
+    prefills = [bucket for stage, bucket in done["calls"] if stage == CONTEXT_ENCODING]
+    assert prefills == options["context_encoding_buckets"][-len(scripts) :]
     exact, rounded = (load_transformers_model(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    for count, found in zip(PROMPTS, done["logits"], strict=True):
-        check(found, TOKENS[:count], 0, exact, rounded)
-
-
-@SLOW
-@torch.inference_mode()
-def test_decode_at_every_position(stored: Stored) -> None:
-    """A prompt of 2048 tokens, as long as the preset takes, and a step at each position from there to the end."""
-    checkpoint = stored(**LONG)
-    buckets = {"context_encoding_buckets": [512, 2048], "token_generation_buckets": [512, 1024, 4096]}
-    script = schedule.Captured(TOKENS[:2048], TOKENS[2048:])
-    (found,) = executed(checkpoint, [script], 3000, max_context_length=2048, **buckets)["logits"]
-    exact, rounded = (load_transformers_model(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    check(found, TOKENS, 2048, exact, rounded)
+    for script, found in zip(scripts, done["logits"], strict=True):
+        check(found, [*script.prompt, *script.forced], start, exact, rounded)
