@@ -37,12 +37,6 @@ QUICK = {
 }
 
 
-def expert_bytes(moe_tp: int) -> int:
-    """Weights of one expert on one rank, FP8, without scales."""
-    config = KimiK2Config.from_preset(MEMBER)
-    return 3 * config.hidden_size * config.moe_intermediate_size // moe_tp
-
-
 def test_members_of_a_stored_form_have_one_plan() -> None:
     """So that graphs of one member of each say what those of all cost."""
     layout = Deployment.load(LAYERS)
@@ -93,11 +87,9 @@ def test_graphs_cost_what_the_planner_says(preset: str, stored: str, stage: str)
         assert fetches(graph)["chosen"] == pytest.approx(chosen, rel=0.01)
 
 
-def test_expert_parallel_decode_reads_8_experts_of_192() -> None:
-    graph = graph_of("trn2-tp32-ep2", DECODE)
-    assert 8 * expert_bytes(32) <= counted(graph)["routed_expert_bytes_read"] <= 8 * expert_bytes(32) * 1.01  # scales
-    # Of an expert's weights a step has no float array but the operand of a product: nothing dequantized is written.
-    arrays = of_experts(graph)
+def test_expert_parallel_decode_writes_no_dequantized_weights() -> None:
+    """Of an expert's weights a step has no float array but the operand of a product."""
+    arrays = of_experts(graph_of("trn2-tp32-ep2", DECODE))
     assert {array["op"] for array in arrays if array["type"] in ("f32", "bf16")} == {"convert", "reshape", "dot"}
     dots = [array for array in arrays if array["op"] == "dot"]
     assert [dot["shape"] for dot in dots] == [[8, 112, 1, 128], [8, 1, 1, 7168]]  # 8 slots, blocks of 64
@@ -108,18 +100,9 @@ def test_expert_parallel_decode_reads_8_experts_of_192() -> None:
     )
 
 
-def test_tensor_parallel_decode_reads_8_experts() -> None:
+def test_caches_out_of_order_are_seen() -> None:
+    """One's update given back for another, entries that no query met, an update left out."""
     graph = graph_of("trn2-tp64-ep1", DECODE)
-    counts = counted(graph)
-    assert 8 * expert_bytes(64) <= counts["routed_expert_bytes_read"] <= 8 * expert_bytes(64) * 1.05
-    # Attention output and MLP output of both layers: one all-reduce each.
-    sums = [
-        collective["times"]
-        for collective in counts["collectives"]
-        if (collective["kind"], collective["ranks"]) == ("all-reduce", 64)
-    ]
-    assert sum(sums) == 4
-    # Caches out of order are seen: one's update given back for another, entries that no query met, an update left out.
     *_, root = entry_instructions(graph.hlo)
     name, other = (root.operands[graph.aliases[f"kv_mgr.past_key_values.{number}"]] for number in (0, 2))
     update = next(line for line in graph.hlo.splitlines() if f"%{name} = " in line)
