@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from types import MethodType
 from typing import Any
 
 import torch
@@ -46,40 +44,11 @@ def load(app: Any) -> None:
         neuron.is_continuous_batching = kept
     for wrapper in app.models:
         wrapper.model.register_forward_pre_hook(_set_bucket)
-        sampling = neuron.on_device_sampling_config
-        if sampling is not None and not sampling.do_sample:  # the best would be that of a rank's own logits
-            wrapper.model.sampler.neuron_config = copy.copy(wrapper.neuron_config)
-            wrapper.model.sampler.neuron_config.on_cpu = False
-            wrapper.model.sampler.neuron_config.disable_argmax_kernel = True
-        if neuron.output_logits:
-            wrapper.forward = MethodType(_with_all_logits, wrapper)
 
 
 def _set_bucket(model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     """Give the module the bucket of each pass, which a traced graph has from its bucket."""
     model.n_positions = inputs[1].shape[1]
-
-
-def _with_all_logits(wrapper: Any, *args: Any) -> Any:
-    """ModelWrapper.forward for `output_logits`, of which NxDI's CPU mode takes logits of a part for a cache.
-
-    models/model_wrapper.py:1420 writes all that comes behind the tokens into the caches, in order.
-    """
-    count, size = len(args[3]), wrapper.neuron_config.batch_size
-    if count == size:
-        return type(wrapper).forward(wrapper, *args)
-    given = [arg for arg in wrapper._process_args(*args) if isinstance(arg, torch.Tensor)]
-    given = wrapper.pad_inputs(*wrapper.convert_int64_to_int32(*given))
-    if count < size:
-        tokens, logits, *caches = wrapper._forward_with_pad(*given)
-        return [tokens, logits.index_select(0, given[3]), *caches]
-    found: list[list[torch.Tensor]] = []
-    for row in range(0, count, size):
-        tokens, logits, *caches = _with_all_logits(wrapper, *(one[row : row + size] for one in given))
-        found.append([tokens, logits])
-        for cache, new in zip(wrapper.model.kv_mgr.past_key_values, caches, strict=True):
-            cache.data = new
-    return [*(torch.cat(parts) for parts in zip(*found, strict=True)), *caches]
 
 
 def answers(folder: str, jobs: Any) -> Any:
