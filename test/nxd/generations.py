@@ -12,7 +12,6 @@ from typing import Any
 
 import applications
 import environment
-import schedule
 import torch
 
 from kimi_k2.engine.sampler import SamplingParams
@@ -95,21 +94,6 @@ def assisted(target: Asked, draft: Asked, prompt: list[int], new_tokens: int) ->
 def by_adapter(job: Asked, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """A job of applications.py, spoken to by NxDI's adapter."""
     return adapted(applications.build(job), prompts, new_tokens)
-
-
-def sampled(job: Asked, prompt: list[int], params: list[list[float]]) -> list[tuple[int, torch.Tensor]]:
-    """A job of applications.py: for each parameters the token that is drawn, and its logits, of a prompt and a step."""
-    app, found = applications.build(job), []
-    ids, where = torch.tensor([prompt]), torch.arange(len(prompt))[None]
-    for param in params:
-        app.reset()
-        given = {"attention_mask": torch.ones_like(ids), "sampling_params": torch.tensor([param])}
-        step = app(input_ids=ids, position_ids=where, **given)
-        found.append((int(step.tokens.flatten()[0]), step.logits.flatten()))
-        token = [[found[-1][0]]]
-        step = schedule.decode(app, token, [len(prompt)], sampling_params=given["sampling_params"])
-        found.append((int(step.tokens.flatten()[0]), step.logits.flatten()))
-    return found
 
 
 def generations(job: Asked, batches: Sequence[Asked]) -> list[dict[str, Any]]:

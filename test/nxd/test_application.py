@@ -7,11 +7,10 @@ from typing import Any
 
 import environment
 import pytest
-import schedule
 import torch
 from cases import Case, Stored, job
-from generations import assisted, by_adapter, generations, sampled
-from harness import TOLERANCE, launch, plain_model
+from generations import assisted, by_adapter, generations
+from harness import launch, plain_model
 
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
@@ -19,7 +18,7 @@ from kimi_k2.engine.sampler import SamplingParams
 PROMPTS = [[5, 17, 300, 41, 8, 99], [7, 7, 12], [400, 3, 2, 1, 9, 9, 9, 31, 55]]
 STEPS = 14
 GREEDY: dict[str, Any] = {"max_new_tokens": STEPS}
-DRAWN = [[1.0, 1.0, 1.0], [5.0, 0.9, 0.7], [40.0, 0.8, 1.3], [20.0, 0.5, 1.0]]  # top_k, top_p, temperature
+DRAWN = [(1, 1.0, 1.0), (5, 0.9, 0.7), (40, 0.8, 1.3), (20, 0.5, 1.0)]  # top_k, top_p, temperature
 
 
 @pytest.fixture
@@ -28,11 +27,11 @@ def adapter() -> None:
         pytest.skip("HuggingFaceGenerationAdapter of NxDI 0.8 reads a name that it never sets")
 
 
-def run(checkpoint: Path, calls: list[dict[str, Any]], ranks: int = 1, **more: Any) -> list[Any]:
-    """Replies, or messages, of the preset's application in CPU mode."""
+def run(checkpoint: Path, calls: list[dict[str, Any]], ranks: int = 1, way: str = "CPU mode", **more: Any) -> list[Any]:
+    """Replies, or messages, of the preset's application."""
     deployment = {"length": 48, "batch_size": 3}
-    asked = {"checkpoint": checkpoint, "preset": "trn2-tp32-ep2", "deployment": deployment, **more}
-    found = launch(generations, asked, calls, ranks=ranks)
+    asked = {"checkpoint": checkpoint, "preset": "trn2-tp32-ep2", "deployment": deployment, "ranks": ranks, **more}
+    found = launch(generations, asked, calls, ranks=ranks, way=way)
     return [reply for answer in found for reply in (answer["replies"], answer.get("adapted")) if reply is not None]
 
 
@@ -107,9 +106,9 @@ def test_assisted_decoding_is_greedy(stored: Stored, draft: str, ranks: int) -> 
     assert (took <= -(-steps // width)) == (draft == "target")
 
 
-def middle(logits: torch.Tensor, top_k: float, top_p: float, temperature: float) -> int:
+def middle(logits: torch.Tensor, top_k: int, top_p: float, temperature: float) -> int:
     """Top-k, temperature, then the token at half of the probability; top-p as NxDI has it, without the last token."""
-    values, tokens = logits.topk(int(top_k))
+    values, tokens = logits.topk(top_k)
     weights = (values / temperature).softmax(-1)
     kept = weights.cumsum(-1) <= max(top_p, float(weights[0]))
     kept[0] = True
@@ -118,22 +117,21 @@ def middle(logits: torch.Tensor, top_k: float, top_p: float, temperature: float)
 
 
 @torch.inference_mode()
-def test_executed_sampling(stored: Stored) -> None:
+def test_executed_sampling(fp8: Path) -> None:
     """NxDI's `deterministic` takes the middle of the distribution in place of a random number."""
-    checkpoint = stored(num_hidden_layers=2)
+    sampling = {"do_sample": True, "dynamic": True, "global_topk": 64}
     # Without the SDK's own top-k kernel, which is not Python.
-    config = {"do_sample": True, "dynamic": True, "deterministic": True, "global_topk": 64}
-    options = {"on_device_sampling_config": {**config, "top_k_kernel_enabled": False}, "output_logits": True}
-    asked = job(Case("TP2", {**options, "disable_argmax_kernel": True}, batch=1), checkpoint)
-    (prompt,), model = schedule.drawn(1, 10), plain_model(checkpoint)
-    found, seen = launch(sampled, asked, prompt, DRAWN, ranks=2, way="executed"), []
-    for number, (token, logits) in enumerate(found):
-        text = [*prompt, *([found[number - 1][0]] if number % 2 else [])]
-        plain = model(torch.tensor([text]))[0, -1]
-        assert float((logits - plain).abs().max()) <= TOLERANCE
-        assert token == middle(plain, *DRAWN[number // 2])
-        seen.append(token)
-    assert len(set(seen)) > 3
+    more = {"on_device_sampling_config": {**sampling, "deterministic": True, "top_k_kernel_enabled": False}}
+    calls = [
+        {"prompts": PROMPTS[:1], "params": {"max_new_tokens": 2, "top_k": top_k, "top_p": top_p, "temperature": heat}}
+        for top_k, top_p, heat in DRAWN
+    ]
+    replies = run(fp8, calls, ranks=2, way="executed", sampling=sampling, overrides=more)
+    model = plain_model(fp8)
+    for (reply,), params in zip(replies, DRAWN, strict=True):
+        for at, token in enumerate(reply):
+            assert token == middle(model(torch.tensor([PROMPTS[0] + reply[:at]]))[0, -1], *params)
+    assert len({token for (reply,) in replies for token in reply}) > 3
 
 
 @pytest.mark.usefixtures("adapter")
