@@ -44,15 +44,20 @@ def application(job: Job) -> Any:
     if "preset" in job:
         return of_preset(job, directory)
     options = {"torch_dtype": "bfloat16" if environment.executed() else "float32", **job["neuron_config"]}
-    options["torch_dtype"] = getattr(torch, options["torch_dtype"])
-    if "folder" in job:
-        config = modeling = importlib.import_module(job["folder"])
+    options |= {"torch_dtype": getattr(torch, options["torch_dtype"]), "on_cpu": not environment.executed()}
+    return of_options(directory, job["checkpoint"], options, job.get("folder"), job.get("draft"))
+
+
+def of_options(directory: str, source: Any, options: Mapping[str, Any], folder: Any = None, draft: Any = None) -> Any:
+    """The same of options and a source of configuration: the package's, or of a folder's module."""
+    if folder:
+        config = modeling = importlib.import_module(folder)
     else:
         config, modeling = environment.contrib("config"), environment.contrib("modeling_kimi_k2")
-    neuron = config.KimiK2NeuronConfig(on_cpu=not environment.executed(), **options)
-    inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(job["checkpoint"]))
-    if "draft" in job:
-        inference = environment.contrib("draft_head").with_draft(inference, job["draft"])
+    neuron = config.KimiK2NeuronConfig(**options)
+    inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(source))
+    if draft:
+        inference = environment.contrib("draft_head").with_draft(inference, draft)
     return modeling.NeuronKimiK2ForCausalLM(directory, inference)
 
 

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs NxD, with one reason for all, which pytest's summary folds into one line with a count."""
+    """Skip what needs NxD, with one reason for all, which the summary counts in one line."""
     absent = environment.missing()
     for item in items:
         if not item.path.is_relative_to(HERE):
@@ -52,10 +52,3 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
         return written[name]
 
     return of
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line that says how many tests were not run for lack of NxD."""
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs NxD and NxDI" in str(r.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests skipped for lack of NxD and NxDI ({environment.missing()})")

@@ -86,10 +86,10 @@ def put(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 class NxdModel:
-    """What NxDI calls as `traced_model.nxd_model`: programs by the shapes of their inputs, weights and caches."""
+    """What NxDI holds as `traced_model`, and its `nxd_model`: programs by their inputs' shapes, weights and caches."""
 
     def __init__(self, app: Any) -> None:
-        lowering = environment.contrib("lowering")
+        lowering, self.nxd_model = environment.contrib("lowering"), self
         self.ranks = app.neuron_config.tp_degree
         self.programs: dict[tuple[torch.Size, ...], tuple[Program, str]] = {}
         self.graphs = []
@@ -121,9 +121,10 @@ class NxdModel:
         for name, tensors in states.items():
             self.parts[name] = put(tensors if len(tensors) > 1 else tensors * self.ranks)
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def __call__(self, *inputs: torch.Tensor) -> Any:
         """One step; the outputs of rank 0 without the caches, a single one bare, as NxD's packer gives it."""
-        return packed(self.forward_async([list(inputs)] * self.ranks)[0])
+        outputs = self.forward_async([list(inputs)] * self.ranks)[0]
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def forward_async(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """One step from each rank's own inputs; every rank's outputs. Nothing is asynchronous here."""
@@ -145,22 +146,6 @@ class NxdModel:
         return [[to_torch(out[rank]) for out in kept] for rank in range(self.ranks)]
 
 
-def packed(outputs: list[torch.Tensor]) -> Any:
-    """A single output stands for itself."""
-    return outputs[0] if len(outputs) == 1 else outputs
-
-
-class TracedModel:
-    """What NxDI holds as `traced_model`."""
-
-    def __init__(self, app: Any) -> None:
-        self.nxd_model = NxdModel(app)
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        """As NxDModelExecutor does."""
-        return self.nxd_model.forward(inputs)
-
-
 def parameter_types(graph: Any) -> dict[str, str]:
     """HLO element type of each entry parameter by the name of its weight, `constant.N` for what the trace made."""
     entry = graph.hlo[graph.hlo.index("ENTRY ") :]
@@ -168,11 +153,10 @@ def parameter_types(graph: Any) -> dict[str, str]:
     return {graph.parameters.get(int(number), f"constant.{number}"): kind for kind, number in found}
 
 
-def load(app: Any) -> TracedModel:
+def load(app: Any) -> None:
     """Load `app` as `app.load` would, with NxD's own sharding of the weights and the executed graphs as the device."""
-    traced = TracedModel(app)
-    app.traced_model = traced
-    traced.nxd_model.initialize(app.get_builder().shard_checkpoint())
+    app.traced_model = traced = NxdModel(app)
+    traced.initialize(app.get_builder().shard_checkpoint())
     from neuronx_distributed_inference.models import model_wrapper
     from neuronx_distributed_inference.modules import async_execution
 
@@ -182,7 +166,6 @@ def load(app: Any) -> TracedModel:
     app.is_loaded_to_neuron = True
     for module in (async_execution, model_wrapper):
         module.is_ranked_io = is_ranked
-    return traced
 
 
 def is_ranked(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from applications import of_options
 from harness import launch
 from hlo import count, entry_instructions, is_parameter, kernel_cost, peak_live_bytes, stale_readers, summary
 from kernel_calls import kernel_name
@@ -42,14 +42,10 @@ def of_preset(name: str, member: str, layers: int, stages: Sequence[str], draft:
 
 def of_folder(tp: int, ep: int, quantized: bool) -> list[Any]:
     """A job: both graphs of the folder of contrib/models, two layers, 512 tokens of prompt and 1,024 in all."""
-    src = importlib.import_module("kimi_k2.contrib_model")
-    neuron = src.KimiK2NeuronConfig(
-        tp_degree=tp * ep, moe_tp_degree=tp, moe_ep_degree=ep, seq_len=1024, max_context_length=512, quantized=quantized
-    )
-    config = src.KimiK2InferenceConfig(
-        neuron, load_config=src.load_kimi_config({**raw_preset(), "num_hidden_layers": 2})
-    )
-    return _lowered(src.NeuronKimiK2ForCausalLM("none", config), STAGES)
+    options = {"tp_degree": tp * ep, "moe_tp_degree": tp, "moe_ep_degree": ep, "quantized": quantized}
+    options |= {"seq_len": 1024, "max_context_length": 512}
+    raw = {**raw_preset(), "num_hidden_layers": 2}
+    return _lowered(of_options("none", raw, options, "kimi_k2.contrib_model"), STAGES)
 
 
 def of_media(patches: int, frames: int, ranks: int, stages: Sequence[str]) -> list[Any]:

@@ -50,14 +50,14 @@ def script_of(prompts: list[Tokens], media: list[Media], steps: list[list[int]] 
     return script
 
 
-def model_of(checkpoint: Path, prompts: list[Tokens], media: list[Media]) -> Callable[[torch.Tensor], torch.Tensor]:
+def model_of(checkpoint: Path, prompts: list[Tokens], media: list[Media]) -> Callable[[torch.Tensor], Any]:
     """The plain model of one text [1, S], which begins with one of the prompts."""
     config = KimiK2Config.from_pretrained(checkpoint)
     assert config.vision is not None
     tower, plain = VisionModel.from_pretrained(checkpoint), KimiK2ForCausalLM.from_pretrained(checkpoint)
     features = [[tower(pixels, [grid]) for pixels, grid in own] for own in media]
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def logits(ids: torch.Tensor) -> Any:
         (text,) = ids.tolist()
         (own,) = [own for prompt, own in zip(prompts, features, strict=True) if text[: len(prompt)] == prompt]
         rows = MediaRows.of([text], [own], config.vision.media_token_ids)  # type: ignore[union-attr]

@@ -76,3 +76,13 @@ def reference(
         found.clear()
         (Path(directory) / "config.json").write_text(json.dumps(config))
         return load_transformers_model(directory, dtype)
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """New tokens of transformers' model, and the logits [count, vocab] that chose them."""
+    text, logits = [*prompt], []
+    for _ in range(count):
+        logits.append(model(torch.tensor([text])).logits[0, -1])
+        text.append(int(logits[-1].argmax()))
+    return text[len(prompt) :], torch.stack(logits)

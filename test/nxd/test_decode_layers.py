@@ -6,8 +6,8 @@ Options that it refuses are in test_options.py.
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,16 @@ def test_sizes_that_it_does_not_take_are_refused(field: str, sizes: dict[str, An
     assert caught.value.field == field
 
 
-def test_the_first_hours_commands_of_the_docs(tmp_path: Path) -> None:
+def test_the_first_hours_commands_of_the_docs(shell_commands: Callable[[str], list[list[str]]], tmp_path: Path) -> None:
     """Those of docs/trainium.md that need no machine and no real checkpoint, as they stand there."""
-    text = (Path(__file__).parents[2] / "docs" / "trainium.md").read_text()
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "trainium.md").read_text().replace("/tmp/", f"{tmp_path}/")
     section = text.split("## Decode on NKI kernels: the first hour\n")[1].split("\n## ")[0]
-    lines = [
-        line.strip() for block in re.findall(r"```sh\n(.*?)```", section, re.DOTALL) for line in block.splitlines()
-    ]
-    real = ("/models", "/presharded")
-    here = [line for line in lines if line.startswith("kimi-k2 ") and not any(path in line for path in real)]
+    real = re.compile("/models|/presharded")
+    lines = [words for words in shell_commands(section) if not real.search(" ".join(words))]
+    ((*edit, _, preset),) = [words for words in lines if words[0] == "sed"]
+    Path(preset).write_text(subprocess.run(edit, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout)
+    here = [words[1:] for words in lines if words[0] == "kimi-k2"]
     assert len(here) == 5
-    (edit,) = [line for line in lines if line.startswith("sed ")]
-    subprocess.run(edit.replace("/tmp/", f"{tmp_path}/"), shell=True, check=True, cwd=Path(__file__).parents[2])
-    for line in here:
-        words = shlex.split(line.replace("/tmp/", f"{tmp_path}/"))[1:]
-        print(f"\n$ {line}\n{command(*words, timeout=1500)[-1500:]}")
+    for words in here:
+        print(f"\n$ {words}\n{command(*words, timeout=1500)[-1500:]}")

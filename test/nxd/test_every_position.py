@@ -52,7 +52,8 @@ def gates(model: Any) -> list[Any]:
 def chosen_by(logits: torch.Tensor, gate: Any) -> torch.Tensor:
     """The experts [S, top_k] that router logits choose."""
     scores = logits.double().sigmoid() + gate.e_score_correction_bias.double()
-    return scores.topk(gate.top_k, dim=1).indices.sort().values
+    chosen: torch.Tensor = scores.topk(gate.top_k, dim=1).indices
+    return chosen.sort().values
 
 
 def check(found: list[torch.Tensor], ids: list[int], start: int, exact: Any, rounded: Any) -> None:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import environment
 import graphs
 import pytest
+import schedule
 import torch
+from applications import application
 from cases import LINES, WHOLE, Stored
 from generations import generations
 from graphs import DRAFTED, counted, graph_of
@@ -68,15 +70,10 @@ def head_of(model: KimiK2ForCausalLM, form: Form, directory: Path) -> Path:
     return directory / form
 
 
-def drawn(count: int, vocabulary: int) -> list[list[int]]:
-    rng = random.Random(0)
-    lengths = [1, 17, 40, 2, 3]
-    return [[rng.randrange(vocabulary) for _ in range(lengths[n % len(lengths)])] for n in range(count)]
-
-
 def batches_of(model: KimiK2ForCausalLM, batch: int, wrong: float | None) -> tuple[list[dict[str, Any]], list[Any]]:
     """Batches of drawn sizes and the plain model's replies; the oracle knows them and what follows."""
-    prompts, rng = drawn(PROMPTS, model.config.vocab_size), random.Random(2)
+    rng, lengths = random.Random(2), [1, 17, 40, 2, 3]
+    prompts = [tokens[: lengths[n % len(lengths)]] for n, tokens in enumerate(schedule.drawn(PROMPTS, 40))]
     batches, expected = [], []
     while prompts:
         some = [prompts.pop() for _ in range(min(rng.randint(1, batch), len(prompts)))]
@@ -219,11 +216,9 @@ def test_lowered_at_real_shapes(tmp_path: Path, preset: str, form: Form, kernels
 
 def configured(head: Path, target: Target, **options: Any) -> Any:
     """The inference config of a target with a draft."""
-    config = environment.contrib("config")
     drafts = {**draft_options(DRAFTS), "on_device_sampling_config": {}}
-    neuron = config.KimiK2NeuronConfig(**{**neuron_config(1, 1, 1, seq_len=LENGTH), **drafts, **options})
-    inference = config.KimiK2InferenceConfig(neuron, load_config=config.load_kimi_config(target.directory))
-    return environment.contrib("draft_head").with_draft(inference, head)
+    neuron = {**neuron_config(1, 1, 1, seq_len=LENGTH), **drafts, **options}
+    return application({"checkpoint": target.directory, "draft": head, "neuron_config": neuron}).config
 
 
 def test_a_saved_configuration_is_the_same(targets: Callable[[str], Target], tmp_path: Path) -> None:

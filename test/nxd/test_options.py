@@ -10,6 +10,7 @@ from unittest import mock
 import environment
 import pytest
 import torch
+from applications import of_options
 from cases import BLOCKS, CASES, FLASH, SEQUENCE, SLOTS, config_of, format_of, layers
 from harness import neuron_config
 
@@ -33,12 +34,10 @@ def package() -> Any:
 
 
 def application(**options: Any) -> Any:
-    src = package()
-    neuron = src.KimiK2NeuronConfig(**{"tp_degree": 2, "seq_len": 256, "max_context_length": 128, **options})
     raw = {**raw_preset(), **TINY}
     raw.pop("quantization_config")
-    config = src.KimiK2InferenceConfig(neuron, load_config=src.load_kimi_config(raw))
-    return src.NeuronKimiK2ForCausalLM("none", config)
+    sizes = {"tp_degree": 2, "seq_len": 256, "max_context_length": 128}
+    return of_options("none", raw, {**sizes, **options}, "kimi_k2.contrib_model")
 
 
 @pytest.fixture(autouse=True)

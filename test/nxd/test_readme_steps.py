@@ -14,7 +14,7 @@ import torch
 import yaml
 from cases import Stored, copied
 from harness import command, plain_model
-from reference import reference
+from reference import greedy, reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -154,13 +154,8 @@ def test_the_folders_own_tests(stored: Stored, tmp_path: Path) -> None:
     machine(folder / "examples" / "compile.py", model, compiled, *sizes, "--output-logits")
     saved = compiled / "neuron_config.json"
     saved.write_text(saved.read_text().replace('"torch.bfloat16"', '"torch.float32"').replace("bfloat16", "float32"))
-    prompt, steps, reference_model = list(range(5, 25)), [], reference(model)
-    tokens = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(8):
-            steps.append(reference_model(tokens).logits[:, -1])
-            tokens = torch.cat((tokens, steps[-1].argmax(-1, keepdim=True)), dim=1)
-    torch.save({"prompt": prompt, "logits": torch.stack(steps)}, golden)
+    prompt = list(range(5, 25))
+    torch.save({"prompt": prompt, "logits": greedy(reference(model), prompt, 8)[1][:, None]}, golden)
     tests = ("pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder)
     on_device = {"KIMI_K2_MODEL": model, "KIMI_K2_COMPILED": compiled, "KIMI_K2_GOLDEN": golden}
     integration = folder / "test" / "integration"

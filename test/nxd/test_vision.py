@@ -94,7 +94,7 @@ def through_compile(
 def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Compiled, saved, loaded and run by NxDI's own code with the compiler mocked; two prefill graphs, three calls."""
     prompts, media = drawn(checkpoint)
-    text = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4
+    text: Any = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4
     cases: dict[str, Any] = {"media": (prompts, media), "text alone": text}
     shape, large = (4, 40), Grid(1, 40, 40)
     too_many = {

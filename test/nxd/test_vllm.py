@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import launch
-from reference import reference
+from reference import greedy, reference
 
 ABSENT = [name for name in ("vllm", "vllm_neuron") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
@@ -42,18 +41,6 @@ def requests(seed: int, count: int = 8) -> list[dict[str, Any]]:
         made.append({"prompt": prompt, "new_tokens": draw.randint(4, 16), "arrival": arrival})
         arrival += draw.randint(0, 6)
     return made
-
-
-@torch.inference_mode()
-def expected(model: Any, job: list[dict[str, Any]]) -> list[list[int]]:
-    """transformers' greedy tokens, each request alone."""
-    found = []
-    for request in job:
-        text = list(request["prompt"])
-        for _ in range(request["new_tokens"]):
-            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
-        found.append(text[len(request["prompt"]) :])
-    return found
 
 
 def requested(job: dict[str, Any]) -> dict[str, Any]:
@@ -136,4 +123,4 @@ def test_eight_requests_at_random_times(checkpoints: dict[str, Path], tmp_path: 
         assert sum(count >= 8 for count in answer["cached"]) >= 4, answer["cached"]
     # What is requantized must be so in the reference too, to choose the same tokens.
     model = reference(checkpoints[name], (1, 0) if str(quantization).startswith("expert") else None)
-    assert answer["tokens"] == expected(model, job)
+    assert answer["tokens"] == [greedy(model, request["prompt"], request["new_tokens"])[0] for request in job]
