@@ -124,10 +124,10 @@ def spread() -> None:
 
 
 class Event:
-    """Stands for a GPU's."""
+    """Stands for an event of a GPU's, or for a stream, where what is copied is there at once."""
 
-    def __init__(self, **_: Any) -> None:
-        self.record = self.synchronize = lambda *_: None
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.record = self.synchronize = self.wait = self.wait_event = self.wait_stream = lambda *_: None
         self.elapsed_time = lambda _: 0.0
 
 

@@ -25,10 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_workers import amx
+from in_workers import Event, amx
 from safetensors.torch import load_file
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# Of vLLM's.
+METRICS = {
+    "preempted": "num_preemptions", "draft": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}  # fmt: skip
 
 
 def count_verified(engine: Any) -> Counter[str]:
@@ -53,17 +58,6 @@ def count_verified(engine: Any) -> Counter[str]:
     return counts
 
 
-class Now:
-    """A stream or an event of a CPU, where what is copied is there at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def synchronize(self, *_: Any) -> None:
-        """As of a stream or an event."""
-
-    wait_stream = wait_event = record = wait = synchronize
-
-
 def ahead() -> None:
     """Have vLLM schedule a step before the one before it has ended, which it does not on CPUs."""
     from vllm.platforms.cpu import CpuPlatform
@@ -75,8 +69,8 @@ def ahead() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(checked)
-    vars(torch.cuda).update(stream=lambda _: nullcontext(), current_stream=Now, Stream=Now)
-    vars(torch)["Event"] = Now
+    vars(torch.cuda).update(stream=lambda _: nullcontext(), current_stream=Event, Stream=Event)
+    vars(torch)["Event"] = Event
 
 
 def balance_on_cpu() -> None:
@@ -90,21 +84,6 @@ def balance_on_cpu() -> None:
     current_platform = parallel.current_platform
     if current_platform.is_cpu():
         vars(parallel)["current_platform"] = Gpu()
-
-
-def count_preempted() -> list[str]:
-    """Requests whose pages the scheduler takes back, from now on."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempted: list[str] = []
-    preempt = Scheduler._preempt_request
-
-    def counted(self: Any, request: Any, *given: Any, **named: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(self, request, *given, **named)
-
-    Scheduler._preempt_request = counted
-    return preempted
 
 
 def swap(engine: Any, way: str, directory: str) -> None:
@@ -161,7 +140,6 @@ def main(model: str, job_file: str, result_file: str) -> None:
         from vllm.config import VllmConfig
 
         VllmConfig._verify_aux_output_compatibility = lambda self: None
-    preempted = count_preempted()
     if job.get("ahead"):
         ahead()
     if job["options"].get("enable_eplb"):
@@ -174,10 +152,7 @@ def main(model: str, job_file: str, result_file: str) -> None:
         kept += [] if kept else [read_elsewhere(arguments(), job["requests"])]
     engine = LLMEngine.from_engine_args(arguments())
     verified = count_verified(engine)
-    result = serve(engine, job["requests"], job.get("steps", 0)) | {
-        "preempted": len(preempted),
-        "again": [],
-    }
+    result = serve(engine, job["requests"], job.get("steps", 0)) | {"again": []}
     for way, directory in job.get("swaps", ()):
         shutil.rmtree(job.get("stored", ""), ignore_errors=True)
         swap(engine, way, directory)
@@ -187,8 +162,8 @@ def main(model: str, job_file: str, result_file: str) -> None:
     from kimi_k2.ops.registry import TABLE
 
     counts = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
-    for name in ("draft", "accepted"):
-        result[name] = counts.get(f"vllm:spec_decode_num_{name}_tokens", 0)
+    for name, theirs in METRICS.items():
+        result[name] = counts.get(f"vllm:{theirs}", 0)
     calls = {name: {entry.name: entry.calls for entry in (*one.entries, one.plain)} for name, one in TABLE.items()}
     Path(result_file).write_text(json.dumps({**result, "calls": calls, **verified}))
 
@@ -211,10 +186,7 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
     from vllm.sampling_params import StructuredOutputsParams
 
     waiting: list[tuple[int, dict[str, Any]]] = list(enumerate(requests))
-    tokens: dict[str, list[int]] = {}
-    logprobs: dict[str, list[float]] = {}
-    prompts: dict[str, list[int]] = {}
-    routed: dict[str, Any] = {}
+    last: dict[int, Any] = {}
     step = 0
     while step < steps if steps else waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1]["arrival"] <= step:
@@ -234,17 +206,20 @@ def serve(engine: Any, requests: list[dict[str, Any]], steps: int = 0) -> dict[s
         # Data-parallel ranks ask each other, each as often, and run a step where one of them has requests. An engine in
         # a process of its own would be waited for where it has nothing to do.
         for output in engine.step() if engine.has_unfinished_requests() else ():
-            name, made = output.request_id.split("-")[0], output.outputs[0]  # some versions add to the name
-            tokens[name], prompts[name] = list(made.token_ids), list(output.prompt_token_ids or ())
-            experts = getattr(made, "routed_experts", None)  # with the last token
-            routed[name] = None if experts is None else experts.tolist()
-            logprobs[name] = [at[token].logprob for at, token in zip(made.logprobs, made.token_ids, strict=True)]
+            last[int(output.request_id.split("-")[0])] = output  # some versions add to the name
         step += 1
-    order = [str(number) for number in range(len(tokens))]
-    by_request: dict[str, dict[str, Any]] = {
-        "tokens": tokens, "logprobs": logprobs, "prompts": prompts, "routed": routed,
-    }  # fmt: skip
-    return {"steps": step} | {what: [held[name] for name in order] for what, held in by_request.items()}
+    ended = [last[number] for number in range(len(last))]
+    made = [output.outputs[0] for output in ended]
+    routed = [getattr(one, "routed_experts", None) for one in made]
+    return {
+        "steps": step,
+        "tokens": [list(one.token_ids) for one in made],
+        "logprobs": [
+            [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)] for one in made
+        ],
+        "prompts": [list(output.prompt_token_ids or ()) for output in ended],
+        "routed": [None if experts is None else experts.tolist() for experts in routed],
+    }
 
 
 if __name__ == "__main__":
