@@ -10,7 +10,6 @@ from torch import Tensor
 from kimi_k2.config import KimiK2Config
 from kimi_k2.engine.vision import MediaRows
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
 
 # The kernels' sizes, as one of eight ranks of the real model has them; few layers, experts and tokens.
 SIZES = {
@@ -27,11 +26,6 @@ def slice_config(name: str, ranks: int = 1, of: int = 8) -> KimiK2Config:
     """A published model's configuration with a rank's sizes on each of `ranks`: of `of` ranks, `SIZES` of eight."""
     sizes = {field: size * ranks * 8 // of if field in CUT else size for field, size in SIZES.items()}
     return KimiK2Config.load(name).model_copy(update={**sizes, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-
-
-def write_slice(directory: Path, name: str = "kimi-k2-instruct-0905", ranks: int = 1, of: int = 8) -> None:
-    """Its checkpoint, with random weights."""
-    write_synthetic_checkpoint(directory, slice_config(name, ranks, of), seed=3)
 
 
 class Judge:

@@ -1,9 +1,10 @@
 """A server under random requests: streams given up, huge and too long prompts, bad JSON; no wrong token, no leak.
 
-KIMI_K2_SOAK_SECONDS sets how long (30); a sixth of it, at most 300, runs before anything is compared. KIMI_K2_SLOW=1
-adds two data-parallel ranks with experts shared out, a cache so small that requests lose their pages, and prompts of up
-to 100,000 tokens (a CPU's: 700) that fill the cache, by our model and by vLLM's own. With -s a line a minute says what
-was met and held. On a GPU the server runs there.
+Each answer is what the server said to that prompt alone, before the others came. KIMI_K2_SOAK_SECONDS sets how long
+(30); a sixth of it, at most 300, runs before anything is compared. KIMI_K2_SLOW=1 adds two data-parallel ranks with
+experts shared out, a cache so small that requests lose their pages, and prompts of up to 100,000 tokens (a CPU's: 700)
+that fill the cache, by our model and by vLLM's own. With -s a line a minute says what was met and held. On a GPU the
+server runs there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from typing import Any
 import engines
 import pytest
 from engines import ON_GPU, OURS, STOCK, WIDE
-from judge import ROUNDING, Judge, slice_config, write_slice
-from plain_tokens import expected
+from judge import ROUNDING, slice_config
 from scripted import write_hf_tokenizer, write_random_checkpoint
 
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -38,6 +38,7 @@ LONGEST = 2048  # --max-model-len of the server
 MORE = {"resident": 64 * 2**20, "files": 6, "threads": 8, "allocated": 64 * 2**20}
 REFUSED = (400, 404, 422)
 NEW = 48  # tokens of an answer
+MOST = ROUNDING if ON_GPU else 1e-3  # of a log-probability, from that alone
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -47,19 +48,20 @@ def post(url: str, body: bytes) -> Any:
 
 
 class Soak:
-    """Clients of one server, and what they met.
+    """Clients of one server, and what they met: each answer is what it was alone, and has no NaN.
 
     Args:
         url: of the server.
         clients: how many.
-        known: prompts and the model's tokens for them.
-        judge: where rounding may choose another token than float32 does: each answer is judged as a whole.
+        prompts: whose answers alone are asked for first.
+        most: how far a token's log-probability may lie from that alone, in an answer's mean.
     """
 
-    def __init__(self, url: str, clients: int, known: list[tuple[list[int], list[int]]], judge: Judge | None) -> None:
-        self.url, self.clients, self.known, self.judge, self.lock = url, clients, known, judge, threading.Lock()
-        self.met, self.problems, self.largest = Counter[str](), list[str](), 0.0
+    def __init__(self, url: str, clients: int, prompts: list[list[int]], most: float) -> None:
+        self.url, self.clients, self.most = url, clients, most
+        self.met, self.problems, self.largest, self.fullest = Counter[str](), list[str](), 0.0, 0.0
         self.kinds = [*[self.answer] * 4, *[self.given_up] * 2, self.huge, *[self.refused] * 3]
+        self.alone = [(prompt, self.said(prompt)) for prompt in prompts]
 
     def held(self, release: str = "") -> dict[str, float]:
         """By all of the server's processes; its allocator gives back what it holds unused first, if asked."""
@@ -104,27 +106,35 @@ class Soak:
     def ask(self, *asked: Any, **options: Any) -> Any:
         return post(f"{self.url}/completions", self.completion(*asked, **options))
 
-    def answer(self, draw: random.Random) -> None:
-        """Whole, or as a stream."""
-        (prompt, wanted), stream = draw.choice(self.known), draw.random() < 0.25
-        count = len(wanted) if stream else draw.randint(1, len(wanted))
-        with self.ask(prompt, count, stream=stream) as answer:
+    def said(self, prompt: list[int], count: int = NEW, stream: bool = False) -> list[tuple[int, dict[str, float]]]:
+        """Tokens, and the twenty likeliest at each place; whole, or as a stream."""
+        with self.ask(prompt, count, stream=stream, logprobs=20, return_tokens_as_token_ids=True) as answer:
             events = [line.decode().strip().removeprefix("data: ") for line in answer]
         choices = [json.loads(event)["choices"][0] for event in events if event not in ("", "[DONE]")]
-        self.compare(prompt, wanted[:count], [token for choice in choices for token in choice["token_ids"] or []])
+        tokens = [token for choice in choices for token in choice["token_ids"] or []]
+        likely = [place for choice in choices if choice["logprobs"] for place in choice["logprobs"]["top_logprobs"]]
+        assert len(tokens) == count
+        return list(zip(tokens, likely, strict=True))
 
-    def compare(self, prompt: list[int], wanted: list[int], found: list[int]) -> None:
-        problem = f"wrong tokens after {prompt}: {found} for {wanted}"
-        if self.judge is None or len(found) != len(wanted):
-            self.problems += [problem] * (found != wanted)
-        elif len(found) >= 16:
-            with self.lock:
-                gap = float(self.judge.gaps(prompt, found).mean())
-                self.largest = max(self.largest, gap)
-            self.problems += [f"{problem}, {gap} below the best"] * (gap > ROUNDING)
+    def answer(self, draw: random.Random) -> None:
+        """Up to where rounding chose another of two tokens: behind the same tokens the same log-probabilities."""
+        (prompt, alone), stream = draw.choice(self.alone), draw.random() < 0.25
+        self.fullest = max(self.fullest, self.metric("vllm:kv_cache_usage_perc"))
+        errors, said = list[float](), self.said(prompt, NEW if stream else draw.randint(1, NEW), stream)
+        for (token, likely), (found, others) in zip(alone, said, strict=False):
+            name = f"token_id:{token}"
+            errors.append(abs(others.get(name, math.nan) - likely[name]))
+            if found != token:
+                self.met["rounded otherwise"] += 1
+                break
+        mean = sum(errors) / len(errors)
+        self.largest = max(self.largest, mean)
+        # The mean of a few is judged as one is: its error is 0.41 at most in docs/measurements.md, and here are two.
+        if not mean <= self.most * (1 if len(errors) >= 16 else 8):
+            self.problems.append(f"{errors} from alone behind {len(prompt)} tokens: {said} for {alone}")
 
     def given_up(self, draw: random.Random) -> None:
-        with self.ask(draw.choice(self.known)[0], 400, stream=True) as stream:
+        with self.ask(draw.choice(self.alone)[0], 400, stream=True) as stream:
             for _ in range(draw.randint(0, 6)):
                 stream.readline()
 
@@ -157,44 +167,13 @@ class Soak:
         return self.metric("vllm:num_requests_running") == self.metric("vllm:num_requests_waiting") == 0
 
 
-class FullCache(Soak):
-    """Prompts of which a few fill the cache: each answer is what it was alone, and has no NaN.
-
-    Args:
-        url: of the server.
-        clients: how many.
-        prompts: whose answers alone are asked for first.
-        most: how far a token's log-probability may lie from that alone, in an answer's mean.
-    """
-
-    def __init__(self, url: str, clients: int, prompts: list[list[int]], most: float) -> None:
-        super().__init__(url, clients, [], None)
-        self.kinds, self.fullest, self.most = [self.same, self.same, self.given_up], 0.0, most
-        self.alone = [(prompt, self.said(prompt)) for prompt in prompts]
-        self.known = [(prompt, []) for prompt in prompts]
-
-    def said(self, prompt: list[int]) -> list[tuple[int, dict[str, float]]]:
-        """Tokens, and the twenty likeliest at each place."""
-        with self.ask(prompt, NEW, logprobs=20, return_tokens_as_token_ids=True) as answer:
-            choice = json.load(answer)["choices"][0]
-        return list(zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True))
-
-    def same(self, draw: random.Random) -> None:
-        """Up to where rounding chose another of two tokens: behind the same tokens the same log-probabilities."""
-        prompt, alone = draw.choice(self.alone)
-        self.fullest = max(self.fullest, self.metric("vllm:kv_cache_usage_perc"))
-        errors, said = list[float](), self.said(prompt)
-        for (token, likely), (found, others) in zip(alone, said, strict=True):
-            name = f"token_id:{token}"
-            errors.append(abs(others.get(name, math.nan) - likely[name]))
-            if found != token:
-                self.met["rounded otherwise"] += 1
-                break
-        mean = sum(errors) / len(errors)
-        self.largest = max(self.largest, mean)
-        # The mean of a few is judged as one is: its error is 0.41 at most in docs/measurements.md, and here are two.
-        if not mean <= self.most * (1 if len(errors) >= 16 else 8):
-            self.problems.append(f"{errors} from alone behind {len(prompt)} tokens: {said} for {alone}")
+def write_model(directory: Path, **changed: int) -> None:
+    """On a GPU with a rank's sizes."""
+    if not ON_GPU:
+        write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
+        return
+    write_synthetic_checkpoint(directory, slice_config("kimi-k2-instruct-0905").model_copy(update=changed), seed=3)
+    write_hf_tokenizer(directory)
 
 
 SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
@@ -214,20 +193,13 @@ def test_random_requests(
 ) -> None:
     for name, value in ENVIRONMENT.items():  # the first opens /collective_rpc
         monkeypatch.setenv(name, value)
-    directory, draw, judge = tmp_path / "model", random.Random(0), None
+    directory, draw = tmp_path / "model", random.Random(0)
+    write_model(directory)
     lengths = [draw.randint(2, LONGEST - 500 if ON_GPU else 120) for _ in range(12)]
-    job: list[Any] = [{"prompt": [draw.randrange(500) for _ in range(length)], "new_tokens": 48} for length in lengths]
-    if ON_GPU:
-        write_slice(directory)
-        write_hf_tokenizer(directory)
-        judge, wanted = Judge(directory), [[0] * 48] * len(job)
-    else:
-        write_random_checkpoint(directory)
-        wanted = expected(directory, "float32", job)
-    known = [(one["prompt"], tokens) for one, tokens in zip(job, wanted, strict=True)]
+    prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
     more = ("--worker-extension-cls", "in_workers.Memory", *options)
     with engines.serving(directory, tmp_path / "log", *more) as url:
-        soak = Soak(url, 6 * replicas, known, judge)
+        soak = Soak(url, 6 * replicas, prompts, MOST)
         soak.run(min(SECONDS / 6, 300))  # allocators, caches of compiled things
         if ON_GPU:  # the longest prompts at once: what a step can need at most is then held by the allocator
             longest = [threading.Thread(target=soak.huge, args=(random.Random(seed),)) for seed in range(12)]
@@ -245,14 +217,15 @@ def test_random_requests(
         assert soak.idle() and soak.metric("vllm:kv_cache_usage_perc") == 0
         after, preempted = soak.held(release="release"), soak.metric("vllm:num_preemptions_total")
         print(f"{sum(soak.met.values())} requests in {SECONDS:.0f} s: {dict(soak.met)}; {preempted:.0f} preempted")
-        print(f"before: {before}; after: {after}; largest mean gap {soak.largest:.4f}")
+        print(f"before: {before}; after: {after}; largest mean distance {soak.largest:.4f}")
         assert (tmp_path / "log").read_text().count(f"kimi-k2: {OURS}") == replicas
         assert preempted > 0 or "--num-gpu-blocks-override" not in options
         for name in after:
             assert after[name] - before[name] < MORE.get(name, float("inf")) * replicas, name
         soak.answer(draw)
         assert soak.problems == []
-        assert len(soak.met) == 4 or SECONDS < 20
+        assert len(soak.met) >= 4 or SECONDS < 20
+        assert ON_GPU or not soak.met["rounded otherwise"]
 
 
 # Of our model in vLLM's batch-invariant mode an answer has the bits that it has alone.
@@ -267,25 +240,19 @@ def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(name, value)
     directory, draw = tmp_path / "model", random.Random(0)
     longest, page = (100_000, 64) if ON_GPU else (700, 16)
-    if ON_GPU:
-        config = slice_config("kimi-k2-instruct-0905")
-        more = {"n_routed_experts": 384} if whose == "invariant" else {}  # its router takes the real model's
-        write_synthetic_checkpoint(directory, config.model_copy(update=more), seed=3)
-        write_hf_tokenizer(directory)
-    else:
-        write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
+    write_model(directory, **({"n_routed_experts": 384} if whose == "invariant" else {}))  # as its router takes them
     lengths = [longest - NEW, *(draw.randint(longest // 8, longest - NEW) for _ in range(5))]  # short ones fill gaps
     prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
     options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest + 400)]
     options += ["--block-size", str(page), "--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
-    most = {"invariant": 0.0}.get(whose, ROUNDING if ON_GPU else 1e-3)
     with engines.serving(directory, tmp_path / "log", *options) as url:
-        soak = FullCache(url, 8, prompts, most)
+        soak = Soak(url, 8, prompts, 0.0 if whose == "invariant" else MOST)
+        soak.kinds = [soak.answer, soak.answer, soak.given_up]
         soak.run(SECONDS)
         preempted = soak.metric("vllm:num_preemptions_total")
         print(f"{whose}: {dict(soak.met)} in {SECONDS:.0f} s; cache {soak.fullest:.3f} full, {preempted:.0f} preempted;"
               f" largest mean distance {soak.largest:.4f}")  # fmt: skip
         assert soak.problems == []
-        assert soak.fullest > 0.9 and soak.met["same"] > 8
+        assert soak.fullest > 0.9 and soak.met["answer"] > 8
         assert preempted > 0 or ON_GPU  # where vLLM 0.24 preempted none of 900 requests
     assert (f"kimi-k2: {OURS}" in (tmp_path / "log").read_text()) == (whose != "stock")
