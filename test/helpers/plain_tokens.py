@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapters import merge
 
 from kimi_k2.api import KimiK2, Prompt
 from kimi_k2.engine.generate import Generator, generate
@@ -18,13 +19,18 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 def expected(
     directory: Path, dtype: str, job: list[dict[str, Any]], cache: torch.dtype | None = None
 ) -> list[list[int]]:
-    """Greedy tokens of the plain model, each request alone; a cache of its own dtype."""
-    model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-    model.kv_cache_dtype = cache or model.kv_cache_dtype
-    return [
-        generate(model, [request["prompt"]], SamplingParams(request["new_tokens"], ignore_eos=True))[0]
-        for request in job
-    ]
+    """Greedy tokens of the plain model, each request alone, with its adapter merged; a cache of its own dtype."""
+    wanted: dict[int, list[int]] = {}
+    for adapter in {tuple(request.get("adapter") or ()) for request in job}:
+        model = KimiK2ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        model.kv_cache_dtype = cache or model.kv_cache_dtype
+        if adapter:
+            merge(model, Path(adapter[1]))
+        for number, request in enumerate(job):
+            if tuple(request.get("adapter") or ()) == adapter:
+                params = SamplingParams(request["new_tokens"], ignore_eos=True)
+                wanted[number] = generate(model, [request["prompt"]], params)[0]
+    return [wanted[number] for number in range(len(job))]
 
 
 def parts(model: KimiK2) -> tuple[KimiK2ForCausalLM, VisionEncoder]:

@@ -15,6 +15,7 @@ from peer_cases import REPORTED, SGLANG, VLLM
 from vllm_parsing import ANY
 
 from kimi_k2.serving.paged.support import PARSER
+from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect
 
 engines.need("sglang")
 
@@ -62,14 +63,15 @@ def test_peers_case(name: str, parser: Any) -> None:
         places = [draw.randrange(len(case.text) + 1) for _ in range(draw.choice((1, 2, 5, 30)))]
         used = parser(case.tools)
         parts = [used.parse_stream_chunk(piece) for piece in cut(case.text, places)] + [used.parse_stream_end()]
-        found: list[tuple[str, str]] = []
-        for _, items in parts:
+        changes: list[Delta] = []
+        for text, items in parts:
+            changes.append(Content(text))
             for item in items:
                 if item.name is not None:
-                    assert item.tool_index == len(found)
-                    found.append((item.name, ""))
-                found[item.tool_index] = (found[item.tool_index][0], found[item.tool_index][1] + item.parameters)
-        assert ("".join(text for text, _ in parts), found) == (case.content, wanted)
+                    changes.append(ToolCallStart(item.tool_index, "", item.name))
+                changes.append(ToolCallArguments(item.tool_index, item.parameters))
+        message = collect(changes)
+        assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (case.content, wanted)
 
 
 @pytest.mark.parametrize("allowed", ["kimi_k2", "nobody"])

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from parser_cases import check_nothing_is_lost, cut
 
 from kimi_k2.synthetic.checkpoint import synthetic_ranks
-from kimi_k2.tokenization.deltas import AssistantMessage, ToolCall
+from kimi_k2.tokenization.deltas import (
+    AssistantMessage,
+    Content,
+    Delta,
+    Reasoning,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+)
 from kimi_k2.tokenization.special_tokens import IM_ASSISTANT, IM_MIDDLE, THINK, THINK_END, special_tokens
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
 
@@ -81,48 +90,40 @@ def new_parser(
     return composed(tokenizer, asked.tools, chat_template_kwargs=options)
 
 
-class Collected:
-    """Deltas of vLLM's streams put together as a client does.
+def changes(delta: Any, parsed: bool) -> Iterator[Delta]:
+    """What a client reads of a delta of vLLM's.
 
     Args:
+        delta: of a stream.
         parsed: by our parsers alone, which say something in each delta; else vLLM itself adds some.
     """
-
-    def __init__(self, parsed: bool) -> None:
-        self.parsed = parsed
-        self.message = AssistantMessage()
-        self.deltas: list[Any] = []
-
-    def add(self, delta: Any) -> None:
-        if delta is None:
-            return
-        said = {name: getattr(delta, name) for name in delta.model_fields_set}
-        said.pop("tool_calls", None)  # which vLLM empties where none are wanted
-        assert not self.parsed or delta.tool_calls or (said and all(said.values())), f"an empty delta or field: {said}"
-        self.deltas.append(delta)
-        self.message.reasoning_content += delta.reasoning or ""
-        self.message.content += delta.content or ""
-        calls = self.message.tool_calls
-        for change in delta.tool_calls or ():
-            if change.id is not None:
-                assert change.index == len(calls)
-                assert change.type == "function"
-                calls.append(ToolCall(change.id, change.function.name, ""))
-            calls[change.index].arguments += change.function.arguments or ""
+    said = {name: getattr(delta, name) for name in delta.model_fields_set}
+    said.pop("tool_calls", None)  # which vLLM empties where none are wanted
+    assert not parsed or delta.tool_calls or (said and all(said.values())), f"an empty delta or field: {said}"
+    yield Reasoning(delta.reasoning or "")
+    yield Content(delta.content or "")
+    for change in delta.tool_calls or ():
+        if change.id is not None:
+            assert change.type == "function"
+            yield ToolCallStart(change.index, change.id, change.function.name)
+        yield ToolCallArguments(change.index, change.function.arguments or "")
 
 
 def stream(
     pieces: Sequence[tuple[str, list[int]]], asked: Any, tokenizer: Tokenizer, **options: Any
 ) -> tuple[AssistantMessage, list[Any]]:
     """A stream of (text, ids), the last piece being the end."""
-    parser, collected = new_parser(tokenizer, asked, **options), Collected(options.get("tools", NAME) is not None)
-    prompt = tokenizer.prompt(**options)
-    for place, (text, ids) in enumerate(pieces):
-        last = place == len(pieces) - 1
-        collected.add(parser.parse_delta(text, list(ids), asked, prompt_token_ids=prompt, finished=last))
-    message = collected.message
-    message.finish_reason = "tool_calls" if message.tool_calls else "stop"  # as vLLM's server does where it says stop
-    return message, collected.deltas
+    parser, prompt = new_parser(tokenizer, asked, **options), tokenizer.prompt(**options)
+    given = [
+        parser.parse_delta(text, list(ids), asked, prompt_token_ids=prompt, finished=place == len(pieces))
+        for place, (text, ids) in enumerate(pieces, 1)
+    ]
+    deltas = [delta for delta in given if delta is not None]
+    read = [change for delta in deltas for change in changes(delta, options.get("tools", NAME) is not None)]
+    starts = [change.index for change in read if isinstance(change, ToolCallStart)]
+    assert starts == [*range(len(starts))]
+    # As vLLM's server does where it says stop.
+    return collect(read, "tool_calls" if starts else "stop"), deltas
 
 
 def whole(text: str, asked: Any, tokenizer: Tokenizer, **options: Any) -> AssistantMessage:
@@ -131,7 +132,7 @@ def whole(text: str, asked: Any, tokenizer: Tokenizer, **options: Any) -> Assist
     if hasattr(parser, "set_prompt_token_ids"):
         parser.set_prompt_token_ids(tokenizer.prompt(**options))
     reasoning, content, calls = parser.parse(text, asked, enable_auto_tools=True)
-    found = [ToolCall(call.id, call.name, call.arguments) for call in calls or ()]
+    found = [ToolCall(call.id, call.name, call.arguments, complete=False) for call in calls or ()]  # nobody says it
     return AssistantMessage(reasoning or "", content or "", found, "tool_calls" if found else "stop")
 
 
