@@ -121,6 +121,25 @@ def collect(deltas: Iterable[Delta], finish_reason: str = "stop") -> AssistantMe
     return AssistantMessage(reasoning, content, calls, finish_reason)
 
 
+def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The `delta` object that OpenAI's API streams for some deltas: only fields with something in them."""
+    fields: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
+    for delta in deltas:
+        if isinstance(delta, Reasoning):
+            fields["reasoning_content"] = fields.get("reasoning_content", "") + delta.text
+        elif isinstance(delta, Content):
+            fields["content"] = fields.get("content", "") + delta.text
+        elif isinstance(delta, ToolCallStart):
+            function = {"name": delta.name, "arguments": ""}
+            changes.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
+        elif isinstance(delta, ToolCallArguments):
+            if not changes or changes[-1]["index"] != delta.index:
+                changes.append({"index": delta.index, "function": {"arguments": ""}})
+            changes[-1]["function"]["arguments"] += delta.text
+    return {**fields, "tool_calls": changes} if changes else fields
+
+
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbouring text of one kind joined, empty text left out."""
     result: list[Delta] = []

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 
-from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart
+from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect
 from kimi_k2.tokenization.lexer import SPELLINGS
 from kimi_k2.tokenization.message import MessageStream
 
@@ -30,14 +30,12 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
     def detect_and_parse(self, text: str, tools: Sequence[Any]) -> Any:
         """Parse a whole reply: its calls, each in one item, and its content."""
         stream = _stream(tools)
-        parsed = _result([*stream.feed(text), *stream.finish()])
-        calls: dict[int, Any] = {}
-        for item in parsed.calls:
-            if item.tool_index in calls:
-                calls[item.tool_index].parameters += item.parameters
-            else:
-                calls[item.tool_index] = item
-        return StreamingParseResult(normal_text=parsed.normal_text, calls=list(calls.values()))
+        message = collect([*stream.feed(text), *stream.finish()])
+        calls = [
+            ToolCallItem(tool_index=index, name=call.name, parameters=call.arguments)
+            for index, call in enumerate(message.tool_calls)
+        ]
+        return StreamingParseResult(normal_text=message.content, calls=calls)
 
     def parse_streaming_increment(self, new_text: str, tools: Sequence[Any]) -> Any:
         """What this text adds."""

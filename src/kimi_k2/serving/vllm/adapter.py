@@ -107,9 +107,7 @@ _NAMES: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     "our parsers": {
         **dict.fromkeys(
-            ("DeltaMessage", "DeltaToolCall", "DeltaFunctionCall", "ExtractedToolCallInformation", "FunctionCall",
-             "ToolCall"),
-            _MESSAGES,
+            ("DeltaMessage", "ExtractedToolCallInformation"), _MESSAGES
         ),
         "ParserEngine": "vllm.parser.engine.parser_engine",
         "ParserEngineConfig": "vllm.parser.engine.parser_engine_config",

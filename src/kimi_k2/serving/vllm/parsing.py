@@ -1,4 +1,4 @@
-"""What both parsers have in common: vLLM's parser engine, and its tokenizer."""
+"""What both parsers have in common: vLLM's parser engine, its tokenizer, and its messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from kimi_k2.serving.vllm.adapter import EventType, ParserEngine, ParserEngineConfig, ParserState, Transition
+from kimi_k2.serving.vllm.adapter import (
+    DeltaMessage,
+    EventType,
+    ParserEngine,
+    ParserEngineConfig,
+    ParserState,
+    Transition,
+)
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.lexer import Marker, marker_ids
 from kimi_k2.tokenization.special_tokens import IM_MIDDLE
@@ -49,6 +56,12 @@ def _config(thinks: bool) -> Any:
     said["token_id_terminals"] = said["terminals"]
     known = {field.name for field in fields(ParserEngineConfig)}
     return ParserEngineConfig(**{name: value for name, value in said.items() if name in known})
+
+
+def delta_message(**fields: Any) -> Any:
+    """What is streamed of those fields that say something; None if none does."""
+    said = {name: value for name, value in fields.items() if value}
+    return DeltaMessage(**said) if said else None
 
 
 def aligned_lexer(tokenizer: Any, vocabulary: Mapping[str, int]) -> AlignedLexer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kimi_k2.serving.vllm.adapter import DeltaMessage, ParserEngineReasoningAdapter
-from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer
+from kimi_k2.serving.vllm.adapter import ParserEngineReasoningAdapter
+from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer, delta_message
 from kimi_k2.tokenization.aligned import AlignedLexer
 from kimi_k2.tokenization.deltas import Reasoning
 from kimi_k2.tokenization.lexer import Lexeme, Marker, marker_ids
@@ -120,14 +120,15 @@ class KimiK2StreamReasoningParser(ParserEngineReasoningAdapter):  # type: ignore
             self._machine = ReasoningMachine(prefilled=bool(self._prefilled))
         self._lexer.feed(delta_text, delta_token_ids)
         reasoning, after = _read(self._lexer, self._machine)
-        return _delta(reasoning, "" if after is None else self._hand_over(after))
+        return delta_message(reasoning=reasoning, content="" if after is None else self._hand_over(after))
 
     def finish_streaming(self) -> Any:
         """What was held back, at the end of a reply that never left its reasoning; None if nothing."""
         if self._machine is None or self._has_ended:
             return None
         machine, self._machine = self._machine, None
-        return _delta(*_finish(self._lexer, machine))
+        reasoning, content = _finish(self._lexer, machine)
+        return delta_message(reasoning=reasoning, content=content)
 
     def _hand_over(self, after: Sequence[Lexeme]) -> str:
         """The text that follows the reasoning, from `after` on; its ids wait for `extract_content_ids`."""
@@ -179,14 +180,3 @@ def _finish(lexer: AlignedLexer, machine: ReasoningMachine) -> tuple[str, str]:
 
 def _text(piece: Lexeme) -> str:
     return piece.value if isinstance(piece, Marker) else piece
-
-
-def _delta(reasoning: str, content: str) -> Any:
-    if not reasoning and not content:
-        return None
-    message = DeltaMessage()
-    if reasoning:
-        message.reasoning = reasoning
-    if content:
-        message.content = content
-    return message

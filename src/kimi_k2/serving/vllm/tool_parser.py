@@ -9,21 +9,16 @@ from functools import lru_cache
 from typing import Any
 
 from kimi_k2.serving.vllm.adapter import (
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
     ExtractedToolCallInformation,
-    FunctionCall,
     ParserEngineToolAdapter,
     SamplingParams,
     StructuredOutputsParams,
-    ToolCall,
     ToolParser,
     VLLMValidationError,
     validate_xgrammar_grammar,
 )
-from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer
-from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect, merged
+from kimi_k2.serving.vllm.parsing import ReasoningEnds, aligned_lexer, delta_message
+from kimi_k2.tokenization.deltas import Content, Delta, collect, merged, openai_delta
 from kimi_k2.tokenization.erasing import MarkerEraser
 from kimi_k2.tokenization.lexer import Lexeme, Marker, TextLexer
 from kimi_k2.tokenization.tool_calls import ToolCallMachine
@@ -171,10 +166,7 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
         lexemes = [*lexer.feed(model_output), *lexer.flush()]
         deltas = eraser.push([*self._push(machine, lexemes), *machine.finish()])
         message = collect(merged([*deltas, *eraser.finish()]))
-        calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in message.tool_calls
-        ]
+        calls = message.to_openai().get("tool_calls", [])
         # Without calls, vLLM 0.24 takes the reply as it was, markers included, unless told that there are some.
         called = bool(calls) or message.content != model_output
         return ExtractedToolCallInformation(tools_called=called, tool_calls=calls, content=message.content or None)
@@ -195,7 +187,7 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
         self._is_open = True
         # A grammar takes markers by their text, so the model may spell them with ordinary tokens.
         self._lexer.feed(delta_text, () if self._by_grammar else delta_token_ids)
-        return self._delta(merged(self._push(self._machine, self._lexer.lexemes())))
+        return delta_message(**openai_delta(merged(self._push(self._machine, self._lexer.lexemes()))))
 
     def finish_streaming(self) -> Any:
         """What was held back, at the end of the reply; None if nothing."""
@@ -203,7 +195,7 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
             return None
         self._is_open = False
         last = self._push(self._machine, self._lexer.flush())
-        return self._delta(merged([*last, *self._machine.finish()]))
+        return delta_message(**openai_delta(merged([*last, *self._machine.finish()])))
 
     def _new_machine(self, request: Any) -> ToolCallMachine | _NoCalls:
         """A parser that knows the request's tools; where the client wants no calls, one that makes all content."""
@@ -220,26 +212,3 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
                 yield from machine.push(lexeme.value)
             else:
                 yield from machine.push(lexeme)
-
-    def _delta(self, deltas: Iterable[Delta]) -> Any:
-        content: list[str] = []
-        calls: list[Any] = []
-        for delta in deltas:
-            if isinstance(delta, Content):
-                content.append(delta.text)
-            elif isinstance(delta, ToolCallStart):
-                function = DeltaFunctionCall(name=delta.name, arguments="")
-                calls.append(DeltaToolCall(index=delta.index, id=delta.id, type="function", function=function))
-            elif isinstance(delta, ToolCallArguments):
-                if calls and calls[-1].index == delta.index:
-                    calls[-1].function.arguments += delta.text
-                else:
-                    calls.append(DeltaToolCall(index=delta.index, function=DeltaFunctionCall(arguments=delta.text)))
-        if not content and not calls:
-            return None
-        message = DeltaMessage()
-        if content:
-            message.content = "".join(content)
-        if calls:
-            message.tool_calls = calls
-        return message
