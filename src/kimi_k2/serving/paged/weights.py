@@ -67,17 +67,24 @@ class RankLoader:
                 continue
             if source.method is not None and format_of(self.model.config.quantization, module).method is not None:
                 source = unquantized()  # comes as it is held
-            if EXPERT.match(plain):
-                self._expert(plain, tensor, source)
-                continue
-            held = plain if source.method is None else f"{module}.weight"
+            held, expert = plain if source.method is None else f"{module}.weight", EXPERT.match(plain)
+            if expert is not None:
+                kind = expert["kind"].removeprefix("weight") if source.method is None else ""
+                target = "down_proj" if expert["proj"] == "down_proj" else "gate_up_proj"
+                held = f"{expert['moe']}.experts.{target}{kind}"
             if held in self.elsewhere:
                 continue
-            if held not in self.planned:
+            planned = self.planned.get(held)
+            if planned is None:
                 raise CheckpointError("no such tensor in this model", tensor=name)
-            whole = self._whole(plain, tensor, source, self.planned[held].dtype)
-            if whole is not None:
-                self._copy(held, self._local(held), _cut(self.planned[held], whole, self.rank, held), held)
+            rows = () if expert is None else self._rows_of(planned).get(int(expert["expert"]), ())
+            if expert is not None and not rows:
+                continue
+            whole = self._whole(plain, tensor, source, planned.dtype)
+            if whole is not None and expert is not None:
+                self._expert(plain, whole, planned, expert["proj"], rows)
+            elif whole is not None:
+                self._copy(held, self._local(held), _cut(planned, whole, self.rank, held), held)
         return {name for name, count in self.filled.items() if count}
 
     def check(self) -> None:
@@ -124,37 +131,24 @@ class RankLoader:
         target.copy_(values)
         self.filled[planned] += 1
 
-    def _expert(self, name: str, tensor: Tensor, source: StoredFormat) -> None:
-        match = EXPERT.match(name)
-        assert match is not None
-        target = "down_proj" if match["proj"] == "down_proj" else "gate_up_proj"
-        suffix = match["kind"].removeprefix("weight") if source.method is None else ""
-        stacked = f"{match['moe']}.experts.{target}{suffix}"
-        if stacked not in self.planned:
-            if stacked in self.elsewhere:
-                return
-            raise CheckpointError("no such tensor in this model", tensor=name)
-        planned, expert = self.planned[stacked], int(match["expert"])
-        expert_rows = self._rows_of(planned).get(expert)
-        if expert_rows is None:
-            return
-        whole = self._whole(name, tensor, source, planned.dtype)
-        if whole is None:
-            return
-        experts = self.model.get_submodule(stacked.rpartition(".")[0])
+    def _expert(
+        self, name: str, whole: Tensor, planned: PlannedTensor, projection: str, expert_rows: Sequence[int]
+    ) -> None:
+        """Into an expert's rows of the stacked tensor."""
+        experts = self.model.get_submodule(planned.name.rpartition(".")[0])
         assert isinstance(experts, Experts)
         experts.restore()
-        rows = planned.shape[1] // (1 if match["proj"] == "down_proj" else 2)
+        rows = planned.shape[1] // (1 if projection == "down_proj" else 2)
         tensor = _in_rows(whole, (rows, *planned.shape[2:]))
         if planned.dim is not None:
             dim, ranks = planned.dim - 1, planned.parts
             width = tensor.shape[dim] // ranks
             tensor = tensor.narrow(dim, self.rank % ranks * width, width)
         for row in expert_rows:
-            local = self._local(stacked)[row]
+            local = self._local(planned.name)[row]
             half = local.shape[0] // 2
-            local = {"gate_proj": local[:half], "up_proj": local[half:], "down_proj": local}[match["proj"]]
-            self._copy(name, local, tensor, stacked)
+            local = {"gate_proj": local[:half], "up_proj": local[half:], "down_proj": local}[projection]
+            self._copy(name, local, tensor, planned.name)
 
     def _rows_of(self, planned: PlannedTensor) -> dict[int, list[int]]:
         """By expert that is here its rows in the stacked tensors of a layer."""

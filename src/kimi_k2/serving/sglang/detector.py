@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 
-from kimi_k2.tokenization.deltas import Content, Delta, ToolCallArguments, ToolCallStart, collect
+from kimi_k2.tokenization.deltas import Delta, openai_delta
 from kimi_k2.tokenization.lexer import SPELLINGS
 from kimi_k2.tokenization.message import MessageStream
 
@@ -30,12 +30,7 @@ class KimiK2StreamDetector(KimiK2Detector):  # type: ignore[misc]  # SGLang has 
     def detect_and_parse(self, text: str, tools: Sequence[Any]) -> Any:
         """Parse a whole reply: its calls, each in one item, and its content."""
         stream = _stream(tools)
-        message = collect([*stream.feed(text), *stream.finish()])
-        calls = [
-            ToolCallItem(tool_index=index, name=call.name, parameters=call.arguments)
-            for index, call in enumerate(message.tool_calls)
-        ]
-        return StreamingParseResult(normal_text=message.content, calls=calls)
+        return _result([*stream.feed(text), *stream.finish()])
 
     def parse_streaming_increment(self, new_text: str, tools: Sequence[Any]) -> Any:
         """What this text adds."""
@@ -64,13 +59,11 @@ def _stream(tools: Sequence[Any]) -> MessageStream:
 
 
 def _result(deltas: Iterable[Delta]) -> Any:
-    content: list[str] = []
-    calls: list[Any] = []
-    for delta in deltas:
-        if isinstance(delta, Content):
-            content.append(delta.text)
-        elif isinstance(delta, ToolCallStart):
-            calls.append(ToolCallItem(tool_index=delta.index, name=delta.name, parameters=""))
-        elif isinstance(delta, ToolCallArguments):
-            calls.append(ToolCallItem(tool_index=delta.index, parameters=delta.text))
-    return StreamingParseResult(normal_text="".join(content), calls=calls)
+    fields = openai_delta(deltas)
+    calls = [
+        ToolCallItem(
+            tool_index=call["index"], name=call["function"].get("name"), parameters=call["function"]["arguments"]
+        )
+        for call in fields.get("tool_calls", [])
+    ]
+    return StreamingParseResult(normal_text=fields.get("content", ""), calls=calls)

@@ -1,12 +1,10 @@
 """Attention over vLLM's paged cache: the layer that vLLM gives a cache to, and what its steps are told of a batch.
 
-vLLM's own MLA layer is not used: its kernels want other orders of weights, and exist for few sizes on a CPU. What its
-attention layers tell a connector, whose caches move between engines layer by layer, `move_caches` tells of ours.
+vLLM's own MLA layer is not used: its kernels want other orders of weights, and exist for few sizes on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +24,7 @@ from kimi_k2.serving.vllm.adapter import (
     platform,
 )
 from kimi_k2.serving.vllm.ranks import context_ranks
-from kimi_k2.serving.vllm.step import Step, connector, metadata_of, step_of
+from kimi_k2.serving.vllm.step import Step, metadata_of, step_of
 from kimi_k2.serving.vllm.support import invariant, may_touch_experts
 
 NAME = "KIMI_K2_MLA"
@@ -187,17 +185,3 @@ class LatentAttention(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         """What this step computes; None while vLLM measures memory."""
         batch: Batch | None = metadata_of(self.name)
         return batch
-
-
-def move_caches(batch: Batch, layers: Mapping[int, LatentAttention]) -> None:
-    """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind.
-
-    Args:
-        batch: of the step.
-        layers: by the layer's number.
-    """
-    moving = connector()
-    if moving is None:
-        return
-    batch.before_attention = lambda number: moving.wait(layers[number].name)
-    batch.after_attention = lambda number: moving.save(layers[number].name, layers[number].kv_cache, batch)

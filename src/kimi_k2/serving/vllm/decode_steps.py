@@ -44,7 +44,7 @@ class DecodeSteps:
 
     def __init__(self, runner: Runner, model: Any, sizes: Sequence[int]) -> None:
         self.runner, self.model, self.sizes = runner, model, list(sizes)
-        self._replays: dict[int, Forward] = {}
+        self._graphs: dict[int, Recorded] = {}
 
     def capture(self, record: Recorder) -> list[Recorded]:
         """Make a graph of each size, the largest first, whose memory the others then use. Every rank must call this."""
@@ -60,7 +60,7 @@ class DecodeSteps:
                     work()
             recorded = record(work)
             graphs += [recorded._replace(made=()), *self._more(size, recorded, record)]
-            self._replays[size] = replaying(recorded.replay, tuple(map(record.let_go, recorded.made)))
+            self._graphs[size] = recorded._replace(made=tuple(map(record.let_go, recorded.made)))
         return graphs
 
     def _more(self, size: int, recorded: Recorded, record: Recorder) -> list[Recorded]:
@@ -79,7 +79,10 @@ class DecodeSteps:
         """As the runner's `execute_model`: the logits are left for its `sample_tokens`."""
         size, new = self.size(len(rows)), len(rows) * self.runner.width
         self._begin(self.runner.advance(scheduled, rows), size)
-        hidden, logits, *aux = (self._replays.get(size) or self._work(size))()
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.replay()
+        hidden, logits, *aux = self._work(size)() if graph is None else graph.made
         self.runner.leave(scheduled, logits[:new], hidden[:new], [state[:new] for state in aux])
         self._follow(scheduled, size, aux)
 
@@ -107,16 +110,6 @@ class DecodeSteps:
             output = self.model(input_ids=ids, positions=positions)
         hidden, aux = output if isinstance(output, tuple) else (output, [])
         return hidden, self.model.compute_logits(hidden), *aux
-
-
-def replaying(replay: Callable[[], Any], tensors: tuple[Tensor, ...]) -> Forward:
-    """What repeats a step, and gives what it makes."""
-
-    def again() -> tuple[Tensor, ...]:
-        replay()
-        return tensors
-
-    return again
 
 
 def decode_steps(runner: Runner, model: Any, kind: type[DecodeSteps] = DecodeSteps) -> DecodeSteps | None:

@@ -23,7 +23,7 @@ from kimi_k2.serving.vllm.adapter import (
     IntermediateTensors,
     get_pp_indices,
 )
-from kimi_k2.serving.vllm.attention import LatentAttention, move_caches
+from kimi_k2.serving.vllm.attention import LatentAttention
 from kimi_k2.serving.vllm.balance import Placed
 from kimi_k2.serving.vllm.chosen import Chosen
 from kimi_k2.serving.vllm.drafts import Shared
@@ -31,7 +31,7 @@ from kimi_k2.serving.vllm.flags import noted
 from kimi_k2.serving.vllm.lora import Loras
 from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs, prompt_graphs
 from kimi_k2.serving.vllm.ranks import Exchange
-from kimi_k2.serving.vllm.step import Group
+from kimi_k2.serving.vllm.step import Group, move_caches
 from kimi_k2.serving.vllm.support import cache_dtype, invariant, layout_of, redundant_experts, refusal
 from kimi_k2.serving.vllm.tower import share_out
 from kimi_k2.sharding.layout import engine_serves

@@ -138,13 +138,11 @@ def _leave_prefixes(it: adapter.Deployment) -> None:
 
 def register_parsers() -> None:
     """Offer this project's parsers to vLLM, by vLLM's own name too. What a version lacks is named, and left out."""
-    _register_parser("ToolParserManager", "tool_parser", "KimiK2StreamToolParser")
-    _register_parser("ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser")
-
-
-def _register_parser(manager: str, module: str, name: str) -> None:
-    """Name a parser that vLLM imports when somebody asks for it."""
-    with adapter.unless_changed(f"vLLM has no parser {PARSER}"):
-        managing = getattr(adapter, manager)
-        for known in parser_names():
-            managing.register_lazy_module(known, f"kimi_k2.serving.vllm.{module}", name)
+    for manager, module, name in (
+        ("ToolParserManager", "tool_parser", "KimiK2StreamToolParser"),
+        ("ReasoningParserManager", "reasoning_parser", "KimiK2StreamReasoningParser"),
+    ):
+        with adapter.unless_changed(f"vLLM has no parser {PARSER}"):
+            managing = getattr(adapter, manager)
+            for known in parser_names():  # imported when somebody asks for it
+                managing.register_lazy_module(known, f"kimi_k2.serving.vllm.{module}", name)

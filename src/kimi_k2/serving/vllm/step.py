@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from kimi_k2.engine.batch import Batch
 from kimi_k2.serving.vllm.adapter import (
     get_dcp_group,
     get_dp_group,
@@ -74,20 +75,26 @@ def metadata_of(layer: str) -> Any:
     return (get_forward_context().attn_metadata or {}).get(layer)
 
 
-class Connector:
-    """vLLM's, which moves caches between engines layer by layer."""
+class Paged(Protocol):
+    """A layer's cache, which connectors know by its name."""
 
-    def __init__(self, of: Any) -> None:
-        self.wait: Callable[[str], None] = of.wait_for_layer_load
-        self.save: Callable[[str, Any, Any], None] = of.save_kv_layer  # a layer's name, cache and metadata
+    name: str
+    kv_cache: Tensor
 
 
-def connector() -> Connector | None:
-    """That of this step; None where no cache moves."""
+def move_caches(ours: Batch, layers: Mapping[int, Paged]) -> None:
+    """Where vLLM has a connector: wait for each layer's cache before its attention, and hand it over behind.
+
+    Args:
+        ours: the batch of the step.
+        layers: by the layer's number.
+    """
     if not has_kv_transfer_group():
-        return None
+        return
     found = get_kv_transfer_group()
-    return Connector(found) if found.has_connector_metadata() else None
+    if found.has_connector_metadata():
+        ours.before_attention = lambda number: found.wait_for_layer_load(layers[number].name)
+        ours.after_attention = lambda number: found.save_kv_layer(layers[number].name, layers[number].kv_cache, ours)
 
 
 @dataclass(frozen=True)
