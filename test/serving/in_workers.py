@@ -241,9 +241,22 @@ class Exchanges:
             self.recording = False
 
 
+def refusing(work: Callable[..., Any], run: int) -> Callable[..., Any]:
+    """The work, whose run of that number the second of two ranks refuses."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    runs = count(1)
+
+    def refused(*given: Any) -> Any:
+        if next(runs) == run and get_tp_group().rank_in_group == 1:
+            raise RuntimeError("refused by the second rank")
+        return work(*given)
+
+    return refused
+
+
 def refused(run: int) -> None:
     """On a CPU a stand-in records, and vLLM's runner says that it is on a GPU."""
-    from vllm.distributed.parallel_state import get_tp_group
     from vllm.platforms import current_platform
 
     from kimi_k2.ops import collective
@@ -251,13 +264,7 @@ def refused(run: int) -> None:
     from kimi_k2.serving.vllm import decode_steps as module
     from kimi_k2.serving.vllm.runner import Runner
 
-    runs, exchanges, steps, against = count(1), Exchanges(), module.decode_steps, Runner.against
-
-    def refusing(*given: Any) -> None:
-        """The first thing in a step."""
-        if next(runs) == run and get_tp_group().rank_in_group == 1:
-            raise RuntimeError("refused by the second rank")
-        next_step(*given)
+    exchanges, steps, against = Exchanges(), module.decode_steps, Runner.against
 
     class Recorder(Again):
         """Says when it first repeats a step."""
@@ -284,7 +291,7 @@ def refused(run: int) -> None:
         runner.it.captured = SIZES
         return steps(runner, *given)
 
-    vars(module)["next_step"] = refusing
+    vars(module)["next_step"] = refusing(next_step, run)  # the first thing in a step
     if current_platform.is_cpu():
         vars(collective)["dist"] = exchanges
         vars(module)["GraphRecorder"] = Recorder
@@ -304,7 +311,6 @@ def cut_pages() -> None:
 
 def piece(run: int) -> None:
     """The first rank may by then have recorded sums that the second has not."""
-    from vllm.distributed.parallel_state import get_tp_group
     from vllm.platforms import current_platform
 
     from kimi_k2.ops import collective
@@ -312,12 +318,7 @@ def piece(run: int) -> None:
     from kimi_k2.serving.vllm.prompt_graphs import PromptGraphs
     from kimi_k2.serving.vllm.ranks import least_of_ranks
 
-    runs, exchanges, make, forward = count(1), Exchanges(), PromptGraphs._piece, KimiK2ForVllm.forward
-
-    def refusing(self: PromptGraphs, *given: Any) -> Any:
-        if next(runs) == run and get_tp_group().rank_in_group == 1:
-            raise RuntimeError("refused by the second rank")
-        return make(self, *given)
+    exchanges, forward = Exchanges(), KimiK2ForVllm.forward
 
     class Graphs(PromptGraphs):
         def __call__(self, x: Tensor, *given: Any) -> Any:
@@ -335,7 +336,7 @@ def piece(run: int) -> None:
             self._graphs = None if reason else graphs
         return forward(self, *given, **named)
 
-    PromptGraphs._piece = refusing  # type: ignore[method-assign, assignment]
+    PromptGraphs._piece = refusing(PromptGraphs._piece, run)  # type: ignore[method-assign]
     if current_platform.is_cpu():
         vars(collective)["dist"] = exchanges
         KimiK2ForVllm.forward = first  # type: ignore[method-assign]

@@ -40,7 +40,6 @@ STEPS = ("decode_steps", "runner")
 WORKER = (*STEPS, *MODEL)
 K2 = "DeepseekV3ForCausalLM"
 CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32}
-SCHEME = {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
 
 
 def model(**changed: Any) -> SimpleNamespace:
@@ -283,6 +282,7 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         ({"model": {"num_attention_heads": 128, "num_key_value_heads": 128}}, "128 heads a rank"),
         ({"model": {"kv_lora_rank": 256}}, "attention of sizes (256, 64, 128, 128)"),
         ({"cache_dtype": "float32"}, "a cache in float32"),
+        ({"cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2"),
         (PIPELINE | NGRAM, "drafts with pipeline parallelism"),
         (PIPELINE, None),
         ({"data_parallel_size": 2, "all2all_backend": "pplx"}, "an exchange of tokens by pplx"),
@@ -385,24 +385,6 @@ def test_reasons_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hopper_as_the_platform_says(vllm: FakeVllm, capability: tuple[int, int]) -> None:
     vllm.on("vllm.platforms.cuda", is_cuda=lambda _: True, is_device_capability=lambda _, asked: asked == capability)
     assert adapter.is_hopper() == (capability == (9, 0))
-
-
-@pytest.mark.parametrize(
-    ("scheme", "cache", "dtype"),
-    [
-        (False, "auto", torch.float32),
-        (True, "auto", torch.float8_e4m3fn),
-        (True, "float32", torch.float32),
-        (False, "fp8", torch.float8_e4m3fn),
-        (False, "fp8_e5m2", None),
-    ],
-)
-def test_the_caches_dtype(scheme: bool, cache: str, dtype: torch.dtype) -> None:
-    """As asked, else what the checkpoint's kv_cache_scheme says, else the model's."""
-    stored = published("kimi-k2-thinking", **SCHEME if scheme else {})
-    asked = deployment(**CPU, cache_dtype=cache, model=stored)
-    assert support.cache_dtype(asked, common.config_of(asked.hf)) == dtype
-    assert support.refusal(asked) == (None if dtype else "a cache in fp8_e5m2")
 
 
 DEEPSEEK = {"n_group": 8, "topk_group": 4, "n_routed_experts": 256, "model_type": "deepseek_v3", "vocab_size": 129280}

@@ -14,10 +14,8 @@ import torch
 from kimi_k2.engine import batch
 from kimi_k2.engine.batch import Batch, RaggedChunk
 from kimi_k2.engine.layer_step import LayerStep, through
-from kimi_k2.engine.spread import Spread
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.linear import add_norm
-from kimi_k2.ops.mla import Ragged
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 
 PAGE, PAGES = 4, 40
@@ -99,26 +97,3 @@ def test_prompts_in_parts(
 
 def test_heads_that_the_kernels_take() -> None:
     assert [kernel_heads(heads) for heads in (1, 2, 4, 8, 16, 24, 64, 65)] == [8, 8, 8, 8, 16, 32, 64, None]
-
-
-@pytest.mark.parametrize(("ranks", "run"), [(2, 1), (3, 2), (2, 4)])
-def test_slots_that_ranks_hold_together(ranks: int, run: int) -> None:
-    """Where vLLM's block tables place tokens on ranks; every rank has them in their order behind an exchange."""
-    old, new = (13, 6, 0), (3, 1, 4)
-    table = torch.randperm(24).view(3, 8)
-    entries = torch.arange(float(sum(old) + sum(new)))[:, None].split(
-        [sum(both) for both in zip(old, new, strict=True)]
-    )
-    caches = torch.full((ranks, 24, PAGE, 1), -1.0)
-    for sequence, count in enumerate(old):
-        for at in range(count):
-            slot = at // (run * ranks) * run + at % run
-            caches[at // run % ranks, table[sequence, slot // PAGE], slot % PAGE] = entries[sequence][at]
-    fresh = torch.cat([entry[count:] for entry, count in zip(entries, old, strict=True)])
-    given, counts = list[torch.Tensor](), (new, tuple(map(len, entries)))
-    fewer, every = (Ragged(some, torch.tensor([0, *itertools.accumulate(some)])) for some in counts)
-    spreads = [Spread(ranks, rank, run, lambda _: torch.cat(given), lambda x: x) for rank in range(ranks)]
-    gathered = [spread.gathered(fewer, every, table, PAGE) for spread in spreads]
-    given += [cache[one.places] for cache, one in zip(caches, gathered, strict=True)]
-    for spread, cache, one in zip(spreads, caches, gathered, strict=True):
-        assert torch.equal(spread.slots(cache, fresh, one), torch.cat(entries))

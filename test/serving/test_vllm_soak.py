@@ -167,12 +167,12 @@ class Soak:
         return self.metric("vllm:num_requests_running") == self.metric("vllm:num_requests_waiting") == 0
 
 
-def write_model(directory: Path, **changed: int) -> None:
+def write_model(directory: Path, **sizes: int) -> None:
     """On a GPU with a rank's sizes."""
     if not ON_GPU:
-        write_random_checkpoint(directory, "kimi-k2-thinking", **WIDE)
+        write_random_checkpoint(directory, **sizes)
         return
-    write_synthetic_checkpoint(directory, slice_config("kimi-k2-instruct-0905").model_copy(update=changed), seed=3)
+    write_synthetic_checkpoint(directory, slice_config("kimi-k2-instruct-0905").model_copy(update=sizes), seed=3)
     write_hf_tokenizer(directory)
 
 
@@ -240,7 +240,8 @@ def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: p
         monkeypatch.setenv(name, value)
     directory, draw = tmp_path / "model", random.Random(0)
     longest, page = (100_000, 64) if ON_GPU else (700, 16)
-    write_model(directory, **({"n_routed_experts": 384} if whose == "invariant" else {}))  # as its router takes them
+    of_router = {"n_routed_experts": 384} if whose == "invariant" else {}  # which takes the real model's
+    write_model(directory, **(of_router if ON_GPU else WIDE))
     lengths = [longest - NEW, *(draw.randint(longest // 8, longest - NEW) for _ in range(5))]  # short ones fill gaps
     prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
     options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest + 400)]
