@@ -47,6 +47,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.6, "min_p": 0.05, "seed": 8, "logit_bias": {7: 4.0, 11: -100.0}},
     {"temperature": 0, "allowed_token_ids": list(range(30, 90))},
 ]
+SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: KIMI_K2_SLOW=1")
 PROCESSORS = ["in_workers:Forced"]  # `logits_processors` of an engine whose process finds in_workers.py
 
 Served = tuple[dict[str, Any], str]

@@ -42,6 +42,10 @@ class Judge:
         logits: Tensor = self.model(given, media=media)
         return logits[0, len(prompt) - 1 :].log_softmax(-1).cpu()
 
+    def chosen(self, prompt: list[int], tokens: list[int]) -> Tensor:
+        """[tokens], of those that were chosen."""
+        return self.logprobs(prompt, tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
     def gaps(self, prompt: list[int], tokens: list[int], rows: MediaRows | None = None) -> Tensor:
         """How far below the best token each chosen one is."""
         logprobs = self.logprobs(prompt, tokens, rows)
@@ -49,5 +53,4 @@ class Judge:
 
     def errors(self, prompt: list[int], tokens: list[int], said: list[float]) -> Tensor:
         """Of the log-probabilities that the server gave for its tokens."""
-        logprobs = self.logprobs(prompt, tokens).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        return (torch.tensor(said) - logprobs).abs()
+        return (torch.tensor(said) - self.chosen(prompt, tokens)).abs()

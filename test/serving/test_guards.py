@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import engines
 import pytest
 import torch
 
@@ -528,8 +528,8 @@ def test_every_argument_is_in_one_group() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm (docs/engines.md)")
 def test_every_argument_of_the_installed_version() -> None:
+    engines.need("vllm")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     names = [field.name for field in dataclasses.fields(AsyncEngineArgs)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +35,7 @@ def serving(engine: str, directory: Path) -> Any:
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a server."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"needs {request.param} (docs/engines.md): not importable here: {request.param}")
+    engines.need(request.param)
     directory = tmp_path_factory.mktemp("served")
     write_scripted_checkpoint(directory / "model")
     with serving(request.param, directory) as url:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -65,14 +64,13 @@ def check_ours(calls: dict[str, dict[str, int]], steps: list[list[int]]) -> None
 
 
 PARTS = {"chunked_prefill_size": 32, "enable_mixed_chunk": True}
-SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="KIMI_K2_SLOW=1 starts two ranks for each")
 # SGLang takes FP8 and INT4 with 16-bit activations alone.
 ROWS: list[Any] = [
     ("fp8", {}), ("thinking", {}), ("bf16", {}), ("thinking", PARTS), ("bf16", PARTS),
     ("bf16", {**PARTS, "page_size": 16}),  # as on a GPU
     ("k2.5", {"enable_multimodal": False}),
     *(
-        pytest.param(name, {"tp_size": 2, "ep_size": groups}, marks=SLOW)
+        pytest.param(name, {"tp_size": 2, "ep_size": groups}, marks=engines.SLOW)
         for name in ("wide", "thinking", "bf16")
         for groups in (1, 2)
     ),

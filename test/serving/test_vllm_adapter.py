@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
 
@@ -43,10 +44,8 @@ INHERITED = {
 @pytest.fixture(scope="module")
 def root() -> Path:
     """The folder of the vLLM that is installed."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs vllm (docs/engines.md): not importable here: vllm")
-    return Path(spec.origin).parents[1]
+    engines.need("vllm")
+    return Path(str(importlib.util.find_spec("vllm").origin)).parents[1]  # type: ignore[union-attr]
 
 
 def chain(node: ast.expr) -> list[str]:

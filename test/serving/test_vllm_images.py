@@ -10,14 +10,13 @@ import base64
 import importlib
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import engines
 import pytest
 import torch
-from engines import ON_GPU, OURS, serve
+from engines import ON_GPU, OURS, SLOW, serve
 from heads import write_following_head
 from judge import ROUNDING, SIZES, Judge
 from pictures import chunks_of_frames
@@ -101,7 +100,6 @@ def request(model: KimiK2, prompt: Prompt, media: list[list[Path]]) -> dict[str,
     return {"prompt": short, "media": paths, "new_tokens": NEW_TOKENS, "arrival": 0}
 
 
-SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
 DRAFTS = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}, "block_size": 32}
 ROWS: list[Any] = [
     ("bf16", {}, False), ("int4", {}, False), ("bf16", DRAFTS, False),

@@ -20,7 +20,6 @@ engines.need("vllm")
 vllm = importlib.import_module("vllm")
 
 CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
-RUN = tool("run", "command", "timeout")
 BEHIND = ("why", "so <b> it is <", 0)
 TEXT = f"{THINK}why{THINK_END}{BEHIND[1]}"
 
@@ -166,11 +165,6 @@ def test_a_vocabulary_without_reasoning(through_vllm: Any, monkeypatch: pytest.M
     parser = through_vllm.new_parser(tokenizer, asked).reasoning_parser
     assert parser.is_reasoning_end(tokenizer.prompt())
     assert parser.extract_reasoning(f"so{THINK_END}", asked) == (None, f"so{THINK_END}")
-
-
-def test_the_requests_tools_name_a_nameless_call(through_vllm: Any) -> None:
-    message = through_vllm.check_cuts(section(call("call_7f", '{"command": "ls"}')), 20, tools=[RUN])
-    assert as_tuples(message) == [("call_7f", "run", '{"command": "ls"}')]
 
 
 def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import engines
 import pytest
-from engines import ON_GPU, OURS, STOCK, WIDE
+from engines import ON_GPU, OURS, SLOW, STOCK, WIDE
 from judge import ROUNDING, slice_config
 from scripted import write_hf_tokenizer, write_random_checkpoint
 
@@ -174,9 +174,6 @@ def write_model(directory: Path, **sizes: int) -> None:
         return
     write_synthetic_checkpoint(directory, slice_config("kimi-k2-instruct-0905").model_copy(update=sizes), seed=3)
     write_hf_tokenizer(directory)
-
-
-SLOW = pytest.mark.skipif(os.environ.get("KIMI_K2_SLOW") != "1", reason="slow: KIMI_K2_SLOW=1")
 
 
 @pytest.mark.parametrize(
