@@ -217,20 +217,17 @@ class Exchanges:
         self.recording, self.connected = False, set[tuple[str, torch.Size]]()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+        work = getattr(dist, name)
 
-    def all_reduce(self, x: Tensor, **named: Any) -> None:
-        self._make("all_reduce", x, x, **named)
+        def exchange(*given: Any, **named: Any) -> None:
+            size = name, given[-1].shape
+            if not self.recording:
+                self.connected.add(size)
+                work(*given, **named)
+            elif size not in self.connected:
+                raise RuntimeError(f"{name} of {list(size[1])} would wait for the other rank")
 
-    def all_gather(self, parts: list[Tensor], x: Tensor, **named: Any) -> None:
-        self._make("all_gather", x, parts, x, **named)
-
-    def _make(self, name: str, x: Tensor, *given: Any, **named: Any) -> None:
-        if not self.recording:
-            self.connected.add((name, x.shape))
-            getattr(dist, name)(*given, **named)
-        elif (name, x.shape) not in self.connected:
-            raise RuntimeError(f"{name} of {list(x.shape)} would wait for the other rank")
+        return exchange if name in ("all_reduce", "all_gather") else work
 
     @contextmanager
     def captured(self) -> Iterator[None]:

@@ -18,8 +18,10 @@ from typing import Any
 import engines
 import numpy as np
 import pytest
+import vllm_parsing
 from parser_cases import tool
 
+from kimi_k2.serving.vllm.plugin import register_parsers
 from kimi_k2.tokenization.special_tokens import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,
@@ -32,6 +34,7 @@ from kimi_k2.tokenization.special_tokens import (
 )
 
 engines.need("vllm")
+register_parsers()
 jsonschema = pytest.importorskip("jsonschema")
 
 DRAWS = int(os.environ.get("KIMI_K2_DRAWS", "40"))
@@ -40,16 +43,6 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON, in which the grammar takes
 MOST = 600  # tokens of a reply
 # Ends of prompts: reasoning open, closed, for the model to open; and switched off by the request.
 PROMPTS = {"open": THINK, "closed": THINK + THINK_END, "absent": "", "off": ""}
-
-
-@pytest.fixture(scope="module")
-def through_vllm() -> Any:
-    import vllm_parsing
-
-    from kimi_k2.serving.vllm.plugin import register_parsers
-
-    register_parsers()
-    return vllm_parsing
 
 
 class Grammars:
@@ -106,9 +99,9 @@ class Grammars:
 
 
 @pytest.fixture(scope="module")
-def grammars(through_vllm: Any) -> Grammars:
-    tokenizer = through_vllm.TOKENIZER
-    return Grammars(through_vllm.Tokenizer(), dict(tokenizer.special_tokens), tokenizer.decode_bytes)
+def grammars() -> Grammars:
+    tokenizer = vllm_parsing.TOKENIZER
+    return Grammars(vllm_parsing.Tokenizer(), dict(tokenizer.special_tokens), tokenizer.decode_bytes)
 
 
 class Sampler:
@@ -182,24 +175,24 @@ def drawn_object(draw: random.Random, depth: int = 2) -> dict[str, Any]:
     return schema | ({"additionalProperties": False} if draw.random() < 0.5 else {})
 
 
-def asked(through_vllm: Any, draw: random.Random, choice: str) -> Any:
+def asked(draw: random.Random, choice: str) -> Any:
     """A request of one of the choices, for two tools of drawn schemas."""
     tools = [tool(name) for name in ("look", "run-it")]
     for definition in tools:
         definition["function"] |= {"parameters": drawn_object(draw)} | ({"strict": True} if choice == "auto" else {})
     named: Any = {"type": "function", "function": {"name": "run-it"}} if choice == "named" else choice
-    return through_vllm.request(tools, tool_choice=named)
+    return vllm_parsing.request(tools, tool_choice=named)
 
 
-def parsers(through_vllm: Any, request: Any, prompt: str) -> tuple[Any, dict[str, Any]]:
+def parsers(request: Any, prompt: str) -> tuple[Any, dict[str, Any]]:
     options = {"thinking": False} if prompt == "off" else {}
-    parser = through_vllm.new_parser(through_vllm.Tokenizer(prompt == "open"), request, **options)
+    parser = vllm_parsing.new_parser(vllm_parsing.Tokenizer(prompt == "open"), request, **options)
     parser.adjust_request(request)
     return parser, options
 
 
-def prompt_ids(through_vllm: Any, prompt: str) -> list[int]:
-    encoded: list[int] = through_vllm.TOKENIZER.encode(
+def prompt_ids(prompt: str) -> list[int]:
+    encoded: list[int] = vllm_parsing.TOKENIZER.encode(
         f"<|im_assistant|>assistant<|im_middle|>{PROMPTS[prompt]}", allow_special=True
     )
     return encoded
@@ -218,7 +211,7 @@ def steps(grammars: Grammars, request: Any, sampler: Sampler, drafted: bool) -> 
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named", "auto", "json"])
-def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm: Any, grammars: Grammars) -> None:
+def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, grammars: Grammars) -> None:
     """Bounds, bitmasks, drafts left and tokens taken, step by step, for the tokens of the same stream.
 
     What comes of it is valid: calls by their tools' schemas, in one section.
@@ -228,16 +221,16 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm:
     for seed in range(DRAWS):
         draw = random.Random(f"{choice}-{drafted}-{seed}")
         prompt = draw.choice(list(PROMPTS))
-        request = asked(through_vllm, draw, "auto" if choice == "json" else choice)
-        parser, options = parsers(through_vllm, request, prompt)
+        request = asked(draw, "auto" if choice == "json" else choice)
+        parser, options = parsers(request, prompt)
         constraint = request.structured_outputs
         if choice == "json":
-            constraint = through_vllm.constraint(json=drawn_object(draw))
-        ids = prompt_ids(through_vllm, prompt)
-        theirs = engine.KimiK2ParserReasoningAdapter(through_vllm.Tokenizer(), chat_template_kwargs=options)
+            constraint = vllm_parsing.constraint(json=drawn_object(draw))
+        ids = prompt_ids(prompt)
+        theirs = engine.KimiK2ParserReasoningAdapter(vllm_parsing.Tokenizer(), chat_template_kwargs=options)
         ours = grammars.request(constraint, ids, parser.reasoning_parser)
         stock = grammars.request(constraint, ids, theirs)
-        sampler = Sampler(grammars, draw, through_vllm.TOKENIZER.encode, "look")
+        sampler = Sampler(grammars, draw, vllm_parsing.TOKENIZER.encode, "look")
         for drafts, masks, tokens in steps(grammars, ours, sampler, drafted):
             assert manager.validate_tokens(stock, drafts) == drafts
             assert np.array_equal(grammars.masks(stock, drafts), masks)
@@ -252,9 +245,9 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm:
             continue
         *reply, last = ours.all_token_ids[len(ids) :]
         assert last == grammars.end, "the grammar has no end, or refused a token that its mask allowed"
-        text, tokenizer = through_vllm.TOKENIZER.decode(reply), through_vllm.Tokenizer(prompt == "open")
-        message = through_vllm.whole(text, request, tokenizer, **options)
-        streamed, _ = through_vllm.stream(through_vllm.tokens_and_text(reply, draw), request, tokenizer, **options)
+        text, tokenizer = vllm_parsing.TOKENIZER.decode(reply), vllm_parsing.Tokenizer(prompt == "open")
+        message = vllm_parsing.whole(text, request, tokenizer, **options)
+        streamed, _ = vllm_parsing.stream(vllm_parsing.tokens_and_text(reply, draw), request, tokenizer, **options)
         assert streamed.tool_calls == message.tool_calls
         assert not any(marker in message.content + streamed.content for marker in (SECTION_BEGIN, CALL_BEGIN, CALL_END))
         if choice != "auto":
@@ -278,16 +271,16 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, through_vllm:
     ],
 )
 def test_what_no_grammar_holds_is_said(
-    schema: dict[str, Any], held: Any, said: str, through_vllm: Any, caplog: pytest.LogCaptureFixture
+    schema: dict[str, Any], held: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """xgrammar's strings of bounded length have no escapes; other keywords vLLM itself names."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     definition = tool("look")
     definition["function"]["parameters"] = parameters
     for asked_twice in (False, True):
-        request = through_vllm.request([definition], tool_choice="required")
+        request = vllm_parsing.request([definition], tool_choice="required")
         with caplog.at_level("WARNING", "vllm.kimi_k2"):
-            parsers(through_vllm, request, "closed")
+            parsers(request, "closed")
         assert (said in caplog.text) == (not asked_twice or not said)
         caplog.clear()
         tag = json.loads(request.structured_outputs.structural_tag)

@@ -11,12 +11,16 @@ from typing import Any
 
 import engines
 import pytest
+import vllm_parsing
 from parser_cases import as_tuples, call, section, tool
 from peer_cases import REPORTED, SGLANG, VLLM
 
+from kimi_k2.serving.vllm.plugin import register_parsers
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
 
 engines.need("vllm")
+for _ in range(2):  # vLLM may load plugins twice in a process
+    register_parsers()
 vllm = importlib.import_module("vllm")
 
 CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
@@ -24,19 +28,7 @@ BEHIND = ("why", "so <b> it is <", 0)
 TEXT = f"{THINK}why{THINK_END}{BEHIND[1]}"
 
 
-@pytest.fixture(scope="module")
-def through_vllm() -> Any:
-    """The harness, with our parsers registered as vLLM's loader of plugins does it."""
-    import vllm_parsing
-
-    from kimi_k2.serving.vllm.plugin import register_parsers
-
-    register_parsers()
-    register_parsers()  # vLLM may load plugins twice in a process
-    return vllm_parsing
-
-
-def test_vllms_name_is_ours(through_vllm: Any) -> None:
+def test_vllms_name_is_ours() -> None:
     from vllm.parser import ParserManager
 
     for name in ("kimi_k2", "kimi_k2_stream"):
@@ -46,16 +38,16 @@ def test_vllms_name_is_ours(through_vllm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peers_case(name: str, through_vllm: Any) -> None:
+def test_peers_case(name: str) -> None:
     case = CASES[name]
-    message = through_vllm.check_cuts(case.text, 20, tools=case.tools, prefilled=case.prefilled)
+    message = vllm_parsing.check_cuts(case.text, 20, tools=case.tools, prefilled=case.prefilled)
     assert (message.reasoning_content, message.content) == (case.reasoning, case.content)
     assert as_tuples(message) == case.calls
 
 
-def test_ten_thousand_cuts_lose_nothing(through_vllm: Any) -> None:
+def test_ten_thousand_cuts_lose_nothing() -> None:
     text = f"{THINK}Two calls.{THINK_END}First: " + section(call(), call("functions.g:1", '{"é": "漢字🙂 <|x|>"}'))
-    message = through_vllm.check_cuts(text + " Done.", 5000)  # each as text and as tokens
+    message = vllm_parsing.check_cuts(text + " Done.", 5000)  # each as text and as tokens
     assert (message.reasoning_content, message.content) == ("Two calls.", "First:  Done.")
 
 
@@ -80,12 +72,10 @@ TWICE = [("functions.f:0", "f", ESCAPED), ("functions.f:1", "f", "{}")]
         (FORCED, OF_F, ("", "", TWICE)),
     ],
 )
-def test_ordinary_tokens_that_spell_markers(
-    segments: list[tuple[str, bool | None]], choice: Any, wanted: Any, through_vllm: Any
-) -> None:
+def test_ordinary_tokens_that_spell_markers(segments: list[tuple[str, bool | None]], choice: Any, wanted: Any) -> None:
     """vLLM's text is the same as of special tokens, its token ids are not; of a forced call either may come."""
-    tokenizer, draw = through_vllm.TOKENIZER, random.Random(0)
-    asked = through_vllm.request([tool("f", "text", "b")], tool_choice=choice)
+    tokenizer, draw = vllm_parsing.TOKENIZER, random.Random(0)
+    asked = vllm_parsing.request([tool("f", "text", "b")], tool_choice=choice)
     options = {} if choice == "auto" else {"reasoning": None}
     for _ in range(200):
         either = draw.choice([False, True])
@@ -94,18 +84,18 @@ def test_ordinary_tokens_that_spell_markers(
             for text, markup in segments
             for token in tokenizer.encode(text, allow_special=either if markup is None else markup)
         ]
-        pieces = through_vllm.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
-        message, _ = through_vllm.stream(pieces, asked, through_vllm.Tokenizer(), **options)
+        pieces = vllm_parsing.tokens_and_text(ids, draw, (1,), (0, 0, 3, 30))
+        message, _ = vllm_parsing.stream(pieces, asked, vllm_parsing.Tokenizer(), **options)
         assert (message.reasoning_content, message.content, as_tuples(message)) == wanted
     if options:
-        message = through_vllm.whole(segments[0][0], asked, through_vllm.Tokenizer(), **options)
+        message = vllm_parsing.whole(segments[0][0], asked, vllm_parsing.Tokenizer(), **options)
         assert as_tuples(message) == wanted[2]
 
 
-def test_arguments_come_as_they_are_written(through_vllm: Any) -> None:
+def test_arguments_come_as_they_are_written() -> None:
     pieces = [SECTION_BEGIN + CALL_BEGIN + "functions.f:0", "<|tool_call_argument_begin|>", *'{"a": 12}', CALL_END]
     pieces = [(piece, []) for piece in (*pieces, SECTION_END, "")]
-    _, deltas = through_vllm.stream(pieces, through_vllm.request(), through_vllm.Tokenizer())
+    _, deltas = vllm_parsing.stream(pieces, vllm_parsing.request(), vllm_parsing.Tokenizer())
     assert [d.tool_calls[0].function.arguments for d in deltas if d.tool_calls] == ["", *'{"a": 12}']
 
 
@@ -134,40 +124,40 @@ ALONE: dict[str, Any] = {"reasoning": None}
     ],
 )  # fmt: skip
 def test_reply(
-    pieces: list[str], prefilled: bool, fields: dict[str, Any], options: dict[str, Any], wanted: Any, through_vllm: Any
+    pieces: list[str], prefilled: bool, fields: dict[str, Any], options: dict[str, Any], wanted: Any
 ) -> None:
     """Streamed, and whole where both parsers serve."""
-    tokenizer, asked = through_vllm.Tokenizer(prefilled), through_vllm.request(**fields)
-    found = [through_vllm.stream([*((piece, []) for piece in pieces), ("", [])], asked, tokenizer, **options)[0]]
+    tokenizer, asked = vllm_parsing.Tokenizer(prefilled), vllm_parsing.request(**fields)
+    found = [vllm_parsing.stream([*((piece, []) for piece in pieces), ("", [])], asked, tokenizer, **options)[0]]
     if not options.keys() & {"reasoning", "tools"}:
-        found.append(through_vllm.whole("".join(pieces), asked, tokenizer, **options))
+        found.append(vllm_parsing.whole("".join(pieces), asked, tokenizer, **options))
     elif vllm.__version__.startswith("0.24"):
         wanted = (wanted[0], wanted[1].replace(THINK, "").replace(THINK_END, ""), wanted[2])
     for message in found:
         assert (message.reasoning_content, message.content, len(message.tool_calls)) == wanted
 
 
-def test_a_prompt_that_opened_no_reasoning_is_believed(through_vllm: Any) -> None:
+def test_a_prompt_that_opened_no_reasoning_is_believed() -> None:
     """A closing tag in the text is then no end of reasoning."""
-    tokenizer = through_vllm.Tokenizer()
-    parser = through_vllm.new_parser(tokenizer, through_vllm.request()).reasoning_parser
+    tokenizer = vllm_parsing.Tokenizer()
+    parser = vllm_parsing.new_parser(tokenizer, vllm_parsing.request()).reasoning_parser
     text = f"As you wrote, {THINK_END} ends it"
-    assert parser.extract_reasoning(text, through_vllm.request())[0] == "As you wrote, "  # nobody told the prompt
+    assert parser.extract_reasoning(text, vllm_parsing.request())[0] == "As you wrote, "  # nobody told the prompt
     parser.set_prompt_token_ids(tokenizer.prompt())
-    assert parser.extract_reasoning(text, through_vllm.request())[0] is None
+    assert parser.extract_reasoning(text, vllm_parsing.request())[0] is None
 
 
-def test_a_vocabulary_without_reasoning(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_without_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     """K2-Instruct's: all is content, in a stream from the beginning."""
-    known = {name: token for name, token in through_vllm.Tokenizer().get_vocab().items() if "think" not in name}
-    monkeypatch.setattr(through_vllm.Tokenizer, "get_vocab", lambda self: known)
-    tokenizer, asked = through_vllm.Tokenizer(), through_vllm.request()
-    parser = through_vllm.new_parser(tokenizer, asked).reasoning_parser
+    known = {name: token for name, token in vllm_parsing.Tokenizer().get_vocab().items() if "think" not in name}
+    monkeypatch.setattr(vllm_parsing.Tokenizer, "get_vocab", lambda self: known)
+    tokenizer, asked = vllm_parsing.Tokenizer(), vllm_parsing.request()
+    parser = vllm_parsing.new_parser(tokenizer, asked).reasoning_parser
     assert parser.is_reasoning_end(tokenizer.prompt())
     assert parser.extract_reasoning(f"so{THINK_END}", asked) == (None, f"so{THINK_END}")
 
 
-def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_template_that_decides_is_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody told the prompt: the request's, else the server's, is rendered to see whether it opens reasoning."""
     asked: list[str | None] = []
 
@@ -175,35 +165,35 @@ def test_the_template_that_decides_is_the_requests(through_vllm: Any, monkeypatc
         asked.append(options["chat_template"])
         return THINK
 
-    monkeypatch.setattr(through_vllm.Tokenizer, "apply_chat_template", render)
+    monkeypatch.setattr(vllm_parsing.Tokenizer, "apply_chat_template", render)
     for template, served, wanted in (("mine", "served", "mine"), (None, "served", "served"), (None, None, None)):
         options = {} if served is None else {"chat_template": served}
         own = {} if template is None else {"chat_template": template}
-        parser = through_vllm.new_parser(through_vllm.Tokenizer(), through_vllm.request(), **options).reasoning_parser
-        assert parser.extract_reasoning("so", through_vllm.request(**own)) == ("so", None)
+        parser = vllm_parsing.new_parser(vllm_parsing.Tokenizer(), vllm_parsing.request(), **options).reasoning_parser
+        assert parser.extract_reasoning("so", vllm_parsing.request(**own)) == ("so", None)
         assert asked.pop() == wanted
 
 
 @pytest.mark.parametrize(("choice", "skipped"), [("auto", False), ("none", True)])
-def test_the_tool_parser_alone_asks_for_markers(choice: str, skipped: bool, through_vllm: Any) -> None:
-    asked = through_vllm.request(tool_choice=choice)
-    parser = tool_parser(through_vllm, asked)
+def test_the_tool_parser_alone_asks_for_markers(choice: str, skipped: bool) -> None:
+    asked = vllm_parsing.request(tool_choice=choice)
+    parser = tool_parser(asked)
     asked.skip_special_tokens = True
     assert parser.adjust_request(asked).skip_special_tokens is skipped
 
 
-def test_a_reply_that_something_was_taken_out_of(through_vllm: Any) -> None:
+def test_a_reply_that_something_was_taken_out_of() -> None:
     """vLLM 0.24 shows the others as they were."""
-    asked = through_vllm.request()
+    asked = vllm_parsing.request()
     for text, taken in (("so", False), (f"so{section('')}", True), ("so" + section(call()), True)):
-        assert tool_parser(through_vllm, asked).extract_tool_calls(text, asked).tools_called is taken
-    parser = tool_parser(through_vllm, asked)
+        assert tool_parser(asked).extract_tool_calls(text, asked).tools_called is taken
+    parser = tool_parser(asked)
     parser.extract_tool_calls_streaming("", "", "so <", [], [], [], asked)
     assert (parser.finish_streaming().content, parser.finish_streaming()) == ("<", None)
 
 
-def tool_parser(through_vllm: Any, asked: Any) -> Any:
+def tool_parser(asked: Any) -> Any:
     """Ours, as vLLM makes it, by itself."""
     from kimi_k2.serving.vllm.tool_parser import KimiK2StreamToolParser
 
-    return KimiK2StreamToolParser(through_vllm.Tokenizer(), asked.tools)
+    return KimiK2StreamToolParser(vllm_parsing.Tokenizer(), asked.tools)

@@ -18,6 +18,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,22 @@ def write_model(directory: Path, **sizes: int) -> None:
     write_hf_tokenizer(directory)
 
 
+@contextmanager
+def soaking(directory: Path, lengths: list[int], most: float, options: Sequence[str], clients: int) -> Iterator[Soak]:
+    """Of a server of the model in a directory."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
+    more = ("--worker-extension-cls", "in_workers.Memory", *options)
+    with engines.serving(directory / "model", directory / "log", *more) as url:
+        yield Soak(url, clients, prompts, most)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():  # the first opens /collective_rpc
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -185,18 +203,11 @@ def write_model(directory: Path, **sizes: int) -> None:
     ],
     ids=["one", "few pages", "two replicas"],
 )
-def test_random_requests(
-    replicas: int, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in ENVIRONMENT.items():  # the first opens /collective_rpc
-        monkeypatch.setenv(name, value)
-    directory, draw = tmp_path / "model", random.Random(0)
-    write_model(directory)
+def test_random_requests(replicas: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    draw = random.Random(0)
+    write_model(tmp_path / "model")
     lengths = [draw.randint(2, LONGEST - 500 if ON_GPU else 120) for _ in range(12)]
-    prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
-    more = ("--worker-extension-cls", "in_workers.Memory", *options)
-    with engines.serving(directory, tmp_path / "log", *more) as url:
-        soak = Soak(url, 6 * replicas, prompts, MOST)
+    with soaking(tmp_path, lengths, MOST, options, clients=6 * replicas) as soak:
         soak.run(min(SECONDS / 6, 300))  # allocators, caches of compiled things
         if ON_GPU:  # the longest prompts at once: what a step can need at most is then held by the allocator
             longest = [threading.Thread(target=soak.huge, args=(random.Random(seed),)) for seed in range(12)]
@@ -233,18 +244,16 @@ WHOSE = {"ours": {}, "invariant": {"VLLM_BATCH_INVARIANT": "1"}, "stock": STOCK}
 def test_long_prompts_in_a_full_cache(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if whose == "invariant" and not ON_GPU:
         pytest.skip("vLLM has that mode on GPUs alone")
-    for name, value in (ENVIRONMENT | WHOSE[whose]).items():
+    for name, value in WHOSE[whose].items():
         monkeypatch.setenv(name, value)
-    directory, draw = tmp_path / "model", random.Random(0)
+    draw = random.Random(0)
     longest, page = (100_000, 64) if ON_GPU else (700, 16)
     of_router = {"n_routed_experts": 384} if whose == "invariant" else {}  # which takes the real model's
-    write_model(directory, **(of_router if ON_GPU else WIDE))
+    write_model(tmp_path / "model", **(of_router if ON_GPU else WIDE))
     lengths = [longest - NEW, *(draw.randint(longest // 8, longest - NEW) for _ in range(5))]  # short ones fill gaps
-    prompts = [[draw.randrange(500) for _ in range(length)] for length in lengths]
     options = ["--num-gpu-blocks-override", str(7 * longest // 2 // page), "--max-model-len", str(longest + 400)]
-    options += ["--block-size", str(page), "--no-enable-prefix-caching", "--worker-extension-cls", "in_workers.Memory"]
-    with engines.serving(directory, tmp_path / "log", *options) as url:
-        soak = Soak(url, 8, prompts, 0.0 if whose == "invariant" else MOST)
+    options += ["--block-size", str(page), "--no-enable-prefix-caching"]
+    with soaking(tmp_path, lengths, 0.0 if whose == "invariant" else MOST, options, clients=8) as soak:
         soak.kinds = [soak.answer, soak.answer, soak.given_up]
         soak.run(SECONDS)
         preempted = soak.metric("vllm:num_preemptions_total")

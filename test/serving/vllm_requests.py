@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,6 @@ METRICS = {
 def count_verified(engine: Any) -> Counter[str]:
     """Steps that ours prepare for drafts, and drafts that they launch behind them, from now on."""
     counts = Counter({"verified": 0, "drafted": 0})
-    executor = getattr(engine, "model_executor", None)  # none where the engine has a process of its own
-    worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
 
     def count(held: Any, method: str, name: str) -> None:
         called = getattr(held, method)
@@ -51,7 +49,9 @@ def count_verified(engine: Any) -> Counter[str]:
 
         setattr(held, method, counted)
 
-    steps: Any = getattr(worker, "_steps", None)
+    steps = None
+    with suppress(AttributeError):  # where the engine has a process of its own, or vLLM's worker
+        steps = engine.model_executor.driver_worker.worker._steps
     if steps is not None and steps.runner.width > 1:
         count(steps, "run", "verified")
         count(steps, "draft", "drafted")
