@@ -327,7 +327,7 @@ def piece(run: int) -> None:
     def first(self: Any, *given: Any, **named: Any) -> Any:
         if not self._recorded:  # vLLM's worker on a CPU measures no memory
             self._recorded = True
-            graphs = Graphs(self.steps, self.plain.model.norm, WIDEST, Again(exchanges.captured), least_of_ranks)
+            graphs = Graphs(self.paged.steps, self.plain.model.norm, WIDEST, Again(exchanges.captured), least_of_ranks)
             reason = graphs.capture()
             print(f"no graph of pieces: {reason}", flush=True)
             self._graphs = None if reason else graphs

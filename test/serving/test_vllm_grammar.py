@@ -185,7 +185,7 @@ def asked(draw: random.Random, choice: str) -> Any:
 
 
 def parsers(request: Any, prompt: str) -> tuple[Any, dict[str, Any]]:
-    options = {"thinking": False} if prompt == "off" else {}
+    options: dict[str, Any] = {"thinking": False} if prompt == "off" else {}
     parser = vllm_parsing.new_parser(vllm_parsing.Tokenizer(prompt == "open"), request, **options)
     parser.adjust_request(request)
     return parser, options

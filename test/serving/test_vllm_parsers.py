@@ -168,7 +168,7 @@ def test_the_template_that_decides_is_the_requests(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vllm_parsing.Tokenizer, "apply_chat_template", render)
     for template, served, wanted in (("mine", "served", "mine"), (None, "served", "served"), (None, None, None)):
         options = {} if served is None else {"chat_template": served}
-        own = {} if template is None else {"chat_template": template}
+        own: dict[str, Any] = {} if template is None else {"chat_template": template}
         parser = vllm_parsing.new_parser(vllm_parsing.Tokenizer(), vllm_parsing.request(), **options).reasoning_parser
         assert parser.extract_reasoning("so", vllm_parsing.request(**own)) == ("so", None)
         assert asked.pop() == wanted

@@ -172,7 +172,7 @@ class Soak:
 def write_model(directory: Path, **sizes: int) -> None:
     """On a GPU with a rank's sizes."""
     if not ON_GPU:
-        write_random_checkpoint(directory, **sizes)
+        write_random_checkpoint(directory, "kimi-k2-thinking", **sizes)
         return
     write_synthetic_checkpoint(directory, slice_config("kimi-k2-instruct-0905").model_copy(update=sizes), seed=3)
     write_hf_tokenizer(directory)

@@ -6,8 +6,9 @@ import importlib
 import logging
 from typing import Any
 
-from kimi_k2.serving.paged.support import PARSER, parser_names
-from kimi_k2.serving.sglang.support import ARCHITECTURES, BACKEND, STEP, changed, overrides, without_graphs_of_prompts
+from kimi_k2.serving.paged.support import PARSER, lacking, parser_names
+from kimi_k2.serving.sglang import support
+from kimi_k2.serving.sglang.support import ARCHITECTURES, BACKEND, STEP, overrides, without_graphs_of_prompts
 
 logger = logging.getLogger("sglang.kimi_k2")
 
@@ -44,9 +45,8 @@ def _found(path: str) -> Any:
 
 def register_model() -> None:
     """Have SGLang ask `support.overrides` about models of K2's architecture, and know our backend of attention."""
-    lacking = changed()
-    if lacking:
-        logger.warning("kimi-k2: all operations are SGLang's, since it has changed; gone: %s", ", ".join(lacking))
+    if gone := lacking(support.NEEDED, support.AS_TEXT):
+        logger.warning("kimi-k2: all operations are SGLang's, since it has changed; gone: %s", ", ".join(gone))
         return
     from sglang.srt.arg_groups import choices, model_override_base, resolution_hooks
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

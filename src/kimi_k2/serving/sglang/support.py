@@ -10,7 +10,7 @@ from typing import Any
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import KimiK2Error
 from kimi_k2.kernels.attention.mla_sizes import PAGE
-from kimi_k2.serving.paged.support import config_of, lacking, refusal_of_gpu
+from kimi_k2.serving.paged.support import config_of, refusal_of_gpu
 from kimi_k2.sharding.layout import Layout, engine_serves, served_experts
 from kimi_k2.sharding.plan import make_plan
 from kimi_k2.variables import switch
@@ -83,11 +83,6 @@ SERVED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("hidden states of layers in answers", "enable_return_aux_hidden_states", (False,)),
     ("SGLang's megakernel", "enable_nvidia_megakernel", (False,)),
 )
-
-
-def changed() -> list[str]:
-    """What this SGLang lacks of what we stand on, `module.name` each."""
-    return lacking(NEEDED, AS_TEXT)
 
 
 def layout_of(parallel: Any) -> Layout:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.engine.batch import Batch, by_token
-from kimi_k2.engine.spread import Spread
 from kimi_k2.kernels.attention.mla_sizes import PAGE
 from kimi_k2.serving.vllm.adapter import (
     AttentionBackend,
@@ -41,8 +40,6 @@ class BatchBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM has 
     reorder_batch_threshold: int = 1
     # A batch of decodes alone reads nothing back, so vLLM may capture it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    _spread: Spread | None = None
-    _invariant = False
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM

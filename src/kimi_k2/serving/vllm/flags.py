@@ -130,15 +130,6 @@ def known(name: str) -> bool:
     return name in HARMLESS or name in NOT_COMPILED or name in VLLMS
 
 
-def asked(arguments: Any) -> dict[str, Any]:
-    """What of an `EngineArgs` is not at its default, by name; of an argument with parts, the parts."""
-    changed: dict[str, Any] = {}
-    for field in fields(arguments):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        changed.update(_changed(field.name, getattr(arguments, field.name), default))
-    return changed
-
-
 def _changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     if value is None or value is default:
         return
@@ -169,7 +160,10 @@ def judged(arguments: Any) -> dict[str, list[str]]:
     """
     vllms: list[str] = []
     unused: list[str] = []
-    changed = asked(arguments)
+    changed: dict[str, Any] = {}  # from their defaults; of an argument with parts, the parts
+    for field in fields(arguments):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        changed.update(_changed(field.name, getattr(arguments, field.name), default))
     for name, value in changed.items():
         whole, dot, part = name.partition(".")
         argument = name if known(name) else whole

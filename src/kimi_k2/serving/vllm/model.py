@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.engine.batch import Batch
-from kimi_k2.engine.layer_step import LayerStep
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
@@ -252,18 +251,13 @@ class _KimiK2:
         if self._recorded or self._pp.size > 1 or not in_pieces:
             return None
         self._recorded = True
-        self._graphs, graph_bytes = prompt_graphs(self.steps, self.plain.model.norm, self.it)
+        self._graphs, graph_bytes = prompt_graphs(self.paged.steps, self.plain.model.norm, self.it)
         return torch.empty(graph_bytes, dtype=torch.uint8, device=x.device) if graph_bytes else None
 
     def compute_logits(self, hidden_states: Tensor, *_: Any) -> Tensor:
         """[N, H] to [N, vocab_size]."""
         with self.plain.computing():
             return self.paged.logits(hidden_states)
-
-    @property
-    def steps(self) -> list[LayerStep]:
-        """The layers."""
-        return self.paged.steps
 
 
 class KimiK2ForVllm(_KimiK2, DeepseekV3ForCausalLM):  # type: ignore[misc]
