@@ -113,7 +113,6 @@ CALLED_ONCE = ("{}", [("run:0", "run")])
         ({"max_tokens": 2}, ("W", "", "", []), "length"),
         ({"max_tokens": 3}, ("Why", "", "", []), "length"),
         ({"max_tokens": 6}, ("Why", "So", "", []), "length"),
-        ({"max_tokens": 14}, ("Why", "So", "{", [("run:0", "run")]), "length"),
         ({"stop": ["o"], "tools": None}, ("Why", "S", "", []), "stop"),
         ({"extra_body": {"include_reasoning": False}}, ("", "So", *CALLED_ONCE), "tool_calls"),
         ({"n": 3, "temperature": 1}, ("Why", "So", *CALLED_ONCE), "tool_calls"),
@@ -122,3 +121,8 @@ CALLED_ONCE = ("{}", [("run:0", "run")])
 def test_what_is_asked(client: Any, stream: bool, options: dict[str, Any], wanted: Any, reason: str) -> None:
     """No markup reaches the client."""
     assert answers(client, stream, **options) == [(wanted, reason)] * options.get("n", 1)
+
+
+def test_a_call_that_the_limit_cuts_off(client: Any) -> None:
+    [((*texts, _), reason)] = answers(client, True, max_tokens=14)
+    assert (texts, reason) == (["Why", "So", "{"], "length")
