@@ -198,7 +198,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("replicas", "options"),
     [
         (1, ()),
-        pytest.param(1, ("--num-gpu-blocks-override", "150" if not ON_GPU else "60"), marks=SLOW),
+        pytest.param(1, ("--num-gpu-blocks-override", "132" if not ON_GPU else "60"), marks=SLOW),
         pytest.param(2, ("--data-parallel-size", "2", "--enable-expert-parallel"), marks=SLOW),
     ],
     ids=["one", "few pages", "two replicas"],

@@ -122,14 +122,12 @@ def collect(deltas: Iterable[Delta], finish_reason: str = "stop") -> AssistantMe
 
 
 def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """The `delta` object that OpenAI's API streams for some deltas: only fields with something in them."""
-    fields: dict[str, Any] = {}
+    """The `delta` object that OpenAI's API streams behind the reasoning: only fields with something in them."""
+    content: list[str] = []
     changes: list[dict[str, Any]] = []
     for delta in deltas:
-        if isinstance(delta, Reasoning):
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + delta.text
-        elif isinstance(delta, Content):
-            fields["content"] = fields.get("content", "") + delta.text
+        if isinstance(delta, Content):
+            content.append(delta.text)
         elif isinstance(delta, ToolCallStart):
             function = {"name": delta.name, "arguments": ""}
             changes.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
@@ -137,7 +135,8 @@ def openai_delta(deltas: Iterable[Delta]) -> dict[str, Any]:
             if not changes or changes[-1]["index"] != delta.index:
                 changes.append({"index": delta.index, "function": {"arguments": ""}})
             changes[-1]["function"]["arguments"] += delta.text
-    return {**fields, "tool_calls": changes} if changes else fields
+    said = {"content": "".join(content), "tool_calls": changes}
+    return {name: value for name, value in said.items() if value}
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
