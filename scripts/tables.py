@@ -26,7 +26,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
 from matplotlib import pyplot as plt
 
 from kimi_k2.bench.render import markdown_table
@@ -38,11 +37,10 @@ from kimi_k2.plan.deployment import Deployment, load_target
 from kimi_k2.plan.machines import INSTANCES, TRN2_LNC2
 from kimi_k2.plan.presets import COLUMNS, ServedRow, cells, preset_row, served_rows
 from kimi_k2.plan.published import KIMI_HEADER, fit, kimi_rows, runs
-from kimi_k2.plan.report import plan
+from kimi_k2.plan.report import conversion_error, plan
 from kimi_k2.plan.vision import image_cost, tower_bytes
 from kimi_k2.serving.vllm.adapter import ATTRIBUTES, NAMES
 from kimi_k2.sharding.dry_run import FOLD_FLOPS, dry_run
-from kimi_k2.sharding.experts import ConversionError, Matrix
 from kimi_k2.vision_config import Grid
 
 ROOT = Path(__file__).parents[1]
@@ -142,14 +140,10 @@ def _convert(model: str, preset: str) -> dict[str, float]:
     """Of a conversion on two cores."""
     config = KimiK2Config.from_preset(model)
     layout = Deployment.load(preset).layout(config)
-    sizes, source = dry_run(config, layout), config.format_of_experts()
-    weight = torch.randn(config.moe_intermediate_size, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    matrix = Matrix(source.quantize(weight), source, *weight.shape)
-    error = ConversionError()
-    layout.expert_format(config).convert(matrix, torch.bfloat16, error)
+    sizes, error = dry_run(config, layout), conversion_error(config, layout, config.moe_intermediate_size)
     hours = sizes.seconds() / 3600
     folds = sizes.fold_flops / FOLD_FLOPS / 3600
-    return {**asdict(sizes), "hours": hours, "fold_hours": folds, "error": error.relative_l2}
+    return {**asdict(sizes), "hours": hours, "fold_hours": folds, "error": error}
 
 
 def _prefill(model: str, preset: str, rows: str) -> dict[str, float]:

@@ -136,24 +136,19 @@ def count(text: str, parameters: Mapping[int, str]) -> GraphCounts:
             # Of a parameter the rows are among what is read of it.
             instruction.op == "gather" and not is_parameter(instruction.operands[0], instructions)
         ):
-            counts.moved[instruction.op] = counts.moved.get(instruction.op, 0) + _moved(
-                instruction, instructions, combined
-            )
+            counts.moved[instruction.op] += _moved(instruction, instructions, combined)
         elif instruction.op == "custom-call" and (cost := kernel_cost(instruction, instructions)):
             moved = cost.written + sum(
                 size
                 for operand, size in zip(instruction.operands, cost.read, strict=True)
                 if not is_parameter(operand, instructions)
             )
-            counts.moved["kernels"] = counts.moved.get("kernels", 0) + moved
-            for kind, ranks, nbytes in cost.collectives:
-                key = Collective(kind, ranks, nbytes)
-                counts.collectives[key] = counts.collectives.get(key, 0) + 1
+            counts.moved["kernels"] += moved
+            counts.collectives.update(Collective(*collective) for collective in cost.collectives)
         elif instruction.op in COLLECTIVES:
             # A tuple may carry a scalar token behind the payload.
             payload = max((shape.nbytes for shape in instruction.shapes), default=0)
-            key = Collective(instruction.op, _group_size(instruction.attributes), payload)
-            counts.collectives[key] = counts.collectives.get(key, 0) + 1
+            counts.collectives[Collective(instruction.op, _group_size(instruction.attributes), payload)] += 1
     return counts
 
 
@@ -326,7 +321,7 @@ def _last_uses(instructions: list[Instruction]) -> dict[str, int]:
 def summary(counts: GraphCounts) -> dict[str, Any]:
     """Counts of a graph as JSON types."""
     return {
-        "weight_bytes_held": counts.bytes_held(),
+        "weight_bytes_held": sum(counts.held.values()),
         "weight_bytes_read": counts.bytes_read(),
         "bytes_moved": sum(counts.moved.values()),
         "routed_expert_bytes_read": counts.bytes_read(r"\.mlp\.experts\."),

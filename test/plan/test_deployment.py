@@ -95,13 +95,6 @@ def test_what_does_not_fit_has_a_line_below_the_table() -> None:
         assert (f"{row['target']['name']}: does not fit" in text) == (not row["rank_memory"]["fits"])
 
 
-def test_a_preset_is_one_file(tmp_path: Path) -> None:
-    preset = read(GPU, tmp_path)
-    assert (preset.name, preset.tp_degree, preset.torch_dtype) == ("mine", 8, "bfloat16")
-    layout = preset.layout(KimiK2Config.from_preset("kimi-k2-instruct"))
-    assert (layout.moe_tp, layout.moe_ep, layout.target, layout.experts) == (4, 2, "cuda", "stored")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

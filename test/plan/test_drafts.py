@@ -49,7 +49,7 @@ def test_a_heads_bytes_are_those_of_its_file(bf16: Path, tmp_path: Path, form: F
     assert memory_plan(target).resident - without.resident == stored + 2 * entry * 64
 
 
-def test_a_step_of_four_positions_reads_four_tokens_experts(checkpoints: dict[str, Path]) -> None:
+def test_a_step_of_four_positions_reads_four_tokens_experts() -> None:
     config = KimiK2Config.from_preset(MODEL)
     target = load_target(PRESET, config)
     single, four = (decode_counts(replace(target, positions=n)) for n in (1, 4))
@@ -131,9 +131,9 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: Json) -
     ("content", "says"),
     [
         ({}, "nccom-test's --report-to-json-file"),
-        ({"results": []}, "list of rows"),
+        ({"results": []}, "results'.*at least 1 item"),
         ({"results": [{"size(B)": 8}]}, "time:avg"),
-        ({"results": [{"size(B)": 8, "time:avg(us)": 0}]}, "above 0"),
+        ({"results": [{"size(B)": 8, "time:avg(us)": 0}]}, "greater than 0, got 0"),
         ({"dma_active_time": 1e-3, "hbm_read_bytes": "x"}, "hbm_read_bytes"),
         ({"dma_active_time": 1e-3, "hbm_read_bytes": 9e9, "hbm_write_bytes": 1}, "at most 725 GB/s"),
     ],

@@ -14,17 +14,16 @@ from kimi_k2.plan.memory import WORKSPACE_BYTES
 from kimi_k2.plan.presets import ServedRow, served_rows
 from kimi_k2.sharding.layout import Layout
 
+Rows = dict[tuple[str, str, str], list[ServedRow]]
+
 
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[str, str, str], list[ServedRow]]:
-    found: dict[tuple[str, str, str], list[ServedRow]] = {}
+def rows() -> Rows:
+    found: Rows = {}
     for model in ("kimi-k2-instruct-0905", "kimi-k2.5"):
         for row in served_rows(KimiK2Config.from_preset(model), 4096):
             found.setdefault((model, row.gpu, row.way), []).append(row)
     return found
-
-
-Rows = dict[tuple[str, str, str], list[ServedRow]]
 
 
 def test_weights_are_the_published_checkpoints(rows: Rows) -> None:

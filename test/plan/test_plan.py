@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from kimi_k2.checkpoint.reader import CheckpointReader
 from kimi_k2.cli.commands.plan import _index
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, CorruptHeaderError
-from kimi_k2.plan.comparison import published_memory
 from kimi_k2.plan.cost import (
     LONG_PROMPT,
     Collective,
@@ -26,9 +26,10 @@ from kimi_k2.plan.cost import (
     prefill_instructions,
     roofline,
 )
-from kimi_k2.plan.deployment import PUBLISHED_PORT, Deployment, Target, load_target
+from kimi_k2.plan.deployment import Deployment, Target, load_target
 from kimi_k2.plan.machines import GIB, Machine
 from kimi_k2.plan.memory import (
+    WEIGHTS,
     _experts_prefill,
     advice,
     expert_blocks,
@@ -50,13 +51,6 @@ def config() -> KimiK2Config:
 
 def target_of(config: KimiK2Config, layout: Layout) -> Target:
     return replace(load_target("trn2-tp32-ep2", config), layout=layout, context=64, prompt=64)
-
-
-def test_published_memory_figures_within_5_percent() -> None:
-    rows = published_memory()
-    assert [row["published"] for row in rows] == [17.55, 20.9, 21.9, 23.4]
-    for row in rows:
-        assert abs(row["difference"]) < 0.05, row
 
 
 def test_scratch_is_the_reported_one_at_the_reported_lengths_and_marked_beyond() -> None:
@@ -81,11 +75,12 @@ def test_weights_are_the_bytes_that_the_presharder_writes(
 ) -> None:
     Presharder(checkpoints[name], tmp_path, layout).run()
     plan = memory_plan(target_of(KimiK2Config.from_pretrained(checkpoints[name]), layout))
+    weights = sum(plan.parts.get(name, 0) for name in WEIGHTS)
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == layout.ranks
     for path in files:
         with safe_open(path, framework="pt") as file:
-            assert plan.weights == sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
+            assert weights == sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
 
 
 def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) -> None:
@@ -101,11 +96,11 @@ def test_active_parameters_are_what_a_decode_step_reads(config: KimiK2Config) ->
 
 
 def test_roofline_adds_communication_to_the_larger_of_memory_and_compute() -> None:
-    machine, counts = Machine("unit", 1.0, 1.0, 1.0, 1000.0, "invented"), GraphCounts({"weight": 144}, flops=384)
+    machine, counts = Machine("unit", 1.0, 1.0, 1.0, 1000.0, "invented"), GraphCounts(Counter(weight=144), flops=384)
     # A ring all-reduce of 96 bytes over 4 ranks moves 2 * 3/4 of them. A reduce-scatter's result is one rank's share of
     # what it moves; an all-gather's is the whole.
     for kind, moved in (("all-reduce", 144), ("reduce-scatter", 96 * 4 * 3 / 4), ("all-gather", 96 * 3 / 4)):
-        modelled = roofline(replace(counts, collectives={Collective(kind, 4, 96): 2}), machine)
+        modelled = roofline(replace(counts, collectives=Counter({Collective(kind, 4, 96): 2})), machine)
         assert (modelled.memory, modelled.compute, modelled.communication) == (144, 384, 2 * (moved + 1000))
         assert modelled.bound == 384 + modelled.communication
 
@@ -123,7 +118,7 @@ def test_experts_that_a_gpu_reads_are_the_distinct_ones(config: KimiK2Config) ->
 
 def test_arrangement_of_the_published_port_costs_more(config: KimiK2Config) -> None:
     ours = load_target("trn2-tp32-ep2", config)
-    theirs = replace(ours, arrangement=PUBLISHED_PORT)
+    theirs = replace(ours, published_port=True)
     read_ours, read_theirs = (decode_counts(target, 512).bytes_read() for target in (ours, theirs))
     assert read_theirs > 10 * read_ours  # all 192 local experts instead of 8
     extra = memory_plan(theirs).resident - memory_plan(ours).resident

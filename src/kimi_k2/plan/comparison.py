@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.files import Json
-from kimi_k2.plan.deployment import PUBLISHED_PORT, load_target
+from kimi_k2.plan.deployment import load_target
 from kimi_k2.plan.machines import GIB
 from kimi_k2.plan.memory import MICROCODE_BYTES, memory_plan, reported_scratch
 from kimi_k2.plan.published import Range, Run, data, features, fit, runs, source_words
@@ -29,7 +29,7 @@ def published_memory() -> list[Json]:
     rows = []
     for row in data()["memory"]["rows"]:
         target = load_target(row["preset"], KimiK2Config.from_preset(row["model"]))
-        plan = memory_plan(replace(target, context=row["context"], batch=1, arrangement=PUBLISHED_PORT))
+        plan = memory_plan(replace(target, context=row["context"], batch=1, published_port=True))
         # A NEFF's tensors are without the runtime's micro-code and scratch.
         terms = {name: size / GIB for name, size in plan.parts.items() if name != "runtime micro-code"}
         if row["of"] == "bank":

@@ -17,7 +17,6 @@ from kimi_k2.plan.machines import TRN2_LNC2, Machine
 from kimi_k2.plan.memory import (
     BF16,
     FLOAT32,
-    arrangement_terms,
     blocks_at_once,
     cache_bytes,
     cache_bytes_read,
@@ -28,6 +27,7 @@ from kimi_k2.plan.memory import (
     local_bytes,
     local_experts,
     moe_layers,
+    port_terms,
     weight_parts,
 )
 from kimi_k2.plan.torch_native import BLOCK
@@ -63,20 +63,16 @@ class GraphCounts:
         collectives: how often each occurs.
     """
 
-    read: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)
+    read: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
     block_scaled: int = 0
     flops: int = 0
-    collectives: dict[Collective, int] = field(default_factory=dict)
+    collectives: Counter[Collective] = field(default_factory=Counter)
 
     def bytes_read(self, pattern: str = "") -> int:
         """Bytes read from parameters whose name `pattern` (a regular expression) is found in."""
         return sum(count for name, count in self.read.items() if re.search(pattern, name))
-
-    def bytes_held(self) -> int:
-        """Bytes of all parameters."""
-        return sum(self.held.values())
 
     @property
     def memory_bytes(self) -> int:
@@ -98,9 +94,14 @@ class Roofline:
     communication: float
 
     @property
+    def alone(self) -> float:
+        """Without communication: memory and compute overlap perfectly."""
+        return max(self.memory, self.compute)
+
+    @property
     def bound(self) -> float:
-        """Memory and compute overlap perfectly, communication not at all."""
-        return max(self.memory, self.compute) + self.communication
+        """Communication overlaps neither."""
+        return self.alone + self.communication
 
 
 def roofline(counts: GraphCounts, machine: Machine = TRN2_LNC2) -> Roofline:
@@ -204,8 +205,7 @@ def decode_counts(target: Target, context: int | None = None) -> GraphCounts:
     # With flash decoding a rank has the queries of its group, its part of the cache, and all of the step's own tokens.
     cores = target.cache_ranks
     counts.flops += _attention_flops(target, tokens * cores, slots // cores + target.positions)
-    counts.collectives = _collectives(target, tokens, tokens, decode=True)
-    counts.collectives |= _flash_decoding(target, tokens)
+    counts.collectives = _collectives(target, tokens, tokens, decode=True) + _flash_decoding(target, tokens)
     return counts
 
 
@@ -240,18 +240,15 @@ def prefill_counts(target: Target) -> GraphCounts:
     # Every query is multiplied with every key and the upper half is masked away, in NxDI's form and in the plain model.
     counts.flops += _attention_flops(target, tokens, keys, expanded=target.is_neuron)
     counts.collectives = _collectives(target, tokens, sequences, decode=False)
-    if blocks and target.torch_native:  # a row for each place of a block, and one for each choice
-        rows = blocks * BLOCK + tokens * config.num_experts_per_tok
-        counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
-    elif blocks:
-        slots = blocks * (target.block_size or 0)
-        # Each block gathers its tokens; of each group of blocks a token gathers the output of each of its choices.
-        groups = -(-blocks // blocks_at_once(target))
-        rows = slots + groups * tokens * config.num_experts_per_tok
-        counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
-        # Each choice's token is scattered into a table.
+    if blocks:
         choices = tokens * config.num_experts_per_tok
-        counts.moved["scatter"] = counts.moved.get("scatter", 0) + moe_layers(config) * choices * 2 * 8
+        if target.torch_native:  # a row for each place of a block, and one for each choice
+            rows = blocks * BLOCK + choices
+        else:  # each block gathers its tokens; of each group of blocks a token the output of each of its choices
+            rows = blocks * (target.block_size or 0) + -(-blocks // blocks_at_once(target)) * choices
+            # Each choice's token is scattered into a table.
+            counts.moved["scatter"] += moe_layers(config) * choices * 2 * 8
+        counts.moved["gather"] = moe_layers(config) * rows * config.hidden_size * BF16
     return counts
 
 
@@ -284,7 +281,7 @@ def _weights(target: Target, plan: ShardingPlan, tokens: int, expert_share: floa
             share = min(tokens / tensor.local_shape[0], 1.0)
         counts.held[tensor.name] = size
         counts.read[tensor.name] = round(size * share)
-    for name, size in arrangement_terms(target, weight_parts(plan)).items():
+    for name, size in port_terms(target, weight_parts(plan)).items():
         counts.held[name] = counts.read[name] = size
     return counts
 
@@ -333,7 +330,12 @@ def _attention_flops(target: Target, tokens: int, keys: int, *, expanded: bool =
     return config.num_hidden_layers * heads * 2 * (used + max(keys - tokens, 0) * config.kv_lora_rank * values)
 
 
-def _collectives(target: Target, tokens: int, sampled: int, *, decode: bool) -> dict[Collective, int]:
+def _counted(ranks: int, payloads: dict[str, list[int]]) -> Counter[Collective]:
+    """Collectives of so many ranks, of each kind one for each payload."""
+    return Counter(Collective(kind, ranks, nbytes) for kind, sizes in payloads.items() for nbytes in sizes)
+
+
+def _collectives(target: Target, tokens: int, sampled: int, *, decode: bool) -> Counter[Collective]:
     """Two all-reduces a layer; on Neuron also the gathers of the split down projections, embedding and sampling.
 
     In the kernel of whole layers the all-reduce after attention carries the router's logits too, and that after the
@@ -341,20 +343,17 @@ def _collectives(target: Target, tokens: int, sampled: int, *, decode: bool) -> 
     """
     config, ranks, layers = target.config, target.layout.ranks, target.config.num_hidden_layers
     if ranks == 1:
-        return {}
+        return Counter()
     hidden, line = tokens * config.hidden_size * BF16, target.torch_native
+    if not target.is_neuron:  # the embedding is split by vocabulary
+        gathered = [sampled * config.vocab_size * BF16]
+        return _counted(ranks, {"all-reduce": [hidden] * (2 * layers + 1), "all-gather": gathered})
     early = moe_layers(config) if decode and target.layout.layers else 0
     riding = max(early - 1, 0)
-    logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
-    sizes = [hidden] * (2 * (layers - early))  # the dense layers' are as ever; the last layer's has nothing riding
-    if early:
-        sizes += [logits] * early + [downs] * riding + [_summed(config, tokens, 0)]
-    counts = Counter(Collective("all-reduce", ranks, size) for size in sizes)
-    if not target.is_neuron:
-        counts[Collective("all-reduce", ranks, hidden)] += 1  # embedding, split by vocabulary
-        counts[Collective("all-gather", ranks, sampled * config.vocab_size * BF16)] = 1
-        return counts
-    gathers = [hidden]
+    sums, scattered, gathers = [hidden] * (2 * (layers - early)), list[int](), [hidden]  # dense layers' are as ever
+    if early:  # the last layer's has nothing riding
+        logits, downs = (_summed(config, tokens, columns) for columns in (config.n_routed_experts, config.qkv_a_dim))
+        sums += [logits] * early + [downs] * riding + [_summed(config, tokens, 0)]
     if line is None:
         gathers += [sampled * ranks * size for size in SAMPLED_BYTES]
     elif line.on_device_sampling_config is None:
@@ -364,10 +363,10 @@ def _collectives(target: Target, tokens: int, sampled: int, *, decode: bool) -> 
         gathers += [sampled * ranks * most * size for size in SAMPLED_BYTES]
     if line is not None and not decode and tokens % ranks == 0:  # a prompt's tokens are divided between the sums
         gathers += [hidden] * (2 * layers + 1)
-        counts = Counter({Collective("reduce-scatter", ranks, hidden // ranks): 2 * layers})
-    if target.arrangement.down_projections_split:
+        sums, scattered = [], [hidden // ranks] * (2 * layers)
+    if not target.published_port:
         gathers += [tokens * config.qkv_a_dim * BF16] * (layers - riding)
-    return dict(counts + Counter(Collective("all-gather", ranks, size) for size in gathers))
+    return _counted(ranks, {"all-reduce": sums, "reduce-scatter": scattered, "all-gather": gathers})
 
 
 def _summed(config: KimiK2Config, tokens: int, columns: int) -> int:
@@ -376,29 +375,23 @@ def _summed(config: KimiK2Config, tokens: int, columns: int) -> int:
     return CORES * tokens * (config.hidden_size + columns) * FLOAT32
 
 
-def _flash_decoding(target: Target, tokens: int) -> dict[Collective, int]:
+def _flash_decoding(target: Target, tokens: int) -> Counter[Collective]:
     """A layer's gathers of queries and of log-sum-exps over a group, and the scatter of the heads' sums.
 
     In the kernel of whole layers one all-to-all of both cores' parts.
     """
-    config, cores, layers = target.config, target.cache_ranks, target.config.num_hidden_layers
+    config, cores = target.config, target.cache_ranks
     if cores == 1:
-        return {}
+        return Counter()
     heads = tokens * config.num_attention_heads // target.layout.ranks
-    counts: dict[Collective, int] = {}
-    if target.layout.layers:
-        inside = moe_layers(config)
-        payload = cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32
-        counts[Collective("all-to-all", cores, payload)] = inside
-        layers -= inside
-    for kind, size in (
-        ("all-gather", heads * cores * config.cache_dim * BF16),
-        ("all-gather", heads * cores * cores * FLOAT32),
-        ("reduce-scatter", heads * config.kv_lora_rank * FLOAT32),
-    ):
-        collective = Collective(kind, cores, size)
-        counts[collective] = counts.get(collective, 0) + layers
-    return counts
+    inside = moe_layers(config) if target.layout.layers else 0
+    apart = config.num_hidden_layers - inside
+    payloads = {
+        "all-to-all": [cores * CORES * tokens * (config.kv_lora_rank + 1) * FLOAT32] * inside,
+        "all-gather": [heads * cores * config.cache_dim * BF16, heads * cores * cores * FLOAT32] * apart,
+        "reduce-scatter": [heads * config.kv_lora_rank * FLOAT32] * apart,
+    }
+    return _counted(cores, payloads)
 
 
 # Matrix-multiply instructions of prefill, a lower bound: the Tensor Engine takes 128 x 128 stationary values and up to

@@ -25,7 +25,7 @@ from kimi_k2.errors import ConfigError, KimiK2Warning
 from kimi_k2.files import Json, parse_yaml, read_data
 from kimi_k2.limits import MOST, YAML_BYTES
 from kimi_k2.plan.machines import INSTANCES, Instance, Machine, Memory
-from kimi_k2.plan.torch_native import BLOCK, Count, TorchNativeOptions, blocks_at_once
+from kimi_k2.plan.torch_native import BLOCK, Count, TorchNativeOptions, ascending, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.experts import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout, ShardingPlan
@@ -268,7 +268,7 @@ class Deployment(_Fields):
                 continue
             if not options.enable_bucketing:
                 raise ConfigError("expected none without enable_bucketing", field=f"neuron_config.{field}")
-            if list(buckets) != sorted(set(buckets)) or not buckets or buckets[-1] != most:
+            if not ascending(buckets, most):
                 expected = f"ascending lengths, the last of which is {longest} ({most})"
                 raise ConfigError(f"expected {expected}, got {list(buckets)}", field=f"neuron_config.{field}")
 
@@ -371,41 +371,6 @@ RESERVED_SLOTS = 128
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """Choices of an implementation that the sharding plan does not show.
-
-    Attributes:
-        name: for a table.
-        down_projections_split: q_a_proj and kv_a_proj_with_mqa are divided among the ranks.
-        router_bytes: bytes an element of the router's weight.
-        cache_copies: how often the compressed cache is held.
-        selective_under_ep: decode with expert parallelism reads chosen experts only.
-        dense_over_all_ranks: attention, dense MLP, shared expert, embedding and head are divided among all ranks, not
-            only among those that share an expert.
-    """
-
-    name: str
-    down_projections_split: bool = True
-    router_bytes: int = 2
-    cache_copies: int = 1
-    selective_under_ep: bool = True
-    dense_over_all_ranks: bool = True
-
-
-OURS = Arrangement("ours")
-# What pull request 131's modeling file declares: nn.Linear down projections, router_config.dtype float32, one entry of
-# 576 values in each of the K and V slots, all local experts under expert parallelism, tp_degree 32 beside ep_degree 2.
-PUBLISHED_PORT = Arrangement(
-    "published port",
-    down_projections_split=False,
-    router_bytes=4,
-    cache_copies=2,
-    selective_under_ep=False,
-    dense_over_all_ranks=False,
-)
-
-
-@dataclass(frozen=True)
 class Target:
     """One deployment.
 
@@ -422,7 +387,9 @@ class Target:
         reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
         continuous: NxDI's continuous batching.
         block_size: tokens a block of the blockwise prefill; None where tokens are grouped exactly.
-        arrangement: see Arrangement.
+        published_port: weights, cache and reads as pull request 131's modeling file declares them: nn.Linear down
+            projections on every rank, router_config.dtype float32, one entry of 576 values in each of the K and V
+            slots, all local experts read under expert parallelism, dense weights over tp_degree 32 beside ep_degree 2.
         tower_ranks: ranks that share the vision tower; None for as many as can.
         tower_buckets: patches and frames of each compiled graph of the tower.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
@@ -441,7 +408,7 @@ class Target:
     context: int
     prompt: int
     block_size: int | None = None
-    arrangement: Arrangement = OURS
+    published_port: bool = False
     prefill_batch: int | None = None
     cache_ranks: int = 1
     reserved_slots: int = 0

@@ -66,50 +66,48 @@ class Head:
         names = [name for name in self.shapes if target.is_neuron or name != "embed_tokens.weight"]
         return sum(self.rank_bytes(name, target) for name in names)
 
-    def passes(self, target: Target) -> list[GraphCounts]:
-        """Of the head's runs around one step of the target.
+    def drafting(self, target: Target) -> GraphCounts:
+        """The head's runs around one step of the target, added up.
 
         As many as tokens are drafted. The first starts from the target's hidden states, behind `fc`, the others from
         the head's own. NxDI runs it once more behind the target to fill its cache with what the target made
         (`_eagle_token_gen_forward` in models/model_base.py), of which the compiler keeps `fc`, keys and values, and of
         the MLA form all down projections, which are one product.
         """
-        drafted = target.positions - 1
-        first = target.batch if target.is_neuron else target.rows  # ours fills its cache with it
-        counted = [self._counts(target, first if n == 0 else target.batch, n == 0) for n in range(drafted)]
-        if target.is_neuron and drafted:
-            counted.append(self._counts(target, target.rows, True, cache_alone=True))
-        return counted
-
-    def _counts(self, target: Target, rows: int, reads_target: bool, cache_alone: bool = False) -> GraphCounts:
-        counts, ranks = GraphCounts(), target.layout.ranks
-        size = self.config.hidden_size
-        for name in self.shapes:
-            if name == "embed_tokens.weight":
-                counts.read[name] = rows * size * BF16 // (ranks if target.is_neuron else 1)
-            elif _is_read(name, reads_target, cache_alone):
-                counts.read[name] = self.rank_bytes(name, target)
-                if len(self.shapes[name]) == 2:
-                    counts.flops += counts.read[name] // BF16 * 2 * rows
-        if not cache_alone:
-            counts.read["cache"] = self.slot_bytes(target) * target.batch * target.context
-        if ranks == 1:
-            return counts
-        hidden, sampled = rows * size * BF16, target.batch
-        gather, summed = Collective("all-gather", ranks, hidden), Collective("all-reduce", ranks, hidden)
+        counts = GraphCounts()
+        self._add(counts, target, target.batch if target.is_neuron else target.rows, True)  # ours fills its cache too
+        for _ in range(target.positions - 2):
+            self._add(counts, target, target.batch, False)
         if target.is_neuron:
-            _add(counts, gather, 1 + reads_target)  # the embedding, divided by columns, and fc
-        else:
-            _add(counts, summed, 1)
-        if target.is_neuron and self.config.form == "mla":
-            _add(counts, gather, 1)  # the divided down projections
-        if cache_alone:
-            return counts
-        _add(counts, summed, 2)
-        sizes = SAMPLED_BYTES if target.is_neuron else (self.config.draft_vocab_size // ranks * BF16,)
-        for each in sizes:
-            _add(counts, Collective("all-gather", ranks, sampled * ranks * each), 1)
+            self._add(counts, target, target.rows, True, cache_alone=True)
         return counts
+
+    def _add(
+        self, counts: GraphCounts, target: Target, rows: int, reads_target: bool, *, cache_alone: bool = False
+    ) -> None:
+        """One run of so many rows."""
+        ranks, hidden = target.layout.ranks, rows * self.config.hidden_size * BF16
+        for name, shape in self.shapes.items():
+            if name == "embed_tokens.weight":
+                counts.read[name] += hidden // (ranks if target.is_neuron else 1)
+            elif _is_read(name, reads_target, cache_alone):
+                size = self.rank_bytes(name, target)
+                counts.read[name] += size
+                counts.flops += size // BF16 * 2 * rows if len(shape) == 2 else 0
+        if not cache_alone:
+            counts.read["cache"] += self.slot_bytes(target) * target.batch * target.context
+        if ranks == 1:
+            return
+        gather, summed = Collective("all-gather", ranks, hidden), Collective("all-reduce", ranks, hidden)
+        if target.is_neuron:  # the embedding, divided by columns, fc, and the divided down projections
+            counts.collectives[gather] += 1 + reads_target + (self.config.form == "mla")
+        else:
+            counts.collectives[summed] += 1
+        if cache_alone:
+            return
+        counts.collectives[summed] += 2
+        sizes = SAMPLED_BYTES if target.is_neuron else (self.config.draft_vocab_size // ranks * BF16,)
+        counts.collectives.update(Collective("all-gather", ranks, target.batch * ranks * each) for each in sizes)
 
 
 def with_drafts(target: Target, head: DraftConfig, tokens: int) -> Target:
@@ -127,22 +125,6 @@ def _is_read(name: str, reads_target: bool, cache_alone: bool) -> bool:
     )
 
 
-def _add(counts: GraphCounts, collective: Collective, times: int) -> None:
-    counts.collectives[collective] = counts.collectives.get(collective, 0) + times
-
-
-def drafting(head: Head, target: Target) -> GraphCounts:
-    """All of a head's runs around one step of the target, added up."""
-    whole = GraphCounts()
-    for counts in head.passes(target):
-        whole.flops += counts.flops
-        for name, size in counts.read.items():
-            whole.read[name] = whole.read.get(name, 0) + size
-        for collective, times in counts.collectives.items():
-            _add(whole, collective, times)
-    return whole
-
-
 def drafts_report(target: Target, verification: float, plain: float, rates: Rates | None) -> Json:
     """A step with drafts beside a plain one, seconds modelled.
 
@@ -153,7 +135,7 @@ def drafts_report(target: Target, verification: float, plain: float, rates: Rate
             kernels' schedule; None for the machine's roofline.
     """
     head = target.head
-    counts = drafting(head, target) if head else GraphCounts()
+    counts = head.drafting(target) if head else GraphCounts()
     collectives = sum(counts.collectives.values())
     seconds = rates.rest(counts.memory_bytes, collectives) if rates else roofline(counts, target.machine).bound
     step = verification + seconds

@@ -5,7 +5,6 @@ The counts come from the emulator (`python -m kimi_k2.nki.step_counts`); a test 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from kimi_k2.nki.step_sizes import HIDDEN
 from kimi_k2.plan.cost import GraphCounts, roofline
 from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.machines import TRN2_LNC2, Machine
-from kimi_k2.plan.memory import FLOAT32, local_bytes
+from kimi_k2.plan.memory import FLOAT32, between, local_bytes
 from kimi_k2.plan.published import data, source_words
 from nki_emulator.rates import TRAINIUM2
 
@@ -81,15 +80,9 @@ class Rates(NamedTuple):
 
         Linear in the latency and in the time of a byte between those that were counted; beyond, on from the last two.
         """
-        rows = [_between(LATENCIES, [times[str(e)][str(t)] for t in LATENCIES], self.latency) for e in EFFICIENCIES]
+        rows = [between(LATENCIES, [times[str(e)][str(t)] for t in LATENCIES], self.latency) for e in EFFICIENCIES]
         per_byte = [-1 / e for e in EFFICIENCIES]
-        return _between(per_byte, rows, -1 / self.efficiency) * 1e-6
-
-
-def _between(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    upper = next((n for n, point in enumerate(points) if n and at <= point), len(points) - 1)
-    low, high = points[upper - 1], points[upper]
-    return values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
+        return between(per_byte, rows, -1 / self.efficiency) * 1e-6
 
 
 def kernel_step(target: Target) -> Json | None:

@@ -12,19 +12,42 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
+
+from kimi_k2.config_fields import first_fault
 from kimi_k2.errors import ConfigError
 from kimi_k2.files import Json, read_data
 from kimi_k2.plan.machines import Machine
 
 REHEARSAL = "kimi-k2/rehearsal/1"
-_SIZE = "size(B)"
-_BYTES, _ACTIVE = ("hbm_read_bytes", "hbm_write_bytes"), "dma_active_time"
+_ACTIVE = "dma_active_time"
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+
+
+class _AllReduce(BaseModel):
+    """A row of nccom-test."""
+
+    size: Number = Field(alias="size(B)")
+    microseconds: Number = Field(validation_alias=AliasChoices("time:avg(us)", "time:p50(us)"))
+
+
+class _Results(BaseModel):
+    """What nccom-test writes."""
+
+    results: Annotated[list[_AllReduce], Field(min_length=1)]
+
+
+class _Summary(BaseModel):
+    """What neuron-profile writes."""
+
+    hbm_read_bytes: Number
+    hbm_write_bytes: Number
+    dma_active_time: Number
 
 
 @dataclass(frozen=True)
@@ -72,18 +95,21 @@ def read_measured(paths: Iterable[Path]) -> Measured:
     for path in paths:
         try:
             raw = read_data(path, ConfigError)
+            if isinstance(raw, dict) and raw.get("schema") == REHEARSAL:
+                raw = {"results": _rehearsed(raw, path)}
+            if isinstance(raw, dict) and "results" in raw:
+                if collectives:
+                    raise ConfigError("expected one file of nccom-test", file=path)
+                rows = _Results.model_validate(raw).results
+                collectives = tuple(sorted({int(row.size): row.microseconds * 1e-6 for row in rows}.items()))
+            else:
+                if rate is not None:
+                    raise ConfigError("expected one file of neuron-profile", file=path)
+                rate = _rate(raw, path)
         except FileNotFoundError:
             raise ConfigError("no such file", file=path) from None
-        if isinstance(raw, dict) and raw.get("schema") == REHEARSAL:
-            raw = {"results": _rehearsed(raw, path)}
-        if isinstance(raw, dict) and "results" in raw:
-            if collectives:
-                raise ConfigError("expected one file of nccom-test", file=path)
-            collectives = _collectives(raw["results"], path)
-        else:
-            if rate is not None:
-                raise ConfigError("expected one file of neuron-profile", file=path)
-            rate = _rate(raw, path)
+        except ValidationError as error:
+            raise first_fault(error, path) from None
     return Measured(collectives, rate)
 
 
@@ -103,17 +129,6 @@ def _rehearsed(report: Json, path: Path) -> Any:
     return device["collectives"]
 
 
-def _collectives(results: Any, path: Path) -> tuple[tuple[int, float], ...]:
-    if not isinstance(results, list) or not results or not all(isinstance(row, dict) for row in results):
-        raise ConfigError("expected a list of rows", field="results", file=path)
-    times: dict[int, float] = {}
-    for row in results:
-        name = next((name for name in ("time:avg(us)", "time:p50(us)") if name in row), "time:avg(us)")
-        size = _number(row, _SIZE, path)
-        times[int(size)] = _number(row, name, path) * 1e-6
-    return tuple(sorted(times.items()))
-
-
 def _rate(raw: Any, path: Path) -> float:
     if isinstance(raw, dict):
         raw = raw.get("summary", raw)
@@ -123,11 +138,5 @@ def _rate(raw: Any, path: Path) -> float:
         raise ConfigError(
             f"expected nccom-test's --report-to-json-file, or neuron-profile's summary-json with {_ACTIVE}", file=path
         )
-    return sum(_number(raw, name, path) for name in _BYTES) / _number(raw, _ACTIVE, path)
-
-
-def _number(row: Json, field: str, path: Path) -> float:
-    value = row.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"expected a number above 0, got {value!r:.100}", field=field, file=path)
-    return float(value)
+    summary = _Summary.model_validate(raw)
+    return (summary.hbm_read_bytes + summary.hbm_write_bytes) / summary.dma_active_time

@@ -10,9 +10,10 @@ reported for that port is shown beside it but not taken over: its decode graph i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ def expert_share(target: Target, tokens: int) -> float:
     config, local = target.config, local_experts(target)
     if not target.is_neuron:
         return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
-    if target.layout.moe_ep > 1 and not target.arrangement.selective_under_ep:
+    if target.layout.moe_ep > 1 and target.published_port:
         return 1.0
     return min(tokens * config.num_experts_per_tok / local, 1.0)
 
@@ -120,7 +121,8 @@ class Scratch:
 
 def make_scratch(target: Target) -> Scratch:
     """The scratch of a Trainium target."""
-    fixed = int(_points()[0][1] * GIB)
+    shortest, _ = data()["memory"]["scratch"]["points"][0]
+    fixed = reported_scratch(shortest).nbytes
     return Scratch(fixed, *live_bytes(target), tower_live_bytes(target), reported_scratch(target.context))
 
 
@@ -207,11 +209,10 @@ def _attention_prefill(target: Target) -> int:
 def _experts_prefill(target: Target) -> int:
     """The PyTorch form, a group of blocks at a time: hidden states thrice, the float32 sum, and the worst step."""
     config, tokens = target.config, target.prefill_sequences * target.prompt
-    blocks = blocks_at_once(target)
+    blocks, all_blocks = blocks_at_once(target), expert_blocks(target, tokens)
     rows = blocks * (target.block_size or 0) * config.hidden_size
-    total = tokens * config.hidden_size * FLOAT32
-    if blocks and blocks == expert_blocks(target, tokens):  # one group: summed when its blocks are done
-        total = 0
+    # One group is summed when its blocks are done.
+    total = 0 if blocks and blocks == all_blocks else tokens * config.hidden_size * FLOAT32
     stored, step = held_as(target), 0
     if target.torch_native:
         # All blocks' rows and a group's products before and after their scales; then their outputs, and every choice's
@@ -219,8 +220,7 @@ def _experts_prefill(target: Target) -> int:
         products = (
             rows * 2 * config.moe_intermediate_size // (target.layout.moe_tp * stored.block) if stored.block else rows
         )
-        choices = tokens * config.num_experts_per_tok
-        every = blocks_of(choices, tokens, config.n_routed_experts // target.layout.moe_ep) * BLOCK * BF16
+        choices, every = tokens * config.num_experts_per_tok, all_blocks * BLOCK * BF16
         step = every * config.hidden_size + 2 * products * FLOAT32
         step = max(step, (every + choices * (BF16 + FLOAT32)) * config.hidden_size)
     elif stored.dequantized:
@@ -250,28 +250,23 @@ def _experts_decode(target: Target) -> int:
         return 0
     elements, stored = _gate_up(target, min(slots, local)), held_as(target)
     tokens = 1 if slots < local else target.rows
-    if tokens < stored.block:  # operands, and a block's products before and after their scales
-        products = elements // stored.block * tokens
-        return elements * ((stored.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32
-    if stored.dequantized:
+    if stored.dequantized and tokens >= stored.block:
         return 2 * elements * FLOAT32  # before and after the scale
-    return elements * ((stored.itemsize if slots < local else 0) + BF16)
-
-
-def _points() -> list[tuple[int, float]]:
-    """Cache length and GiB of scratch, of the published K2.5 port on 64 ranks."""
-    points: list[tuple[int, float]] = data()["memory"]["scratch"]["points"]
-    return points
+    products = elements // stored.block * tokens if stored.block else 0  # before and after a block's scale
+    return elements * ((stored.itemsize if slots < local else 0) + BF16) + 2 * products * FLOAT32
 
 
 def reported_scratch(context: int) -> Reported:
-    """Piecewise linear through the reported points, and beyond the last along its last section."""
-    points = _points()
-    upper = next((i for i, (length, _) in enumerate(points) if i and context <= length), len(points) - 1)
-    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
-    size = max(y0 + (y1 - y0) * (context - x0) / (x1 - x0), 0.0)
-    longest, largest = points[-1]
-    return Reported(int(size * GIB), longest, int(largest * GIB))
+    """Piecewise linear through the points reported of the published K2.5 port on 64 ranks: cache length and GiB."""
+    lengths, sizes = zip(*data()["memory"]["scratch"]["points"], strict=True)
+    return Reported(int(max(between(lengths, sizes, context), 0.0) * GIB), lengths[-1], int(sizes[-1] * GIB))
+
+
+def between(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Piecewise linear through ascending points; beyond them along the first or last section."""
+    upper = next((n for n, point in enumerate(points) if n and at <= point), len(points) - 1)
+    low, high = points[upper - 1], points[upper]
+    return values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
 
 
 # AWS Neuron documentation, "Neuron device memory": micro-code takes 96 MB of each physical core.
@@ -313,11 +308,6 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     @property
-    def weights(self) -> int:
-        """Bytes of tensors from the checkpoint."""
-        return sum(size for name, size in self.parts.items() if name in WEIGHTS)
-
-    @property
     def room(self) -> int:
         """Bytes left for scratch and activations; negative if what is resident does not fit."""
         return self.target.memory.usable - self.resident
@@ -341,13 +331,11 @@ class MemoryPlan:
                 f"does not fit: needs {self.needed / GIB:.1f} of {usable:.1f} GiB a rank,"
                 f" {(self.needed - self.target.memory.usable) / GIB:.1f} too much"
             )
-        if self.scratch is None:
-            return f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank"
-        modelled, theirs = self.scratch.nbytes / GIB, self.scratch.reported
-        if theirs.nbytes <= self.room:
-            return (
-                f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank, {modelled:.1f} of them scratch (modelled)"
-            )
+        modelled = self.scratch.nbytes / GIB if self.scratch else 0.0
+        if self.scratch is None or self.certain:
+            scratch = f", {modelled:.1f} of them scratch (modelled)" if self.scratch else ""
+            return f"fits: {self.needed / GIB:.1f} of {usable:.1f} GiB a rank{scratch}"
+        theirs = self.scratch.reported
         return (
             f"fits if scratch stays below {self.room / GIB:.1f} GiB a rank beside {self.resident / GIB:.1f} resident:"
             f" we model {modelled:.1f}, the published K2.5 port took {theirs.largest / GIB:.1f} at {theirs.longest:,}"
@@ -407,7 +395,7 @@ def cache_tokens(plan: MemoryPlan) -> int:
 
 def _slot_bytes(target: Target) -> int:
     slot = target.config.num_hidden_layers * target.config.cache_dim
-    return slot * target.cache_itemsize * target.arrangement.cache_copies
+    return slot * target.cache_itemsize * (2 if target.published_port else 1)
 
 
 def memory_plan(target: Target) -> MemoryPlan:
@@ -417,7 +405,7 @@ def memory_plan(target: Target) -> MemoryPlan:
         ConfigError: a size does not divide among the ranks.
     """
     config, parts = target.config, weight_parts(target.sharding)
-    parts |= arrangement_terms(target, parts)
+    parts |= port_terms(target, parts)
     if config.vision is not None:
         parts[TOWER] = tower_rank_bytes(config, target.tower_ranks or target.layout.ranks, target.is_neuron)
     if target.head is not None:
@@ -438,20 +426,19 @@ def weight_parts(plan: ShardingPlan) -> dict[str, int]:
     return parts
 
 
-def arrangement_terms(target: Target, parts: dict[str, int]) -> dict[str, int]:
-    """What an arrangement holds beyond the sharding plan's `parts`, each a named term."""
-    terms, config = {}, target.config
-    arrangement, ranks = target.arrangement, target.layout.ranks
+def port_terms(target: Target, parts: dict[str, int]) -> dict[str, int]:
+    """What the published port holds beyond the sharding plan's `parts`, each a named term; of ours nothing."""
+    terms, config, ranks = dict[str, int](), target.config, target.layout.ranks
+    if not target.published_port:
+        return terms
     down = config.num_hidden_layers * config.qkv_a_dim * config.hidden_size * BF16
-    if not arrangement.down_projections_split and target.is_neuron:
-        terms["down projections held by every rank"] = down - down // ranks
-    if not arrangement.dense_over_all_ranks and target.layout.moe_ep > 1:
+    terms["down projections held by every rank"] = down - down // ranks
+    if target.layout.moe_ep > 1:
         split = sum(parts[name] for name in ("attention", "shared experts", "dense MLP", "embedding and lm_head"))
         again = (split - down // ranks) * (target.layout.moe_ep - 1)
         terms[f"dense weights over {target.layout.moe_tp} ranks, not {ranks}"] = again
-    if arrangement.router_bytes > BF16:
-        elements = moe_layers(config) * config.n_routed_experts * config.hidden_size
-        terms["router in float32"] = elements * (arrangement.router_bytes - BF16)
+    router = moe_layers(config) * config.n_routed_experts * config.hidden_size
+    terms["router in float32"] = router * (FLOAT32 - BF16)
     return terms
 
 
@@ -527,8 +514,8 @@ def advice(plan: MemoryPlan) -> list[str]:
         changes.append(f"a context of at most {length:,} tokens instead of {target.context:,}")
         if (batch := _last(lambda batch: _fits_as(plan, replace(target, batch=batch)), 4096)) >= 1:
             changes.append(f"a batch of at most {batch} instead of {target.batch}")
-    changes += _first(_flash_decoding(target), 1)
-    changes += _first(_alternatives(target), None)
+    changes += islice(_fitting(_flash_decoding(target)), 1)
+    changes += _fitting(_alternatives(target))
     if not changes:
         ranks = MAX_RANKS[target.layout.target]
         whole = target.memory.usable * ranks
@@ -539,14 +526,12 @@ def advice(plan: MemoryPlan) -> list[str]:
     return changes
 
 
-def _first(changes: Iterator[tuple[str, Target]], most: int | None) -> list[str]:
-    """The first `most` changes (all if None) with which a plan fits, and what it then needs."""
-    found = list[str]()
+def _fitting(changes: Iterator[tuple[str, Target]]) -> Iterator[str]:
+    """The changes with which a plan fits, and what it then needs."""
     for words, target in changes:
         with suppress(ConfigError):
-            if len(found) != most and (plan := memory_plan(target)).fits:
-                found.append(f"{words} ({plan.needed / GIB:.1f} of {target.memory.usable / GIB:.1f} GiB)")
-    return found
+            if (plan := memory_plan(target)).fits:
+                yield f"{words} ({plan.needed / GIB:.1f} of {target.memory.usable / GIB:.1f} GiB)"
 
 
 def _flash_decoding(target: Target) -> Iterator[tuple[str, Target]]:

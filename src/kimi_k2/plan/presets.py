@@ -10,7 +10,7 @@ in each stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +22,7 @@ from kimi_k2.plan.comparison import gpu_lines
 from kimi_k2.plan.cost import decode_counts, prefill_counts, roofline
 from kimi_k2.plan.deployment import Deployment, Target, make_target, preset_names
 from kimi_k2.plan.machines import GIB, INSTANCES, UTILIZATION, Instance
-from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, category, memory_plan, moe_layers
+from kimi_k2.plan.memory import BF16, WORKSPACE, WORKSPACE_BYTES, category, expert_share, memory_plan, moe_layers
 from kimi_k2.plan.report import expected_ms, make_answer
 from kimi_k2.sharding.layout import Layout
 
@@ -183,41 +183,35 @@ def served_rows(config: KimiK2Config, context: int, requests: int | None = None)
 def _served_row(
     config: KimiK2Config, gpu: str, instance: Instance, way: Served, context: int, requests: int
 ) -> ServedRow:
-    sequences = requests * way.gpus
-    # Of a stage: all sequences over the stages are at work at a time.
-    batch = max(sequences // way.stages if way.tensor > 1 else requests, 1)
-    experts = "bf16" if config.quantization is None else "stored"
-    layout = Layout(way.tensor, 1, "cuda", experts)
-    target = Target(way.name, config, layout, instance.machine, instance.memory, batch, context, context)
+    layout = Layout(way.tensor, 1, "cuda", "bf16" if config.quantization is None else "stored")
+    machine, usable = instance.machine, instance.memory.usable
+    # Tensor parallel a rank has all sequences of its stage, and all stages are at work at a time.
+    target = Target(way.name, config, layout, machine, instance.memory, requests * way.tensor, context, context)
     counts, parts = decode_counts(target), memory_plan(target).parts
-    weights = {name: size for name, size in parts.items() if name not in ("KV cache", WORKSPACE)}
-    cache = parts["KV cache"] * (sequences / batch if way.tensor > 1 else 1) / way.stages
-    exchanges, exchanged = sum(counts.collectives.values()), 0.0
-    machine = instance.machine
     if way.tensor == 1:
-        chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** sequences
+        chosen = expert_share(target, requests * way.gpus)
         for name, resident in counts.held.items():
             if category(name).startswith("expert"):
                 counts.read[name] = round(resident / way.ranks * chosen)
-        weights = {name: size // (way.ranks if name.startswith("expert") else 1) for name, size in weights.items()}
+        parts = {name: size // (way.ranks if name.startswith("expert") else 1) for name, size in parts.items()}
         # A token goes once to each rank that has an expert of its choice, and comes back; both in BF16.
         ranks = way.ranks * (1 - (1 - 1 / way.ranks) ** config.num_experts_per_tok)
-        moe = moe_layers(config)
-        exchanges, exchanged = 2 * moe, 2 * moe * requests * ranks * config.hidden_size * BF16
+        exchanges = 2 * moe_layers(config)
+        exchanged = exchanges * requests * ranks * config.hidden_size * BF16
     else:
+        exchanges = sum(counts.collectives.values())
         exchanged = sum(
             2 * (way.ranks - 1) / way.ranks * collective.nbytes * n for collective, n in counts.collectives.items()
         )
     hosts = way.ranks // HOST  # over which a layer is spread
     between = exchanged * (hosts - 1) / hosts
-    step = roofline(replace(counts, collectives={}), machine).bound + exchanges * machine.collective_latency
+    step = roofline(counts, machine).alone + exchanges * machine.collective_latency
     step += max(between / NETWORK_BYTES_A_SECOND, (exchanged - between) / machine.link_bytes_per_second)
-    resident = sum(weights.values()) // way.stages
-    needed = resident + round(cache) + parts[WORKSPACE]
+    resident = sum(size for name, size in parts.items() if name not in ("KV cache", WORKSPACE)) // way.stages
+    needed = resident + parts["KV cache"] + parts[WORKSPACE]
     return ServedRow(
-        gpu, way.name, way.gpus, requests, resident, needed, instance.memory.usable, needed <= instance.memory.usable,
-        counts.memory_bytes // way.stages, exchanges, round(exchanged), step, batch * way.stages / step
-        / (way.gpus if way.tensor > 1 else 1),
+        gpu, way.name, way.gpus, requests, resident, needed, usable, needed <= usable,
+        counts.memory_bytes // way.stages, exchanges, round(exchanged), step, requests / step,
     )  # fmt: skip
 
 

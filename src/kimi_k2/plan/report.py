@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from kimi_k2.plan.published import WIDE, expect
 from kimi_k2.plan.vision import print_vision, vision_report
 from kimi_k2.quantization.int4_group import Int4GroupFormat
 from kimi_k2.sharding.experts import PARTITIONS, ConversionError, Matrix, expert_formats
+from kimi_k2.sharding.layout import Layout
 
 
 def stored_form(target: Target) -> Json | None:
@@ -40,16 +42,19 @@ def stored_form(target: Target) -> Json | None:
         Name of the format; `relative_l2` of its weights to the checkpoint's, computed on one random matrix.
     """
     config, layout = target.config, target.layout
-    source = config.format_of_experts()
-    expert_format = expert_formats().get(layout.experts) if target.is_neuron else None
-    if not isinstance(source, Int4GroupFormat) or expert_format is None or expert_format.quantization_type is None:
+    source, held = config.format_of_experts(), expert_formats().get(layout.experts) if target.is_neuron else None
+    if not isinstance(source, Int4GroupFormat) or held is None or held.quantization_type is None:
         return None
-    rows, columns = min(PARTITIONS, config.moe_intermediate_size), config.hidden_size
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    error = ConversionError()
-    matrix = Matrix(source.quantize(weight), source, rows, columns)
-    layout.expert_format(config).convert(matrix, torch.bfloat16, error)
-    return {"format": layout.experts, "relative_l2": error.relative_l2}
+    rows = min(PARTITIONS, config.moe_intermediate_size)
+    return {"format": layout.experts, "relative_l2": conversion_error(config, layout, rows)}
+
+
+def conversion_error(config: KimiK2Config, layout: Layout, rows: int) -> float:
+    """Relative L2 of an expert's weights in a layout's format to the checkpoint's, on so many random rows."""
+    source, error = config.format_of_experts(), ConversionError()
+    weight = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    layout.expert_format(config).convert(Matrix(source.quantize(weight), source, *weight.shape), torch.bfloat16, error)
+    return error.relative_l2
 
 
 SCHEMA = "kimi-k2/plan/3"
@@ -71,7 +76,7 @@ def make_answer(target: Target) -> Json:
         "target": {
             **{name: getattr(target, name) for name in _OF_TARGET},
             **{name: getattr(target.layout, name) for name in _OF_LAYOUT},
-            "arrangement": target.arrangement.name,
+            "arrangement": "published port" if target.published_port else "ours",
             "framework": "vllm-neuron, torch-native" if target.torch_native else "NxDI" if target.is_neuron else "ours",
         },
         "rank_memory": {
@@ -148,10 +153,9 @@ def plan(
 
 def step(counts: GraphCounts, target: Target) -> Json:
     """One graph's counts on one rank and their modelled time, part by part."""
-    reads: dict[str, int] = {}
+    reads = Counter[str]()
     for name, size in counts.read.items():
-        where = "KV cache" if name == "cache" else category(name) if "." in name else name
-        reads[where] = reads.get(where, 0) + size
+        reads["KV cache" if name == "cache" else category(name) if "." in name else name] += size
     modelled = roofline(counts, target.machine)
     return {
         "bytes_read": counts.bytes_read(),
@@ -332,15 +336,10 @@ def _size(count: int) -> str:
     return f"{count / 1e3:,.3f} kB"
 
 
-def contexts(target: Target, limit: int) -> list[int]:
-    """Context lengths of the chart: powers of four up to what fits or is asked for, and the one asked for."""
-    top = min(max(4 * target.context, 16384), limit)
-    return sorted({target.context, *(512 * 4**i for i in range(10) if 512 * 4**i <= top)})
-
-
 def plot(target: Target, path: Path) -> None:
-    """Write a stacked bar chart (PNG): one rank's memory by category against context length."""
-    lengths = contexts(target, target.config.max_position_embeddings)
+    """Write a stacked bar chart: one rank's memory by category, at the context asked for and at powers of four."""
+    top = min(max(4 * target.context, 16384), target.config.max_position_embeddings)
+    lengths = sorted({target.context, *(512 * 4**i for i in range(10) if 512 * 4**i <= top)})
     plans = [memory_plan(replace(target, context=n)) for n in lengths]
     base = [0.0] * len(plans)
     labels = [f"{n:,}" + ("\n(asked for)" if n == target.context else "") for n in lengths]

@@ -42,6 +42,11 @@ Segment = Literal[512, 1024, 2048, 4096, 8192]
 Buckets = tuple[Count, ...]
 
 
+def ascending(buckets: Buckets, last: int) -> bool:
+    """Whether buckets ascend to this one."""
+    return list(buckets) == sorted(set(buckets)) and buckets[-1:] == (last,)
+
+
 class TorchNativeOptions(BaseModel):
     """Options of the line, named as its NeuronConfig and vLLM name them; what None stands for is in its reference.
 
@@ -80,7 +85,7 @@ class TorchNativeOptions(BaseModel):
         """
         for field, last in (("num_batched_tokens_buckets", min(prompt, context)), ("num_seqs_buckets", batch)):
             buckets = getattr(self, field)
-            if buckets is not None and (list(buckets) != sorted(set(buckets)) or buckets[-1:] != (last,)):
+            if buckets is not None and not ascending(buckets, last):
                 raise ConfigError(
                     f"expected ascending up to {last}, got {list(buckets)}", field=f"torch_native.{field}"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from math import gcd
 
@@ -14,6 +15,7 @@ from kimi_k2.files import Json
 from kimi_k2.vision_config import Grid
 
 _BF16 = 2
+_DIVIDED = re.compile(r"\.(wqkv|fc0|proj\.0)\.|\.(wo|fc1|proj\.2)\.weight$")
 # Sides in pixels that the report lists, and the largest image that the processor makes.
 SIDES = (448, 896, 1792)
 
@@ -54,15 +56,11 @@ def tower_rank_bytes(config: KimiK2Config, ranks: int, neuron: bool) -> int:
     A GPU holds them whole. On Trainium `tower_ranks` share heads, feed-forward and projector; norms, the patches'
     embedding and the biases after a sum are every rank's, and the learned positions stay on the host.
     """
-    vision, whole = config.vision, tower_bytes(config)
-    if vision is None or not neuron:
-        return whole
-    width, layers = vision.hidden_size, vision.num_hidden_layers
-    positions = vision.pos_emb_height * vision.pos_emb_width * width
-    norms = (2 * layers + 2) * 2 * width
-    replicated = width * (3 * vision.patch_size**2 + 1) + norms + 2 * layers * width + config.hidden_size
-    divided = whole // _BF16 - positions - replicated
-    return _BF16 * (divided // tower_ranks(config, ranks) + replicated)
+    if config.vision is None or not neuron:
+        return tower_bytes(config)
+    ranks = tower_ranks(config, ranks)
+    held = (spec for spec in vision_tensors(config) if "pos_emb" not in spec.name)
+    return sum(spec.nbytes // (ranks if _DIVIDED.search(spec.name) else 1) for spec in held)
 
 
 def image_cost(config: KimiK2Config, grid: Grid) -> ImageCost:

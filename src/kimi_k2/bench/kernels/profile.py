@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,7 +87,7 @@ def floor(
         for name in counts.read:
             if category(name).startswith("expert"):
                 counts.read[name] = round(counts.held[name] * min(distinct / config.n_routed_experts, 1))
-    return roofline(replace(counts, collectives={}), known.machine).bound, counts.memory_bytes
+    return roofline(counts, known.machine).alone, counts.memory_bytes
 
 
 def _measure(config: KimiK2Config, layout: Layout, job: Job, rank: int) -> Iterator[str]:
