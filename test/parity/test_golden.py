@@ -168,11 +168,8 @@ def test_identity_is_of_the_weights(golden: Path, fp8: Path, tmp_path: Path) -> 
 
 
 def test_a_nan_inside_is_a_divergence(golden: Path, fp8: Path) -> None:
-    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.experts"
-    broken, expected = changed(golden, point, lambda values: values[3, 0].fill_(torch.nan))
-    first = compare(broken, expected, config).first
-    assert first is not None
-    assert (first.layer, first.module, first.row) == (1, "mlp.experts", 3)
+    runs = changed(golden, EXPERTS, lambda values: values[3, 0].fill_(torch.nan))
+    assert first_row(fp8, *runs) == (1, "mlp.experts", 3)
 
 
 def changed(golden: Path, point: str, change: Callable[[torch.Tensor], object]) -> tuple[Trace, Trace]:
@@ -183,34 +180,38 @@ def changed(golden: Path, point: str, change: Callable[[torch.Tensor], object]) 
     return other, expected
 
 
+EXPERTS = "prefill/layers.1.mlp.experts"
+
+
+def first_row(
+    checkpoint: Path, actual: Trace, expected: Trace, dtype: str = "float32"
+) -> tuple[int | None, str, int | None] | None:
+    """Layer, module and row that diverge first."""
+    first = compare(actual, expected, KimiK2Config.from_pretrained(checkpoint), dtype).first
+    return None if first is None else (first.layer, first.module, first.row)
+
+
 def test_a_row_of_zeros_is_measured_by_the_others(golden: Path, fp8: Path) -> None:
     """Such a row has no norm of its own; one of the usual size in its place is a divergence, however small all are."""
-    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.experts"
-    other, expected = changed(golden, point, lambda values: values.mul_(1e-6))
-    expected.values[point].mul_(1e-6)[2] = 0
-    first = compare(other, expected, config).first
-    assert first is not None
-    assert (first.layer, first.module, first.row) == (1, "mlp.experts", 2)
-    other.values[point][2] = 0
-    assert compare(other, expected, config).first is None
+    other, expected = changed(golden, EXPERTS, lambda values: values.mul_(1e-6))
+    expected.values[EXPERTS].mul_(1e-6)[2] = 0
+    assert first_row(fp8, other, expected) == (1, "mlp.experts", 2)
+    other.values[EXPERTS][2] = 0
+    assert first_row(fp8, other, expected) is None
 
 
 @pytest.mark.parametrize(("share", "passes"), [(0.09, True), (0.11, False)])
 def test_near_ties_may_change_a_tenth_of_the_choices_in_bfloat16(
     golden: Path, fp8: Path, share: float, passes: bool
 ) -> None:
-    config, point = KimiK2Config.from_pretrained(fp8), "prefill/layers.1.mlp.gate.selection"
-
     def change(choices: torch.Tensor) -> None:
         changed_choices = choices.flatten()[: round(share * choices.numel())]
         changed_choices += 1000  # no expert that anybody chose
         choices.view(-1)[: len(changed_choices)] = changed_choices
 
-    other, expected = changed(golden, point, change)
-    assert compare(other, expected, config, "bfloat16").points
-    first = compare(other, expected, config, "bfloat16").first
-    assert (first is None) is passes
-    assert compare(other, expected, config, "float32").first is not None
+    runs = changed(golden, "prefill/layers.1.mlp.gate.selection", change)
+    assert (first_row(fp8, *runs, "bfloat16") is None) is passes
+    assert first_row(fp8, *runs) is not None
 
 
 def test_logits_rule_is_nxdis() -> None:

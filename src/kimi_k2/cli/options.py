@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -205,8 +206,8 @@ class ChatSampling:
 
     def chosen(self, **more: Any) -> dict[str, Any]:
         """Fields of SamplingParams that win over generation_config.json."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"} | more
-        return {name: value for name, value in own.items() if value is not None}
+        own = vars(self) | more
+        return {name: value for name, value in own.items() if value is not None and name != "stop"}
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class RunOptions:
         Raises:
             BadParameter: naming options of another backend.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_NEURON}
+        own = {name: value for name, value in vars(self).items() if name not in _OF_NEURON}
         if self.backend != "neuron":
             refuse(context, "goes with --backend neuron", *_OF_NEURON)
             return own
@@ -306,6 +307,22 @@ class ModelOptions(RunOptions):
         return opening
 
 
+_LINE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+_ANNOTATED: Any = Annotated
+
+
+def _option(group: type, field: Field[Any], hint: Any) -> Any:
+    """A field's type, with its line in the class's docstring as the option's help; a switch has no form that ends it.
+
+    As a command's help is its docstring. Fields without a line say themselves what they are.
+    """
+    lines = dict(_LINE.findall("\n".join(inspect.cleandoc(base.__doc__ or "") for base in group.__mro__)))
+    if field.name not in lines:
+        return hint
+    names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+    return _ANNOTATED[hint, typer.Option(*names, help=" ".join(lines[field.name].split()))]
+
+
 def with_groups(function: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters that are such dataclasses are options, one a field."""
     hints = get_type_hints(function, include_extras=True)
@@ -317,9 +334,12 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
             continue
         types = get_type_hints(groups[parameter.name], include_extras=True)
         spread += [
-            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+            inspect.Parameter(
+                field.name, parameter.KEYWORD_ONLY, default=field.default,
+                annotation=_option(groups[parameter.name], field, types[field.name]),
+            )
             for field in fields(groups[parameter.name])
-        ]
+        ]  # fmt: skip
 
     @functools.wraps(function)
     def call(**options: Any) -> None:

@@ -150,12 +150,6 @@ def _worst_by_layer(comparison: Comparison) -> dict[tuple[str, int | None], Poin
     return {key: max(points, key=lambda p: (not p.passed, p.relative_l2)) for key, points in groups.items()}
 
 
-def describe(point: PointError) -> str:
-    """Where a point is, in words."""
-    where = "outside the layers" if point.layer is None else f"layer {point.layer}"
-    return f"{point.phase}, {where}, {point.module} (relative L2 {point.relative_l2:.1e}, first at row {point.row})"
-
-
 def print_report(comparison: Comparison, console: Console) -> None:
     """A row a layer, the logits by NxDI's rule, and the first module that diverges."""
     table = Table("phase", "layer", "worst point", "relative L2", "max difference", "")
@@ -173,6 +167,8 @@ def print_report(comparison: Comparison, console: Console) -> None:
         f"largest logit difference {comparison.logits.max_difference:.2e}; another token first at {len(steps)} steps"
         f" (difference {comparison.logits.divergence_difference:.1e}, tolerated {DIVERGENCE_TOLERANCE:g})",
     )
-    if comparison.first is not None:
-        console.print(f"first divergence: {describe(comparison.first)}", style="bold red")
+    if (first := comparison.first) is not None:
+        where = "outside the layers" if first.layer is None else f"layer {first.layer}"
+        error = f"relative L2 {first.relative_l2:.1e}, first at row {first.row}"
+        console.print(f"first divergence: {first.phase}, {where}, {first.module} ({error})", style="bold red")
     console.print("PASS" if comparison.passed else "FAIL", style="bold green" if comparison.passed else "bold red")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
@@ -110,7 +109,7 @@ def save_golden(
         backend=backend,
         dtype=dtype,
         inputs=trace.inputs,
-        config=json.loads(config.model_dump_json()),
+        config=config.model_dump(mode="json"),
         sha256=hashlib.sha256(tensors).hexdigest(),
     )
     write_json(directory / DESCRIPTION, {"schema": SCHEMA, **description.model_dump(mode="json")})
@@ -153,7 +152,7 @@ def check_model(golden: Golden, config: KimiK2Config) -> list[str]:
     Raises:
         ParityError: it is another model.
     """
-    own = json.loads(config.model_dump_json())
+    own = config.model_dump(mode="json")
     for name in STRUCTURE:
         if own.get(name) != golden.config.get(name):
             raise ParityError(

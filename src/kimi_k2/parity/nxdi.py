@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.neuron.application import NeuronApplication, Output, cpu_deployment
+from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
 from kimi_k2.parity.trace import Inputs, ParityError, Trace
 from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
 
@@ -82,17 +82,16 @@ def run_nxdi(
     application = NeuronApplication.load(checkpoint, deployment, compiled, **options)
     trace = Trace(inputs)
 
-    def record(phase: str, output: Output, rows: int) -> None:
+    for phase, tokens, start in inputs.calls():
+        if phase == "prefill":
+            output = application.prefill([tokens])
+        else:
+            output = application.decode(torch.tensor(tokens), torch.tensor([start]))
         if len(output.captured) != len(points):
             raise ParityError(f"neuron: expected {len(points)} captured tensors, got {len(output.captured)}")
         for point, value in zip(points, output.captured, strict=True):
             # Right padding to the bucket comes after the prompt's rows.
-            trace.add(phase, point, value.reshape(-1, value.shape[-1])[:rows])
+            trace.add(phase, point, value.reshape(-1, value.shape[-1])[: len(tokens)])
         assert output.logits is not None  # output_logits
         trace.add(phase, "lm_head", output.logits)
-
-    record("prefill", application.prefill([inputs.prompt]), len(inputs.prompt))
-    for step, token in enumerate(inputs.forced):
-        at = torch.tensor([len(inputs.prompt) + step])
-        record("decode", application.decode(torch.tensor([token]), at), 1)
     return trace

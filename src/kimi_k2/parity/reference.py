@@ -155,14 +155,7 @@ def transformers_kimi_k25(directory: str | Path, dtype: torch.dtype = torch.floa
         ConfigError: the checkpoint has no tower.
         RuntimeError: its weights are not exactly transformers' own.
     """
-    library = _library()
-    config = KimiK2Config.from_pretrained(directory)
-    text = transformers_config(directory).to_dict()
-    model, loading = library.Kimi_K25ForConditionalGeneration.from_pretrained(
-        directory, config=_configuration(library, config, text, directory), dtype=dtype, output_loading_info=True
-    )
-    _check_loaded(directory, loading, ())
-    return model.eval()
+    return _kimi_k25(directory, {}, dtype)
 
 
 def transformers_tower(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -174,38 +167,32 @@ def transformers_tower(directory: str | Path, dtype: torch.dtype = torch.float32
         CheckpointError: (subclasses) a shard or tensor is missing, damaged or of the wrong shape or dtype.
         RuntimeError: the tower's weights are not exactly transformers' own.
     """
-    library = _library()
     config = KimiK2Config.from_pretrained(directory)
-    text = transformers_config(directory).to_dict() | {"num_hidden_layers": 0, "vocab_size": 2}
-    text |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    theirs = _configuration(library, config, text, directory)
     with CheckpointReader.for_config(directory, config, vision=True) as reader:
         stored = dict(reader.stream(lambda name: VISION.match(name) is not None))
+    none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | {"num_hidden_layers": 0, "vocab_size": 2}
     with quiet("transformers"):  # it warns of every part of the language model that is not there
-        model, loading = library.Kimi_K25ForConditionalGeneration.from_pretrained(
-            None, config=theirs, state_dict=stored, dtype=dtype, output_loading_info=True
-        )
-    _check_loaded(directory, loading, ("lm_head.", "model.language_model."))
-    return model.eval()
+        return _kimi_k25(directory, none, dtype, stored)
 
 
-def _library() -> Any:
+def _kimi_k25(
+    directory: str | Path, changed: dict[str, Any], dtype: torch.dtype, stored: dict[str, Tensor] | None = None
+) -> Any:
+    """With `changed` fields of the language model; of the tower's `stored` tensors alone, or of all in the files."""
     _import("transformers")
     try:
-        from transformers.models import kimi_k25
+        from transformers.models import kimi_k25 as library
     except ImportError:
         raise MissingLibraryError("the comparison needs transformers 5.23 or newer, which has kimi_k25") from None
-    return kimi_k25
-
-
-def _configuration(library: Any, config: KimiK2Config, text: dict[str, Any], directory: str | Path) -> Any:
+    config = KimiK2Config.from_pretrained(directory)
     vision = config.vision
     if vision is None:
         raise ConfigError("missing", field="vision_config", file=directory)
+    text = transformers_config(directory).to_dict() | changed
     text.pop("transformers_version", None)
     fields = ("patch_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
     positions = ("pos_emb_height", "pos_emb_width", "pos_emb_time")
-    return library.Kimi_K25Config(
+    theirs = library.Kimi_K25Config(
         text_config=text,
         vision_config={name: getattr(vision, name) for name in (*fields, *positions)},
         projection_hidden_size=vision.hidden_size,
@@ -214,13 +201,14 @@ def _configuration(library: Any, config: KimiK2Config, text: dict[str, Any], dir
         video_token_id=config.vocab_size if vision.video_token_id is None else vision.video_token_id,
         tie_word_embeddings=False,
     )
-
-
-def _check_loaded(directory: str | Path, loading: dict[str, Any], left_out: tuple[str, ...]) -> None:
-    """RuntimeError if anything was missing, not expected or wrong, names that begin with one of `left_out` aside."""
+    model, loading = library.Kimi_K25ForConditionalGeneration.from_pretrained(
+        None if stored else directory, config=theirs, state_dict=stored, dtype=dtype, output_loading_info=True
+    )
+    left_out = ("lm_head.", "model.language_model.") if stored else ()
     reported = {kind: {name for name in names if not str(name).startswith(left_out)} for kind, names in loading.items()}
     if faults := {kind: names for kind, names in reported.items() if names}:
         raise RuntimeError(f"{directory}: not the weights that transformers expects: {faults}")
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ They run a model and show its points: the plain model (cpu, cuda) and transforme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
+from kimi_k2.engine.device import check_device
 from kimi_k2.engine.generate import generate
 from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.model.cache import LatentCache
@@ -52,34 +53,23 @@ def _gate(output: tuple[Tensor, ...], emit: Emit, layer: str) -> None:
 
 
 @contextmanager
-def _hooked(decoder: nn.Module, emit: Emit) -> Iterator[None]:
-    """Emit the points that are outputs (or an input) of modules."""
-    handles = []
-
-    def output_of(module: nn.Module, point: str) -> None:
-        handles.append(module.register_forward_hook(lambda _m, _i, out: emit(point, _rows(_first(out)))))
-
-    output_of(decoder.get_submodule("embed_tokens"), "embed_tokens")
-    for number, layer in enumerate(decoder.get_submodule("layers").children()):
-        root = f"layers.{number}"
-        for name in _OUTPUTS:
-            module = _submodule(layer, name)
-            if module is not None:
-                output_of(module, f"{root}.{name}")
-        o_proj = layer.get_submodule("self_attn.o_proj")
-        handles.append(
-            o_proj.register_forward_pre_hook(lambda _m, i, r=root: emit(f"{r}.self_attn.attention", _rows(i[0])))
-        )
-        gate = _submodule(layer, "mlp.gate")
-        if gate is not None:
-            handles.append(gate.register_forward_hook(lambda _m, _i, out, r=root: _gate(out, emit, r)))
-        output_of(layer, f"{root}.output")
-    output_of(decoder.get_submodule("norm"), "norm")
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _hooked(decoder: nn.Module, emit: Emit) -> Iterator[ExitStack]:
+    """Emit the points that are outputs (or an input) of modules, until the stack that removes the hooks ends."""
+    with ExitStack() as hooks:
+        for name, module in decoder.named_modules():
+            layer, _, inner = name.removeprefix("layers.").partition(".")
+            if name in ("embed_tokens", "norm") or inner in _OUTPUTS or (layer.isdecimal() and not inner):
+                point = name if inner or not layer.isdecimal() else f"{name}.output"
+                hook = module.register_forward_hook(lambda _m, _i, out, at=point: emit(at, _rows(_first(out))))
+                hooks.callback(hook.remove)
+            if inner == "self_attn.o_proj":
+                attention = f"layers.{layer}.self_attn.attention"
+                before = module.register_forward_pre_hook(lambda _m, i, at=attention: emit(at, _rows(i[0])))
+                hooks.callback(before.remove)
+            if inner == "mlp.gate":
+                gate = module.register_forward_hook(lambda _m, _i, out, at=f"layers.{layer}": _gate(out, emit, at))
+                hooks.callback(gate.remove)
+        yield hooks
 
 
 def _probe_norms(decoder: nn.Module, emit: Emit) -> None:
@@ -98,13 +88,6 @@ def _probe_norms(decoder: nn.Module, emit: Emit) -> None:
 def _first(output: Any) -> Tensor:
     out: Tensor = output[0] if isinstance(output, tuple) else output
     return out
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 class _Recorder:
@@ -142,21 +125,16 @@ def run_plain(model: KimiK2ForCausalLM, inputs: Inputs) -> Trace:
         recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
         return cos, sin
 
-    def step(tokens: list[int], start: int) -> None:
-        positions = torch.arange(start, start + len(tokens), device=device)
-        # Of a prompt only the last logits say what comes next; the others are as large and tell no more.
-        recorder.emit("lm_head", model(torch.tensor([tokens], device=device), positions[None], cache)[0, -1:])
-        _emit_cache(cache, positions, model.config.kv_lora_rank, recorder.emit)
-
     with model.computing():
         _probe_norms(model.model, recorder.emit)
     try:
         model.model.rotary = turned  # type: ignore[assignment]
         with _hooked(model.model, recorder.emit):
-            step(list(inputs.prompt), 0)
-            recorder.phase = "decode"
-            for number, token in enumerate(inputs.forced):
-                step([token], len(inputs.prompt) + number)
+            for recorder.phase, tokens, start in inputs.calls():
+                positions = torch.arange(start, start + len(tokens), device=device)
+                # Of a prompt only the last logits say what comes next; the others are as large and tell no more.
+                recorder.emit("lm_head", model(torch.tensor([tokens], device=device), positions[None], cache)[0, -1:])
+                _emit_cache(cache, positions, model.config.kv_lora_rank, recorder.emit)
     finally:
         model.model.rotary = rotary
     return recorder.trace
@@ -179,17 +157,13 @@ def run_transformers(model: Any, inputs: Inputs) -> Trace:
         recorder.emit("rope.cos_sin", _rows(torch.cat((cos, sin), dim=-1)))
 
     _probe_norms(model.model, recorder.emit)
-    handle = model.model.rotary_emb.register_forward_hook(emit_rotation)
-    try:
-        with _hooked(model.model, recorder.emit):
-            out = model(torch.tensor([list(inputs.prompt)]), use_cache=True)
+    with _hooked(model.model, recorder.emit) as hooks:
+        hooks.callback(model.model.rotary_emb.register_forward_hook(emit_rotation).remove)
+        cache = None
+        for recorder.phase, tokens, _ in inputs.calls():
+            out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
             recorder.emit("lm_head", out.logits[0, -1:])
-            recorder.phase = "decode"
-            for token in inputs.forced:
-                out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-                recorder.emit("lm_head", out.logits[0, -1:])
-    finally:
-        handle.remove()
     return recorder.trace
 
 
@@ -240,15 +214,15 @@ def run(
         batch_invariant: the plain model's mode.
 
     Raises:
-        ParityError: there is no such backend, or it cannot run here.
+        ParityError: there is no such backend, or an option is another's.
+        DeviceError: `cuda` without a GPU.
         NeuronUnavailableError: `neuron` without NxD and NxDI.
     """
     if backend != "neuron" and (preset is not None or compiled is not None):
         raise ParityError(f"backend {backend}: a preset and compiled graphs are of neuron")
     chosen: torch.dtype = getattr(torch, dtype)
     if backend in ("cpu", "cuda"):
-        if backend == "cuda" and not torch.cuda.is_available():
-            raise ParityError("backend cuda: there is no CUDA device here")
+        check_device(backend)
         if ranks is None:
             model = KimiK2ForCausalLM.from_pretrained(checkpoint, dtype=chosen, device=backend)
             model.batch_invariant = batch_invariant

@@ -8,7 +8,7 @@ same inputs whatever they would have chosen. A key is `phase/point`; the points 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -67,8 +67,14 @@ class Inputs:
 
     def keeps(self, point: str) -> bool:
         """Whether the point belongs to a kept layer, or to none."""
-        match = _LAYER.match(point)
-        return match is None or self.layers is None or int(match[1]) in self.layers
+        layer = layer_of(point)
+        return layer is None or self.layers is None or layer in self.layers
+
+    def calls(self) -> Iterator[tuple[str, list[int], int]]:
+        """Phase, tokens and the first one's position of each call: the prompt, and the forced tokens one by one."""
+        yield "prefill", list(self.prompt), 0
+        for position, token in enumerate(self.forced, len(self.prompt)):
+            yield "decode", [token], position
 
     def rows(self, phase: str) -> int:
         """Kept rows of a phase."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,12 +89,10 @@ def _kept(root: nn.Module, modules: Mapping[str, str]) -> Iterator[dict[str, lis
 
         return hook
 
-    handles = [root.get_submodule(name).register_forward_hook(keep(point)) for point, name in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for point, name in modules.items():
+            hooks.callback(root.get_submodule(name).register_forward_hook(keep(point)).remove)
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _joined(kept: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:

@@ -16,13 +16,14 @@ from kimi_k2.terminal import say
 
 @dataclass(frozen=True)
 class Served:
-    """How the model is served."""
+    """How the model is served.
+
+    Attributes:
+        experts: w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron).
+    """
 
     max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None
-    experts: Annotated[
-        Literal["stored", "w2_bf16"],
-        typer.Option(help="w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron)."),
-    ] = "stored"
+    experts: Literal["stored", "w2_bf16"] = "stored"
     preset: Preset = DEFAULT_DEPLOYMENT
     compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)] = None
 
@@ -50,7 +51,7 @@ def serve(
     import torch
 
     from kimi_k2.checkpoint.hub import resolve_checkpoint
-    from kimi_k2.errors import DeviceError
+    from kimi_k2.engine.device import check_device
     from kimi_k2.serving.command import vllm_command
 
     if backend == "auto":
@@ -60,8 +61,7 @@ def serve(
         refuse(context, f"goes with --backend neuron; here it is {backend}", "preset", "compiled")
     gpus = (0, 0)
     if backend == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError("backend cuda: there is no CUDA device here")
+        check_device(backend)
         gpus = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
     directory = resolve_checkpoint(checkpoint, download=download)
     command = vllm_command(directory, backend, gpus=gpus, extra=extra or (), **vars(served))

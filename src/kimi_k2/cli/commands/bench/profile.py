@@ -14,24 +14,23 @@ from kimi_k2.terminal import say
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed."""
+    """What is timed.
+
+    Attributes:
+        stand_in: One GPU as rank 0 of the deployment; nothing is sent.
+        contexts: Cached tokens of each sequence, as 63x1024,65536; the preset's if not given.
+        routing: uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.
+        launches: Print the chosen kernels and what one step launches, by time.
+    """
 
     layers: Annotated[int | None, number(1, "Fewer layers than the model has; the total is then extrapolated.")] = None
-    stand_in: Annotated[
-        bool, typer.Option("--stand-in", help="One GPU as rank 0 of the deployment; nothing is sent.")
-    ] = False
-    contexts: Annotated[
-        str | None, typer.Option(help="Cached tokens of each sequence, as 63x1024,65536; the preset's if not given.")
-    ] = None
+    stand_in: bool = False
+    contexts: str | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     batch_invariant: BatchInvariant = False
     prompt_length: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024
-    routing: Annotated[
-        str | None, typer.Option(help="uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.")
-    ] = None
-    launches: Annotated[
-        bool, typer.Option("--launches", help="Print the chosen kernels and what one step launches, by time.")
-    ] = False
+    routing: str | None = None
+    launches: bool = False
 
 
 @with_groups
@@ -42,20 +41,15 @@ def profile(
     weights: Annotated[Path | None, typer.Option(help="Output of `convert --target cuda`; else synthetic.")] = None,
 ) -> None:
     """Time a decode step and a prefill on one GPU or, under torchrun, on several: TPOT, TTFT, and each part."""
-    import torch
-
     from kimi_k2.bench.kernels.profile import Job
     from kimi_k2.bench.kernels.profile import profile as measure
     from kimi_k2.bench.kernels.routing import Routing
     from kimi_k2.config import KimiK2Config
-    from kimi_k2.errors import DeviceError
+    from kimi_k2.engine.device import check_device
     from kimi_k2.ops import registry
     from kimi_k2.plan.deployment import Deployment
 
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            "profile: there is no CUDA device here; it times a Hopper GPU (`kimi-k2 doctor` says what is here)"
-        )
+    check_device("cuda")
     config, deployment = KimiK2Config.load(model), Deployment.load(preset)
     if deployment.hardware.target != "cuda":
         raise typer.BadParameter(f"{preset} is for {deployment.instance}, expected one for GPUs", param_hint="--preset")
