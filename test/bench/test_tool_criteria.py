@@ -1,4 +1,4 @@
-"""K2-Vendor-Verifier's criteria: validity against jsonschema, F1 against a reference computed by sets."""
+"""`bench tools`, by K2-Vendor-Verifier's criteria: validity against jsonschema, F1 against one computed by sets."""
 
 from __future__ import annotations
 
@@ -109,6 +109,20 @@ def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) ->
     assert (again["compared"], again["tool_call_f1"]) == (4, 1.0)
 
 
+def test_no_openai_server(serve: Callable[..., str], tmp_path: Path) -> None:
+    asked = requests_file(tmp_path / "asked.jsonl", "hello")
+    for url in (serve(lambda *_: (200, "<html>")), "http://127.0.0.1:9"):
+        refused = kimi("bench", "tools", url, asked, "--out", tmp_path / "out", status=1).exception
+        assert isinstance(refused, SweepError) and "expected OpenAI's list of models" in str(refused)
+
+
+def test_the_url_and_the_key(serve: Callable[..., str]) -> None:
+    url = serve(lambda path, key, fields: (200, json.dumps({"data": [{"id": f"{path} {key}"}]})))
+    for form in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
+        assert Endpoint(form).model() == "/v1/models None"
+    assert Endpoint(url, "key").model() == "/v1/models Bearer key"
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     wrong = {
@@ -131,9 +145,3 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_asked(tmp_pa
     asked = requests_file(tmp_path / "asked.jsonl", "hello")
     with pytest.raises(OSError, match="/proc/out"):
         verify(Endpoint("http://127.0.0.1:9"), asked, Path("/proc/out"))
-
-
-def test_the_command_names_the_server_that_is_not_there(tmp_path: Path) -> None:
-    asked = requests_file(tmp_path / "asked.jsonl", "hello")
-    done = kimi("bench", "tools", "http://127.0.0.1:9", asked, "--out", tmp_path / "o", status=None)
-    assert done.exit_code != 0

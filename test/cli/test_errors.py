@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,13 +80,11 @@ def test_a_full_disk_is_named_and_keeps_the_file_of_before(
 ) -> None:
     (tmp_path / file).write_text("of before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(SystemExit) as exit_:
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
-            main(arguments=[word.format(fp8=fp8, out=tmp_path) for word in command.split()])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert exit_.value.code == 1
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+        assert ended(partial(main, arguments=[word.format(fp8=fp8, out=tmp_path) for word in command.split()])) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"error: {tmp_path / file}.partial: File too large\n" in capsys.readouterr().err
     assert (tmp_path / file).read_text() == "of before"
 
@@ -94,15 +93,12 @@ def test_an_interrupted_conversion_says_how_to_go_on(
     fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = "kimi_k2.sharding.presharder.Presharder"
+    convert = partial(main, "convert", arguments=[str(fp8), str(tmp_path), "--tp", "2"])
     with monkeypatch.context() as interrupted:
         interrupted.setattr(f"{job}._durable", lambda *_, **__: throw(KeyboardInterrupt())())
-        with pytest.raises(SystemExit) as exit_:
-            main("convert", arguments=[str(fp8), str(tmp_path), "--tp", "2"])
-    assert exit_.value.code == 130
+        assert ended(convert) == 130
     assert "interrupted: run it again to resume" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit_:
-        main("convert", arguments=[str(fp8), str(tmp_path), "--tp", "2"])
-    assert exit_.value.code == 0
+    assert ended(convert) == 0
 
 
 def test_no_memory_on_a_gpu_says_what_is_needed_and_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

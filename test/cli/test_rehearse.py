@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def run(step: rehearse.Step, log: Path, outputs: dict[str, str]) -> str:
-        done = kimi(*step.words, status=None)
+        done = kimi(*shlex.split(step.line), status=None)
         names.append(step.name)
         return "ok" if done.exit_code == 0 else f"failed with {done.exit_code}: {done.output}"
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from kimi_k2.bench.errors import SweepError
+from kimi_k2.config_fields import first_fault
+from kimi_k2.errors import ConfigError
 from kimi_k2.files import Json, read_data
 
 SCHEMA = "kimi-k2/sweep/2"
@@ -91,11 +93,11 @@ class Settings(_Level):
 
     @classmethod
     def of(cls, **fields: Any) -> Settings:
-        """Raises SweepError for an empty list or a number below its least."""
+        """Raises ConfigError for an empty list or a number below its least."""
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise _fault(error) from None
+            raise first_fault(error, None) from None
 
     def cells(self) -> list[dict[str, int]]:
         """All combinations, shortest first within a prompt length and batch size."""
@@ -143,27 +145,13 @@ def load_results(path: Path) -> Json:
     """Read and check a result file.
 
     Raises:
-        SweepError: it is missing, truncated, of another schema version, or a field is missing, unknown or mistyped.
+        ConfigError: it is missing, truncated, of another schema version, or a field is missing, unknown or mistyped.
     """
     try:
-        content = read_data(path, SweepError)
-    except FileNotFoundError:
-        raise SweepError("no such file", file=path) from None
-    version = content.get("schema") if isinstance(content, dict) else None
-    if version != SCHEMA:
-        raise SweepError(f"expected schema {SCHEMA!r}, got {version!r}", file=path)
-    try:
+        content: Json = read_data(path, ConfigError)
         Sweep.model_validate(content)
-    except ValidationError as error:
-        raise _fault(error, path) from error
-    result: Json = content
-    return result
-
-
-def _fault(error: ValidationError, file: Path | None = None) -> SweepError:
-    """The first that a model found, by the path of its field."""
-    first = error.errors()[0]
-    # The status of a cell, by which its model is chosen, stands behind its number.
-    path = [key for key in first["loc"] if key not in ("ok", "failed")]
-    where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-    return SweepError(f"{where}: {first['msg']}, got {first['input']!r:.60}", file=file)
+    except FileNotFoundError:
+        raise ConfigError("no such file", file=path) from None
+    except ValidationError as error:  # the status of a cell, by which its model is chosen, stands behind its number
+        raise first_fault(error, path, lambda field: re.sub(r"\.(ok|failed)\b", "", field)) from None
+    return content

@@ -120,7 +120,8 @@ def run_sweep(
     A cell that fails (out of memory, too long for the model) is recorded with its error and tried again next time.
 
     Raises:
-        SweepError: `path` holds a sweep with other settings or from another environment, or is no sweep.
+        SweepError: `path` holds a sweep with other settings or from another environment.
+        ConfigError: it is no sweep.
     """
     results = _open(settings, capture(backend.details), path)
     wanted = settings.cells()

@@ -10,6 +10,7 @@ answers all of whose calls are valid.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -139,15 +140,18 @@ def summarize(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None =
     if reference is None:
         return summary
     wanted = {outcome.index: outcome.triggers for outcome in reference if outcome.error is None}
-    both = [(outcome.triggers, wanted[outcome.index]) for outcome in outcomes if outcome.index in wanted]
-    hit = sum(ours and theirs for ours, theirs in both)
-    extra, missed = sum(ours and not theirs for ours, theirs in both), sum(theirs and not ours for ours, theirs in both)
-    precision = hit / (hit + extra) if hit + extra else None
-    recall = hit / (hit + missed) if hit + missed else None
-    f1 = 2 * precision * recall / (precision + recall) if precision and recall else None if not both else 0.0
-    return {**summary, "compared": len(both), "TP": hit, "FP": extra, "FN": missed,
-            "TN": len(both) - hit - extra - missed, "tool_call_precision": precision, "tool_call_recall": recall,
-            "tool_call_f1": f1}  # fmt: skip
+    both = Counter((outcome.triggers, wanted[outcome.index]) for outcome in outcomes if outcome.index in wanted)
+    pairs = {"TP": (True, True), "FP": (True, False), "FN": (False, True), "TN": (False, False)}
+    counts = {name: both[pair] for name, pair in pairs.items()}
+    hit, extra, missed, _ = counts.values()
+    return {
+        **summary,
+        "compared": both.total(),
+        **counts,
+        "tool_call_precision": hit / (hit + extra) if hit + extra else None,
+        "tool_call_recall": hit / (hit + missed) if hit + missed else None,
+        "tool_call_f1": 2 * hit / (2 * hit + extra + missed) if hit else 0.0 if both else None,
+    }
 
 
 OUTCOMES, SUMMARY = "outcomes.jsonl", "summary.json"

@@ -90,22 +90,14 @@ def _extra_with(module: str) -> str | None:
         project = importlib.metadata.metadata("kimi-k2")
     except importlib.metadata.PackageNotFoundError:  # run from its source
         return None
-    requirements = [Requirement(line) for line in project.get_all("Requires-Dist") or ()]
-    own = [
-        requirement
-        for requirement in requirements
-        if requirement.marker and requirement.name.replace("-", "_") == module
-    ]
-    extras = project.get_all("Provides-Extra") or ()
-    return next(
-        (
-            extra
-            for extra in extras
-            for requirement in own
-            if requirement.marker and requirement.marker.evaluate({"extra": extra})
-        ),
-        None,
-    )
+    requirements = list(map(Requirement, project.get_all("Requires-Dist") or ()))
+    extras: list[str] = project.get_all("Provides-Extra") or []
+    for extra in extras:
+        for requirement in requirements:
+            marker, name = requirement.marker, requirement.name.replace("-", "_")
+            if name == module and marker and marker.evaluate({"extra": extra}):
+                return extra
+    return None
 
 
 def _show_warning(

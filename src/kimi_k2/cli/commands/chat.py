@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system, write_conversation
 from kimi_k2.cli.options import ChatSampling, Checkpoint, ModelOptions, PreserveThinking, Style, Thinking, with_groups
+from kimi_k2.errors import GenerationError, KimiK2Error
 from kimi_k2.files import Json
 from kimi_k2.terminal import new_console, printable
 
@@ -52,7 +54,6 @@ def chat(
     How tokens are chosen besides stands in the checkpoint's generation_config.json.
     """
     from kimi_k2.api import KimiK2, compute_defaults
-    from kimi_k2.errors import GenerationError
 
     console = new_console()
     options = model.options(context)
@@ -98,8 +99,6 @@ class Chat:
 
     def run(self) -> None:
         """Read lines until the end of the input."""
-        from kimi_k2.errors import KimiK2Error
-
         with suppress(ImportError):
             import readline  # noqa: F401  (the import turns on history and editing of lines)
         while self.running:
@@ -122,11 +121,6 @@ class Chat:
 
     def load(self, argument: str) -> None:
         """Continue the conversation of a file."""
-        from kimi_k2.cli.conversation import read_messages
-
-        if not argument:
-            self._complain("/load needs a file")
-            return
         messages, tools = read_messages(Path(argument).expanduser())
         systems = [message.get("content") for message in messages if message.get("role") == "system"]
         self.system = systems[0] if systems and isinstance(systems[0], str) else None
@@ -136,7 +130,6 @@ class Chat:
 
     def offer(self, argument: str) -> None:
         """Offer the tools of a file; none without a file."""
-        from kimi_k2.cli.conversation import read_tools
         from kimi_k2.tokenization.tool_declaration import checked_tools
 
         self.tools = checked_tools(read_tools(Path(argument).expanduser())) if argument else []
@@ -144,13 +137,13 @@ class Chat:
         self._note(f"tools: {names or 'none'}")
 
     def _handle(self, line: str) -> None:
-        from kimi_k2.cli.conversation import user_message
-
         word, _, argument = line.partition(" ")
         argument = argument.strip()
         match word:
             case "":
                 pass
+            case "/load" | "/save" | "/image" | "/video" if not argument:
+                self._complain(f"{word} needs a file")
             case "/system":
                 self.system = argument or self.system
                 self._note(f"system: {self.system or 'the template’s own'}")
@@ -210,24 +203,17 @@ class Chat:
         return message.tool_calls
 
     def _conversation(self) -> list[Json]:
-        from kimi_k2.cli.conversation import with_system
-
         return with_system(self.messages, self.system)
 
     def _attach(self, attached: list[Path], argument: str) -> None:
         path = Path(argument).expanduser()
-        if not argument or not path.is_file():
-            self._complain(f"no such file: {argument}" if argument else "expected a file")
+        if not path.is_file():
+            self._complain(f"no such file: {argument}")
             return
         attached.append(path.resolve())
         self._note(f"with the next message: {', '.join(path.name for path in (*self._images, *self._videos))}")
 
     def _save(self, argument: str) -> None:
-        from kimi_k2.cli.conversation import write_conversation
-
-        if not argument:
-            self._complain("/save needs a file")
-            return
         write_conversation(Path(argument).expanduser(), self._conversation(), self.tools)
         self._note(f"{len(self.messages)} messages in {argument}")
 

@@ -18,20 +18,21 @@ from kimi_k2.terminal import say
 
 @dataclass(frozen=True)
 class Graphs:
-    """Which graphs, and how far."""
+    """Which graphs, and how far.
 
-    capture_layers: Annotated[
-        str | None,
-        typer.Option(help="Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60."),
-    ] = None
+    Attributes:
+        capture_layers: Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60.
+        dry_run: Print the memory plan and stop.
+        hlo_only: Write HLO text; needs NxD's source, no Neuron device.
+    """
+
+    capture_layers: str | None = None
     draft: Annotated[
         Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
     ] = None
     draft_tokens: DraftTokens = 3
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop.")] = False
-    hlo_only: Annotated[
-        bool, typer.Option("--hlo-only", help="Write HLO text; needs NxD's source, no Neuron device.")
-    ] = False
+    dry_run: bool = False
+    hlo_only: bool = False
 
 
 @with_groups

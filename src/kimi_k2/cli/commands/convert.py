@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """For which ranks, and in which formats."""
+    """For which ranks, and in which formats.
 
-    preset: Annotated[
-        str | None, typer.Option(help="Deployment (a file of configs/, or a path to one) instead of the options below.")
-    ] = None
+    Attributes:
+        preset: Deployment (a file of configs/, or a path to one) instead of the options below.
+    """
+
+    preset: str | None = None
     tp: Annotated[int | None, number(1, "Ranks that share one expert; 32, with an ep of 2.")] = None
     ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None
     target: TargetOption = "neuron"
@@ -46,18 +48,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class Care:
-    """What is looked at besides."""
+    """What is looked at besides.
 
-    report: Annotated[bool, typer.Option(help="Measure the experts' conversion error.")] = True
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Convert NaN, Inf and impossible scales too.")
-    ] = False
-    verify_source: Annotated[
-        bool, typer.Option("--verify-source", help="Hash the source's bytes, so that a copy of it can go on.")
-    ] = False
-    verify_output: Annotated[
-        bool, typer.Option("--verify-output", help="Read a finished conversion again and make what is damaged anew.")
-    ] = False
+    Attributes:
+        report: Measure the experts' conversion error.
+        allow_nonfinite: Convert NaN, Inf and impossible scales too.
+        verify_source: Hash the source's bytes, so that a copy of it can go on.
+        verify_output: Read a finished conversion again and make what is damaged anew.
+    """
+
+    report: bool = True
+    allow_nonfinite: bool = False
+    verify_source: bool = False
+    verify_output: bool = False
 
 
 @with_groups

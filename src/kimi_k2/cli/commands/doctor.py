@@ -38,34 +38,27 @@ class Finding:
     expected: str = ""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the package, and what of its needs is missing here."""
-
-    name: str
-    missing: list[str]
-
-
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what this machine has, what is missing, and which parts of the package run here; always exits 0."""
     findings = [*_python(), *_libraries(), *_cuda(), *_neuron(), *_room()]
     parts = _parts({finding.name for finding in findings if finding.status == "missing"})
     if as_json:
-        report = {"findings": [asdict(row) for row in findings], "parts": [asdict(row) for row in parts]}
+        listed = [{"name": name, "missing": missing} for name, missing in parts.items()]
+        report = {"findings": [asdict(row) for row in findings], "parts": listed}
         say(json.dumps(report, indent=1))
         return
     from rich.text import Text
 
     console = new_console(soft_wrap=True)
-    width = max(len(name) for name in (*(row.name for row in findings), *(row.name for row in parts))) + 2
+    width = max(map(len, (*(row.name for row in findings), *parts))) + 2
     for finding in findings:
         expected = f" ({finding.expected})" if finding.expected else ""
         mark = (f"{finding.status:8}", MARKS[finding.status])
         console.print(Text.assemble(f"{finding.name:{width}}", mark, finding.found + expected))
     console.print("\nWhat runs here", style="bold")
-    for part in parts:
-        known = ("needs", "yellow") if part.missing else ("yes", "green")
-        console.print(Text.assemble(f"{part.name:{width}}", known, f" {', '.join(part.missing)}".rstrip()))
+    for name, missing in parts.items():
+        known = ("needs", "yellow") if missing else ("yes", "green")
+        console.print(Text.assemble(f"{name:{width}}", known, f" {', '.join(missing)}".rstrip()))
 
 
 def _importable(name: str) -> bool:
@@ -222,7 +215,8 @@ def _cached() -> tuple[Status, str]:
     return ("ok", ", ".join(kimi)) if kimi else ("note", f"no Kimi checkpoint in {HF_HUB_CACHE}")
 
 
-def _parts(missing: set[str]) -> list[Part]:
+def _parts(missing: set[str]) -> dict[str, list[str]]:
+    """By the package's parts, what of their needs is missing here."""
     from kimi_k2.neuron.torch_native import plugin
 
     if not plugin.installed():  # or NxDI's line of the same name
@@ -245,7 +239,7 @@ def _parts(missing: set[str]) -> list[Part]:
             "Neuron devices",
         ],
     }
-    return [Part(name, [need for need in wanted if need in missing]) for name, wanted in needs.items()]
+    return {name: [need for need in wanted if need in missing] for name, wanted in needs.items()}
 
 
 COMMAND = Command(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kimi_k2.cli.command import Command
+from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
 from kimi_k2.cli.options import (
     Checkpoint,
     Images,
@@ -39,18 +40,20 @@ OTHERWISE = {"max_new_tokens": 128}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the replies answer."""
+    """What the replies answer.
+
+    Attributes:
+        messages: Conversation, OpenAI-style JSON, - for standard input; repeat for a batch.
+        raw: Feed the text as it is, without the chat template.
+    """
 
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")] = None
-    messages: Annotated[
-        list[Path] | None,
-        typer.Option("--messages", help="Conversation, OpenAI-style JSON, - for standard input; repeat for a batch."),
-    ] = None
+    messages: list[Path] | None = None
     images: Images = None
     videos: Videos = None
     system: System = None
     tools: Tools = None
-    raw: Annotated[bool, typer.Option("--raw", help="Feed the text as it is, without the chat template.")] = False
+    raw: bool = False
     thinking: Thinking = True
     preserve_thinking: PreserveThinking = None
     n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1
@@ -61,8 +64,6 @@ class Asked:
 
     def chats(self, texts: list[str]) -> list[tuple[list[Json], list[Json]]]:
         """Messages and tools of each sequence."""
-        from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
-
         chats = [read_messages(file) for file in self.messages or []] or [([], [])]
         if texts:
             opening, definitions = chats[0]
@@ -77,15 +78,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Shown:
-    """How replies are shown."""
+    """How replies are shown.
+
+    Attributes:
+        verbose: Say in which dtypes and by which kernels it was computed.
+    """
 
     logprobs: Annotated[
         int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities, of so many likeliest tokens too.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say in which dtypes and by which kernels it was computed.")
-    ] = False
+    verbose: bool = False
 
     def view(self, session: KimiK2, prompts: list[Prompt], texts: list[str]) -> View:
         """As JSON, or as text: on a terminal as it is generated, or in a panel each; in a pipe plain."""

@@ -32,17 +32,18 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Beside:
-    """What changes the deployment's step: drafts, and measured figures."""
+    """What changes the deployment's step: drafts, and measured figures.
+
+    Attributes:
+        measured: JSON of nccom-test, neuron-profile or rehearse, for what is assumed; repeatable.
+    """
 
     draft: Annotated[
         str | None,
         typer.Option(metavar="HEAD", help="Eagle3 head (directory or name; llama, mla: of the published sizes)."),
     ] = None
     draft_tokens: DraftTokens = 3
-    measured: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSON of nccom-test, neuron-profile or rehearse, for what is assumed; repeatable."),
-    ] = None
+    measured: list[Path] | None = None
 
     def applied(self, target: Target, download: bool) -> Target:
         """The target with both."""
@@ -68,17 +69,18 @@ class Beside:
 
 @dataclass(frozen=True)
 class Printed:
-    """What is printed."""
+    """What is printed.
+
+    Attributes:
+        all_presets: One table of every preset in configs/, and stop.
+        gpus: One table of layouts on one to four hosts of H100s and H200s, and stop.
+    """
 
     chart: Annotated[Path | None, typer.Option(callback=picture, help="Write a stacked bar chart (PNG, SVG, PDF).")] = (
         None
     )
-    all_presets: Annotated[
-        bool, typer.Option("--all-presets", help="One table of every preset in configs/, and stop.")
-    ] = False
-    gpus: Annotated[
-        bool, typer.Option("--gpus", help="One table of layouts on one to four hosts of H100s and H200s, and stop.")
-    ] = False
+    all_presets: bool = False
+    gpus: bool = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all of it.")] = False
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print all of it as tables, and published runs beside the planner.")

@@ -7,6 +7,7 @@ of the real model, one dense and two MoE layers. Without a chip the same steps r
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,16 +42,17 @@ TILES = {"moe_intermediate_size": 2048, "hidden_size": 2176}
 ON_GPUS = {"moe_intermediate_size": 1024}  # eight ranks cut it at blocks of 128
 TOWER = {"vt_num_attention_heads": 16, "vt_hidden_size": 256, "mm_hidden_size": 256}
 REAL, RANKS = "/models/MODEL", "/presharded"
+PLAIN, HELLO = "generate with the plain model", "-p Hello --max-new-tokens 8"
+TOKENS = "--prompt-length 16 --steps 4"
 # One chip has four logical cores at LNC=2; `like` of the preset of each form.
 CORES, FORMS = 4, {"xla": "trn2-tp64-ep1", "layers": "trn2-tp64-ep1-nki-layers"}
 LOGITS = "trn2-tp64-ep1", "bf16"  # compared with the CPU; FP8 a channel would be 2.6 % off by itself
 DEVICE = Path("/dev/neuron0")
 # What four of 64 ranks hold of the real widths, and the same small.
 SLICE: dict[str, int] = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "hidden_size": 7168, "intermediate_size": 1152,
-    "moe_intermediate_size": 128, "n_routed_experts": 384, "num_experts_per_tok": 8, "vocab_size": 1024,
-    "num_hidden_layers": 3, "max_position_embeddings": 131072,
+    **SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "hidden_size": 7168, "intermediate_size": 1152, "moe_intermediate_size": 128, "n_routed_experts": 384,
+    "num_hidden_layers": 3,
 }  # fmt: skip
 SMALL_SLICE = {**SLICE, "q_lora_rank": 128, "kv_lora_rank": 128, "hidden_size": 256, "n_routed_experts": 128}
 
@@ -61,7 +63,7 @@ class Step:
 
     Attributes:
         name: of the step.
-        words: behind `kimi-k2`.
+        line: behind `kimi-k2`, as a shell takes it.
         processes: that torchrun starts.
         skip: why it cannot run here.
         real: the same on the machine, where there is such a command.
@@ -69,7 +71,7 @@ class Step:
     """
 
     name: str
-    words: list[str]
+    line: str
     processes: int = 1
     skip: str | None = None
     real: str = ""
@@ -88,102 +90,97 @@ def small_config(preset: Deployment) -> KimiK2Config:
     return tiny_config(model, vision={**TINY_VISION, **TOWER}, **sizes)
 
 
-def neuron_steps(name: str, work: Path, absent: list[str]) -> Iterator[Step]:
+def _in(work: Path, *names: str) -> Iterator[str]:
+    """Paths as a shell takes them."""
+    return (shlex.quote(str(work / name)) for name in names)
+
+
+def _missing() -> str | None:
+    """Why what needs NxD cannot run here."""
+    from kimi_k2.neuron import contrib
+
+    absent = ", ".join(contrib.missing())
+    return f"not importable here: {absent}" if absent else None
+
+
+def neuron_steps(chosen: str, work: Path) -> Iterator[Step]:
     """Behind `verify` on the way to a trn2."""
-    checkpoint, missing = str(work / "checkpoint"), f"not importable here: {', '.join(absent)}" if absent else None
-    options = ["--backend", "neuron", "--preset", name]
-    on_cpu = [*options, "--on-cpu", "--max-model-len", "128", "-p", "Hello", "--max-new-tokens", "8"]
+    checkpoint, hlo, sweep = _in(work, "checkpoint", "hlo", "sweep")
+    missing, on_cpu = _missing(), f"--backend neuron {chosen} --on-cpu"
+    on_device = f"--backend neuron {chosen} --compiled {RANKS}"
     yield Step(
-        "compile", ["compile", checkpoint, "--preset", name, "--out", str(work / "hlo"), "--hlo-only"], skip=missing,
-        real=f"kimi-k2 compile {REAL} --preset {name} --out {RANKS}",
+        "compile", f"compile {checkpoint} {chosen} --out {hlo} --hlo-only", skip=missing,
+        real=f"kimi-k2 compile {REAL} {chosen} --out {RANKS}",
     )  # fmt: skip
     yield Step(
-        "load and generate, TP2 x EP2", ["generate", checkpoint, *on_cpu], 4, missing,
-        f'kimi-k2 generate {REAL} --backend neuron --preset {name} --compiled {RANKS} -p "What is MLA?"',
-        "generate with the plain model",
+        "load and generate, TP2 x EP2", f"generate {checkpoint} {on_cpu} --max-model-len 128 {HELLO}", 4, missing,
+        f'kimi-k2 generate {REAL} {on_device} -p "What is MLA?"', PLAIN,
     )  # fmt: skip
-    lengths = ["--output-lengths", "4,8", "--prompt-lengths", "16", "--runs", "1", "--out", str(work / "sweep")]
+    lengths = "--output-lengths 4,8 --prompt-lengths 16 --runs 1"
     yield Step(
-        "sweep, one rank", ["bench", checkpoint, *options, "--on-cpu", *lengths], 1, missing,
-        f"kimi-k2 bench {REAL} --backend neuron --preset {name} --compiled {RANKS}",
+        "sweep, one rank", f"bench {checkpoint} {on_cpu} {lengths} --out {sweep}", 1, missing,
+        f"kimi-k2 bench {REAL} {on_device}",
     )  # fmt: skip
 
 
 def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
     """All of the way, first to last."""
-    import importlib.metadata
+    from kimi_k2.neuron.sdk import version_of
 
-    from kimi_k2.neuron import contrib
-
-    checkpoint, ranks, golden = (str(work / folder) for folder in ("checkpoint", "ranks", "golden"))
-    yield Step("plan", ["plan", checkpoint, "--preset", name], real=f"kimi-k2 plan {REAL} --preset {name}")
-    yield Step(
-        "convert", ["convert", checkpoint, ranks, "--preset", name],
-        real=f"kimi-k2 convert {REAL} {RANKS} --preset {name}",
-    )  # fmt: skip
-    yield Step("verify", ["verify", ranks], real=f"kimi-k2 verify {RANKS}")
-    hello = ["-p", "Hello", "--max-new-tokens", "8"]
-    yield Step("generate with the plain model", ["generate", checkpoint, *hello])
-    layers = ["--prompt-length", "16", "--steps", "4"]
-    yield Step(
-        "parity capture", ["parity", "capture", checkpoint, golden, *layers],
-        real=f"kimi-k2 parity capture {REAL} /golden --greedy --layers 0,1,30,60",
-    )  # fmt: skip
-    try:
-        old = int(importlib.metadata.version("transformers").partition(".")[0]) < 5
-        unfit = "needs transformers 5, which dequantizes FP8 on a CPU" if old else None
-    except importlib.metadata.PackageNotFoundError:
+    checkpoint, ranks, golden = _in(work, "checkpoint", "ranks", "golden")
+    chosen = f"--preset {shlex.quote(name)}"
+    yield Step("plan", f"plan {checkpoint} {chosen}", real=f"kimi-k2 plan {REAL} {chosen}")
+    yield Step("convert", f"convert {checkpoint} {ranks} {chosen}", real=f"kimi-k2 convert {REAL} {RANKS} {chosen}")
+    yield Step("verify", f"verify {ranks}", real=f"kimi-k2 verify {RANKS}")
+    yield Step(PLAIN, f"generate {checkpoint} {HELLO}")
+    capture = f"kimi-k2 parity capture {REAL} /golden --greedy --layers 0,1,30,60"
+    yield Step("parity capture", f"parity capture {checkpoint} {golden} {TOKENS}", real=capture)
+    unfit, version = None, version_of("transformers")
+    if version is None:
         unfit = "not importable here: transformers"
-    yield Step(
-        "parity with transformers", ["parity", "compare", golden, checkpoint],
-        skip=unfit,
-    )  # fmt: skip
+    elif int(version.partition(".")[0]) < 5:
+        unfit = "needs transformers 5, which dequantizes FP8 on a CPU"
+    yield Step("parity with transformers", f"parity compare {golden} {checkpoint}", skip=unfit)
     if preset.hardware.target == "neuron":
-        yield from neuron_steps(name, work, contrib.missing())
+        yield from neuron_steps(chosen, work)
         return
-    launch = f"torchrun --nproc-per-node {preset.tp_degree} --no-python"
-    yield Step(
-        "decode step", ["bench", "profile", checkpoint, "--preset", name, "--weights", ranks], skip="needs its GPUs",
-        real=f"{launch} kimi-k2 bench profile {REAL} --preset {name} --weights {RANKS}",
-    )  # fmt: skip
-    yield Step("serve", [], skip="needs its GPUs", real=f"kimi-k2 serve {REAL}")
+    profile = f"torchrun --nproc-per-node {preset.tp_degree} --no-python kimi-k2 bench profile {REAL} {chosen}"
+    yield Step("decode step", "", skip="needs its GPUs", real=f"{profile} --weights {RANKS}")
+    yield Step("serve", "", skip="needs its GPUs", real=f"kimi-k2 serve {REAL}")
 
 
-def chip_steps(work: Path, presets: dict[str, Path], absent: list[str], *, device: bool) -> Iterator[Step]:
+def chip_steps(work: Path, presets: dict[str, Path], *, device: bool) -> Iterator[Step]:
     """Of one chip, both forms in turn; without `device` lowered, and loaded in NxD's CPU mode."""
-    checkpoint, golden = str(work / "checkpoint"), str(work / "golden")
-    missing = f"not importable here: {', '.join(absent)}" if absent else None
-    hello = ["-p", "Hello", "--max-new-tokens", "8"]
-    yield Step("doctor", ["doctor"], skip=None if device else "the device's packages are not needed here")
-    yield Step("generate with the plain model", ["generate", checkpoint, *hello])
-    yield Step("parity capture", ["parity", "capture", checkpoint, golden, "--prompt-length", "16", "--steps", "4"])
+    checkpoint, golden, logits = _in(work, "checkpoint", "golden", "logits")
+    missing = _missing()
+    yield Step("doctor", "doctor", skip=None if device else "the device's packages are not needed here")
+    yield Step(PLAIN, f"generate {checkpoint} {HELLO}")
+    yield Step("parity capture", f"parity capture {checkpoint} {golden} {TOKENS}")
     for form, file in presets.items():
-        name, ranks, graphs = str(file), str(work / f"ranks-{form}"), str(work / f"graphs-{form}")
-        options = ["--backend", "neuron", "--preset", name]
-        yield Step(f"{form}: plan", ["plan", checkpoint, "--preset", name])
-        yield Step(f"{form}: convert", ["convert", checkpoint, ranks, "--preset", name])
-        yield Step(f"{form}: verify", ["verify", ranks])
-        compile_it = ["compile", checkpoint, "--preset", name, "--out", graphs]
-        yield Step(f"{form}: compile", [*compile_it, *(["--weights", ranks] if device else ["--hlo-only"])], 1, missing)
-        where = ["--compiled", graphs] if device else ["--on-cpu", "--max-model-len", "128"]
-        processes = 1 if device else CORES
+        ranks, graphs, sweep = _in(work, f"ranks-{form}", f"graphs-{form}", f"sweep-{form}")
+        chosen = f"--preset {shlex.quote(str(file))}"
+        yield Step(f"{form}: plan", f"plan {checkpoint} {chosen}")
+        yield Step(f"{form}: convert", f"convert {checkpoint} {ranks} {chosen}")
+        yield Step(f"{form}: verify", f"verify {ranks}")
+        how = f"--weights {ranks}" if device else "--hlo-only"
+        yield Step(f"{form}: compile", f"compile {checkpoint} {chosen} --out {graphs} {how}", 1, missing)
+        where = f"--compiled {graphs}" if device else "--on-cpu --max-model-len 128"
+        running = f"{checkpoint} --backend neuron {chosen} {where}"
         yield Step(
             f"{form}: load and generate, TP{CORES}",
-            ["generate", checkpoint, *options, *where, *hello],
-            processes,
+            f"generate {running} {HELLO}",
+            1 if device else CORES,
             missing if device or form == "xla" else "its kernels are the device's",
         )  # fmt: skip; no `same`: FP8 a channel is 2.6 % off the checkpoint, which may choose another token
-        no_device = None if device else "no Neuron device"
-        yield Step(f"{form}: sweep", ["bench", checkpoint, *options, *where, "--out", str(work / f"sweep-{form}")],
-                   1, no_device)  # fmt: skip
-    name, ranks, graphs = str(work / "chip-logits.yaml"), str(work / "ranks-logits"), str(work / "graphs-logits")
-    judged = ["parity", "compare", golden, checkpoint, "--backend", "neuron", "--preset", name]
+        yield Step(f"{form}: sweep", f"bench {running} --out {sweep}", 1, None if device else "no Neuron device")
+    preset, ranks, graphs = _in(work, "chip-logits.yaml", "ranks-logits", "graphs-logits")
+    judged = f"parity compare {golden} {checkpoint} --backend neuron --preset {preset} --out {logits}"
     if device:
-        yield Step("logits: convert", ["convert", checkpoint, ranks, "--preset", name])
-        kept = ["--weights", ranks, "--capture-layers", "0,1,2"]
-        yield Step("logits: compile", ["compile", checkpoint, "--preset", name, "--out", graphs, *kept], 1, missing)
-        judged += ["--compiled", graphs, "--dtype", "bfloat16"]
-    yield Step("logits beside the CPU", [*judged, "--out", str(work / "logits")], 1, missing)
+        yield Step("logits: convert", f"convert {checkpoint} {ranks} --preset {preset}")
+        kept = f"--weights {ranks} --capture-layers 0,1,2"
+        yield Step("logits: compile", f"compile {checkpoint} --preset {preset} --out {graphs} {kept}", 1, missing)
+        judged += f" --compiled {graphs} --dtype bfloat16"
+    yield Step("logits beside the CPU", judged, 1, missing)
 
 
 def rehearse(
@@ -213,7 +210,6 @@ def rehearse(
 
 
 def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
-    from kimi_k2.neuron import contrib
     from kimi_k2.plan.deployment import Deployment
     from kimi_k2.plan.measured import checksum
     from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -228,32 +224,33 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
         like, experts = LOGITS
         replace_file(work / "chip-logits.yaml", f"{_of_one_chip(like)}experts: {experts}\n")
         config = tiny_config("kimi-k2-instruct-0905", **(SLICE if device else SMALL_SLICE))
-        way = list(chip_steps(work, files, contrib.missing(), device=device))
+        way = list(chip_steps(work, files, device=device))
     else:
         preset = Deployment.load(name)
         config, way = small_config(preset), list(steps(name, preset, work))
     size = write_synthetic_checkpoint(work / "checkpoint", config)
     say(f"wrote a {config.num_hidden_layers}-layer checkpoint of random weights: {size / 1e6:.0f} MB")
-    results, outputs = list[tuple[str, str, float]](), dict[str, str]()
+    results, outputs = list[Json](), dict[str, str]()
     for number, step in enumerate(way, 1):
         say(f"[{number}/{len(way)}] {step.name} ... ", nl=False)
         started = time.monotonic()
         result = f"skipped: {step.skip}" if step.skip else _run(step, work / f"step-{number}.log", outputs)
-        results.append((step.name, result, time.monotonic() - started))
-        say(result if step.skip else f"{result}, {results[-1][2]:.0f} s")
+        seconds = time.monotonic() - started
+        results.append({"step": step.name, "result": result, "seconds": round(seconds, 1)})
+        say(result if step.skip else f"{result}, {seconds:.0f} s")
         if result.startswith("failed"):
             break
-    seconds, real = time.monotonic() - begin, [step.real for step in way if step.real]
+    real = [step.real for step in way if step.real]
     if keep:
         logits = work / "logits" / "parity.json"
         report = _report(config, files, results, work if device else None) | {"real": real}
         report["logits"] = json.loads(logits.read_text()) if logits.is_file() else None
         replace_file(work / "report.json", json.dumps({**report, "checksum": checksum(report)}, indent=1))
         say(f"report: {work / 'report.json'}")
-    say(f"{seconds:.0f} s.")
+    say(f"{time.monotonic() - begin:.0f} s.")
     if real:
         say("\n".join(["The same with the real model, on the real machine:", *real]))
-    if any(result.startswith("failed") for _, result, _ in results):
+    if result.startswith("failed"):
         raise typer.Exit(1)
 
 
@@ -261,9 +258,7 @@ def _of_one_chip(like: str) -> str:
     return f"like: {like}\ntp_degree: {CORES}\nmoe_tp_degree: {CORES}\n"
 
 
-def _report(
-    config: KimiK2Config, files: dict[str, Path], results: list[tuple[str, str, float]], measured: Path | None
-) -> Json:
+def _report(config: KimiK2Config, files: dict[str, Path], results: list[Json], measured: Path | None) -> Json:
     """Sizes, versions, steps, what is expected of each preset, and what the device took; None without one."""
     from kimi_k2.neuron import requirements
     from kimi_k2.plan.deployment import load_target
@@ -283,7 +278,7 @@ def _report(
         "schema": REHEARSAL,
         "model": config.model_dump(mode="json", include={*SLICE}),
         "versions": {state.package: state.found for state in found if state.found},
-        "steps": [{"step": step, "result": result, "seconds": round(took, 1)} for step, result, took in results],
+        "steps": results,
         "expected": {
             name: {"tpot": plan["tpot"], "needed": plan["rank_memory"]["needed"]} for name, plan in plans.items()
         },
@@ -305,7 +300,7 @@ def _collectives(file: Path) -> list[Json] | None:
 
 def _run(step: Step, log: Path, outputs: dict[str, str]) -> str:
     """What came of a step; its output goes to `log`, and of `generate` to `outputs` too."""
-    command: list[Any] = [*KIMI, *step.words]
+    command = [*KIMI, *shlex.split(step.line)]
     if step.processes > 1:
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(step.processes), "--no-python"]
         command = [sys.executable, *launch, *command]

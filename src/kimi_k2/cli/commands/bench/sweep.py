@@ -16,11 +16,17 @@ from kimi_k2.terminal import say
 
 @dataclass(frozen=True)
 class Cells:
-    """What is timed."""
+    """What is timed.
 
-    output_lengths: Annotated[str, typer.Option(help="Tokens to generate, comma-separated.")] = "16,32,64,128,256,512"
-    prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")] = "128"
-    batch_sizes: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1"
+    Attributes:
+        output_lengths: Tokens to generate, comma-separated.
+        prompt_lengths: Tokens of the prompt, comma-separated.
+        batch_sizes: Sequences at once, comma-separated.
+    """
+
+    output_lengths: str = "16,32,64,128,256,512"
+    prompt_lengths: str = "128"
+    batch_sizes: str = "1"
     runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5
 
     def numbers(self, field: str) -> list[int]:
