@@ -10,9 +10,10 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -70,6 +71,14 @@ Model = Annotated[
 def number(least: int, text: str) -> Any:
     """An option that is a number of something."""
     return typer.Option(min=least, max=MOST, help=text)
+
+
+# Of fields whose line in the docstring is their help.
+Count = Annotated[int, typer.Option(min=1, max=MOST)]
+OptionalCount = Annotated[int | None, typer.Option(min=1, max=MOST)]
+Natural = Annotated[int, typer.Option(min=0, max=MOST)]
+Listed = Annotated[str | None, typer.Option(metavar="A,B")]
+Directory = Annotated[Path | None, typer.Option(file_okay=False)]
 
 
 def _not_empty(texts: list[str] | None) -> list[str] | None:
@@ -320,7 +329,10 @@ def _option(group: type, field: Field[Any], hint: Any) -> Any:
     if field.name not in lines:
         return hint
     names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
-    return _ANNOTATED[hint, typer.Option(*names, help=" ".join(lines[field.name].split()))]
+    kind, option = get_args(hint) if get_origin(hint) is Annotated else (hint, typer.Option(*names))
+    option = copy(option)
+    option.help = " ".join(lines[field.name].split())
+    return _ANNOTATED[kind, option]
 
 
 def with_groups(function: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, DraftTokens, Preset, parse_layers, refuse, with_groups
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Directory, DraftTokens, Preset, parse_layers, refuse, with_groups
 from kimi_k2.terminal import say
 
 
@@ -24,12 +24,11 @@ class Graphs:
         capture_layers: Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60.
         dry_run: Print the memory plan and stop.
         hlo_only: Write HLO text; needs NxD's source, no Neuron device.
+        draft: Directory of an Eagle3 head, which drafts in the graph.
     """
 
     capture_layers: str | None = None
-    draft: Annotated[
-        Path | None, typer.Option(help="Directory of an Eagle3 head, which drafts in the graph.", file_okay=False)
-    ] = None
+    draft: Directory = None
     draft_tokens: DraftTokens = 3
     dry_run: bool = False
     hlo_only: bool = False

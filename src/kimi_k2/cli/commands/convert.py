@@ -10,7 +10,15 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import EXPERTS, Download, ExpertsOption, TargetOption, number, refuse, with_groups
+from kimi_k2.cli.options import (
+    EXPERTS,
+    Download,
+    ExpertsOption,
+    OptionalCount,
+    TargetOption,
+    refuse,
+    with_groups,
+)
 from kimi_k2.terminal import say
 
 if TYPE_CHECKING:
@@ -25,11 +33,13 @@ class Cut:
 
     Attributes:
         preset: Deployment (a file of configs/, or a path to one) instead of the options below.
+        tp: Ranks that share one expert; 32, with an ep of 2.
+        ep: Groups that the experts are divided among; ranks = tp x ep.
     """
 
     preset: str | None = None
-    tp: Annotated[int | None, number(1, "Ranks that share one expert; 32, with an ep of 2.")] = None
-    ep: Annotated[int | None, number(1, "Groups that the experts are divided among; ranks = tp x ep.")] = None
+    tp: OptionalCount = None
+    ep: OptionalCount = None
     target: TargetOption = "neuron"
     experts: ExpertsOption = None
 

@@ -13,6 +13,7 @@ from kimi_k2.cli.command import Command
 from kimi_k2.cli.conversation import read_messages, read_tools, user_message, with_system
 from kimi_k2.cli.options import (
     Checkpoint,
+    Count,
     Images,
     ModelOptions,
     PreserveThinking,
@@ -23,7 +24,6 @@ from kimi_k2.cli.options import (
     Thinking,
     Tools,
     Videos,
-    number,
     refuse,
     with_groups,
 )
@@ -45,6 +45,7 @@ class Asked:
     Attributes:
         messages: Conversation, OpenAI-style JSON, - for standard input; repeat for a batch.
         raw: Feed the text as it is, without the chat template.
+        n: Replies to each prompt; above 1 with a temperature.
     """
 
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="User message; repeat for a batch.")] = None
@@ -56,7 +57,7 @@ class Asked:
     raw: bool = False
     thinking: Thinking = True
     preserve_thinking: PreserveThinking = None
-    n: Annotated[int, number(1, "Replies to each prompt; above 1 with a temperature.")] = 1
+    n: Count = 1
 
     def texts(self) -> list[str]:
         """Of users, by sequence; without any, `chats` has what --messages names."""

@@ -12,10 +12,10 @@ from kimi_k2.cli.command import Command
 from kimi_k2.cli.options import (
     BatchInvariant,
     Checkpoint,
+    Count,
     Dtype,
     Ranks,
     Seed,
-    number,
     parse_layers,
     refuse,
     with_groups,
@@ -84,11 +84,13 @@ class Fed:
         prompt: Text; random tokens if not given.
         greedy: Force the model's own choices, not random tokens.
         layers: Layers to keep, e.g. 0,1,30,60; all if not given.
+        prompt_length: Random tokens of the prompt.
+        steps: Forced decode tokens.
     """
 
     prompt: str | None = None
-    prompt_length: Annotated[int, number(1, "Random tokens of the prompt.")] = 64
-    steps: Annotated[int, number(1, "Forced decode tokens.")] = 16
+    prompt_length: Count = 64
+    steps: Count = 16
     greedy: bool = False
     layers: str | None = None
     seed: Seed = 0

@@ -12,7 +12,16 @@ import typer
 
 from kimi_k2.cli.command import Command
 from kimi_k2.cli.errors import DOES_NOT_FIT
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Download, DraftTokens, Preset, number, picture, refuse, with_groups
+from kimi_k2.cli.options import (
+    DEFAULT_DEPLOYMENT,
+    Download,
+    DraftTokens,
+    OptionalCount,
+    Preset,
+    picture,
+    refuse,
+    with_groups,
+)
 from kimi_k2.files import Json
 from kimi_k2.terminal import new_console, say
 
@@ -23,11 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """In place of the preset's."""
+    """In place of the preset's.
 
-    max_model_len: Annotated[int | None, number(1, "Tokens a sequence; the preset's by default.")] = None
-    batch_size: Annotated[int | None, number(1, "Sequences; the preset's by default.")] = None
-    prompt_length: Annotated[int | None, number(1, "Tokens of the modelled prefill.")] = None
+    Attributes:
+        max_model_len: Tokens a sequence; the preset's by default.
+        batch_size: Sequences; the preset's by default.
+        prompt_length: Tokens of the modelled prefill.
+    """
+
+    max_model_len: OptionalCount = None
+    batch_size: OptionalCount = None
+    prompt_length: OptionalCount = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k2.cli.command import Command
-from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Download, Preset, number, refuse, with_groups
+from kimi_k2.cli.options import DEFAULT_DEPLOYMENT, Checkpoint, Directory, Download, Preset, number, refuse, with_groups
 from kimi_k2.terminal import say
 
 
@@ -20,12 +20,13 @@ class Served:
 
     Attributes:
         experts: w2_bf16: down_proj of INT4 experts dequantized, four times its bytes (not neuron).
+        compiled: What `compile` wrote for it (neuron).
     """
 
     max_model_len: Annotated[int | None, number(2, "Tokens a sequence; on GPUs as many as fit, if not given.")] = None
     experts: Literal["stored", "w2_bf16"] = "stored"
     preset: Preset = DEFAULT_DEPLOYMENT
-    compiled: Annotated[Path | None, typer.Option(help="What `compile` wrote for it (neuron).", file_okay=False)] = None
+    compiled: Directory = None
 
 
 @with_groups

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, Configuration, listed, listed_numbers, number, refuse, with_groups
+from kimi_k2.cli.options import (
+    DEFAULT_MODEL,
+    Configuration,
+    Listed,
+    Natural,
+    listed,
+    listed_numbers,
+    number,
+    refuse,
+    with_groups,
+)
 from kimi_k2.terminal import say
 
 
@@ -33,26 +43,26 @@ def kernels(
 
 @dataclass(frozen=True)
 class Cases:
-    """Which cases are timed."""
+    """Which cases are timed.
+
+    Attributes:
+        shape: Ranks' parts; TP1 to TP8, EP4 and EP8 if not given. FlyDSL's: E64, E128, E384.
+        routing: uniform, same or zipf:EXPONENT; five of them if not given.
+        drawn: So many cases drawn from these instead of all; tokens up to the most.
+        seed: Of --drawn.
+    """
 
     format_: Annotated[
         str | None,
         typer.Option("--format", metavar="A,B", help="FP8, INT4, BF16 if not given; MXFP4, NVFP4, INT4-64, INT4-128."),
     ] = None
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="Ranks' parts; TP1 to TP8, EP4 and EP8 if not given. FlyDSL's: E64, E128, E384."
-        ),
-    ] = None
-    routing: Annotated[
-        str | None, typer.Option(metavar="A,B", help="uniform, same or zipf:EXPONENT; five of them if not given.")
-    ] = None
+    shape: Listed = None
+    routing: Listed = None
     tokens: Annotated[
         str | None, typer.Option(metavar="1,2", help="Token counts; powers of two to 65536 if not given.")
     ] = None
-    drawn: Annotated[int, number(0, "So many cases drawn from these instead of all; tokens up to the most.")] = 0
-    seed: Annotated[int, number(0, "Of --drawn.")] = 0
+    drawn: Natural = 0
+    seed: Natural = 0
 
     def chosen(self) -> dict[str, Any]:
         """Fields of Selection."""

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from kimi_k2.cli.options import DEFAULT_MODEL, BatchInvariant, Configuration, KvCacheDtype, number, with_groups
+from kimi_k2.cli.options import (
+    DEFAULT_MODEL,
+    BatchInvariant,
+    Configuration,
+    KvCacheDtype,
+    Natural,
+    OptionalCount,
+    with_groups,
+)
 from kimi_k2.terminal import say
 
 
@@ -21,14 +29,16 @@ class Step:
         contexts: Cached tokens of each sequence, as 63x1024,65536; the preset's if not given.
         routing: uniform, same, or zipf:EXPONENT: how tokens choose experts, drawn.
         launches: Print the chosen kernels and what one step launches, by time.
+        layers: Fewer layers than the model has; the total is then extrapolated.
+        prompt_length: Tokens of the prefill that TTFT is of; 0 for none.
     """
 
-    layers: Annotated[int | None, number(1, "Fewer layers than the model has; the total is then extrapolated.")] = None
+    layers: OptionalCount = None
     stand_in: bool = False
     contexts: str | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     batch_invariant: BatchInvariant = False
-    prompt_length: Annotated[int, number(0, "Tokens of the prefill that TTFT is of; 0 for none.")] = 1024
+    prompt_length: Natural = 1024
     routing: str | None = None
     launches: bool = False
 

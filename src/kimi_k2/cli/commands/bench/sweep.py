@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kimi_k2.cli.errors import resumable
-from kimi_k2.cli.options import Ranks, RunOptions, listed_numbers, number, with_groups
+from kimi_k2.cli.options import Count, Ranks, RunOptions, listed_numbers, with_groups
 from kimi_k2.terminal import say
 
 
@@ -22,12 +22,13 @@ class Cells:
         output_lengths: Tokens to generate, comma-separated.
         prompt_lengths: Tokens of the prompt, comma-separated.
         batch_sizes: Sequences at once, comma-separated.
+        runs: Timed runs of each cell.
     """
 
     output_lengths: str = "16,32,64,128,256,512"
     prompt_lengths: str = "128"
     batch_sizes: str = "1"
-    runs: Annotated[int, number(1, "Timed runs of each cell.")] = 5
+    runs: Count = 5
 
     def numbers(self, field: str) -> list[int]:
         """Of a list, ascending and each once."""
