@@ -87,6 +87,10 @@ def test_forms_that_are_read(raw: dict[str, Any]) -> None:
         ({**GPTQ, "desc_act": "yes"}, "quantization_config.desc_act"),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "quantization_config.dynamic"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_REAL"}, "quantization_config.quant_algo"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "exclude_modules": ["x"]},
+            "quantization_config.exclude_modules",
+        ),
         ({"quant_method": "quark", "global_quant_config": {}}, "quantization_config.global_quant_config.weight"),
         ({"quant_method": "w4afp8"}, "quantization_config.quant_method"),
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method"),
