@@ -1,4 +1,4 @@
-"""MLA: the two forms against each other in float64 and against transformers; rotary tables; the cache."""
+"""MLA against transformers far into the context; which form is cheaper; rotary tables; the cache."""
 
 from __future__ import annotations
 
