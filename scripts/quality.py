@@ -132,20 +132,15 @@ class Server:
             "trust_remote_code": True,
         }  # fmt: skip
         for task in self.args.tasks:
-            shots, more = ["--num_fewshot", "10"] if task == "gsm8k" else [], []
-            for name in ("include_path", "limit"):
-                if getattr(self.args, name) is not None:
-                    more += [f"--{name}", str(getattr(self.args, name))]
-            command = [
-                "lm_eval",
-                "--model",
-                "local-completions",
-                "--tasks",
-                task,
-                "--output_path",
-                str(self.out / task),
-            ]
-            command += ["--model_args", ",".join(f"{name}={value}" for name, value in about.items()), *shots, *more]
+            given = {
+                "model": "local-completions", "tasks": task,
+                "model_args": ",".join(f"{name}={value}" for name, value in about.items()),
+                "num_fewshot": 10 if task == "gsm8k" else None, "output_path": self.out / task,
+                "include_path": self.args.include_path, "limit": self.args.limit,
+            }  # fmt: skip
+            command = ["lm_eval"]
+            for name, value in given.items():
+                command += [] if value is None else [f"--{name}", str(value)]
             environment = {**os.environ, "OPENAI_API_KEY": "none"}
             with (self.out / f"{task}.log").open("w") as log:
                 subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)

@@ -328,7 +328,7 @@ def _option(group: type, field: Field[Any], hint: Any) -> Any:
     lines = dict(_LINE.findall("\n".join(inspect.cleandoc(base.__doc__ or "") for base in group.__mro__)))
     if field.name not in lines:
         return hint
-    names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+    names = [f"--{field.name.removeprefix('as_').replace('_', '-')}"] if field.default is False else []
     kind, option = get_args(hint) if get_origin(hint) is Annotated else (hint, typer.Option(*names))
     option = copy(option)
     option.help = " ".join(lines[field.name].split())

@@ -9,7 +9,6 @@ Fields are named as NxDI's MoENeuronConfig names them. A GPU deployment leaves o
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -328,10 +327,11 @@ class Deployment(_Fields):
         if self.torch_native:
             raise ConfigError(f"expected none: NxDI does not run preset {self.name}", field="torch_native")
         shared = ("tp_degree", "moe_tp_degree", "moe_ep_degree", "torch_dtype", "batch_size", "seq_len")
-        fields = {**self.model_dump(include={*shared, "max_context_length"}), **self.neuron_config.model_dump()}
+        common = self.model_dump(mode="json", include={*shared, "max_context_length"})
+        fields = common | self.neuron_config.model_dump(mode="json")
         if fields["lora_config"]:
             fields["lora_config"]["batch_size"] = self.batch_size
-        return {name: value for name, value in json.loads(json.dumps(fields)).items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _file_of(name_or_path: str | Path) -> Path:

@@ -91,10 +91,8 @@ def kernel_step(target: Target) -> Json | None:
     Seconds are modelled: `tpot` at the machine's DMA efficiency and latency, `range` at latencies that were published.
     """
     config, layout = target.config, target.layout
-    name = {(64, 1): "trn2-tp64-ep1", (32, 2): "trn2-tp32-ep2"}.get((layout.moe_tp, layout.moe_ep))
-    counted = stored()["presets"].get(name or "")
-    same = config.hidden_size == HIDDEN and layout.ranks == 64 and target.batch == 1
-    if counted is None or not same:
+    counted = stored()["presets"].get(f"trn2-tp{layout.moe_tp}-ep{layout.moe_ep}", {})
+    if config.hidden_size != HIDDEN or target.batch != 1:
         return None
     form = "folded_fp8" if layout.attention_tiles(config) == "fp8" else "folded"
     form = "apart" if target.torch_native else form

@@ -102,7 +102,7 @@ def make_answer(target: Target) -> Json:
     }
     if target.positions > 1:
         plain = make_answer(replace(target, positions=1, head=None))
-        rates = Rates(**kernels["rates"]) if target.layout.layers and kernels else None
+        rates = Rates(**kernels["rates"]) if kernels else None
         report["drafts"] = drafts_report(target, bound, plain["tpot"]["bound"], rates)
     return report
 

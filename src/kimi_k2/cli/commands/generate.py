@@ -83,12 +83,13 @@ class Shown:
 
     Attributes:
         verbose: Say in which dtypes and by which kernels it was computed.
+        as_json: Print a JSON line a reply: message, usage, why.
     """
 
     logprobs: Annotated[
         int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities, of so many likeliest tokens too.")
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a reply: message, usage, why.")] = False
+    as_json: bool = False
     verbose: bool = False
 
     def view(self, session: KimiK2, prompts: list[Prompt], texts: list[str]) -> View:

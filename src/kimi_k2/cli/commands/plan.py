@@ -89,6 +89,7 @@ class Printed:
     Attributes:
         all_presets: One table of every preset in configs/, and stop.
         gpus: One table of layouts on one to four hosts of H100s and H200s, and stop.
+        as_json: Print JSON, all of it.
     """
 
     chart: Annotated[Path | None, typer.Option(callback=picture, help="Write a stacked bar chart (PNG, SVG, PDF).")] = (
@@ -96,7 +97,7 @@ class Printed:
     )
     all_presets: bool = False
     gpus: bool = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all of it.")] = False
+    as_json: bool = False
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print all of it as tables, and published runs beside the planner.")
     ] = False
