@@ -92,6 +92,8 @@ PATTERN = tool("f", {"required": ["q"], "properties": {"q": {"pattern": "^a+$"}}
         ("0", '{"q": "1"}', [tool("f", None), taking("g", "q")], "g"),
         # One that says nothing tells no call from another tool's.
         *(("0", '{"q": "1"}', [tool("f", schema), taking("g", "q")], "g") for schema in SILENT),
+        ("0", '{"q": "1"}', [tool("f", {"required": ["q"]}), taking("g", "x")], "f"),
+        ("0", '{"q": "1"}', [tool("f", {"properties": {"q": {}}}), taking("g", "x")], "f"),
         ("0", '{"q": "aa"}', PATTERN, "f"), ("0", '{"q": "ab"}', PATTERN, None), ("0", '{"q": 3}', PATTERN, "f"),
         ("0", '{"q": "1"}', [tool("f", {"$defs": {"s": {"minLength": 2}}, "additionalProperties": {"$ref":
          "#/$defs/s"}}), taking("g", "q")], "g"),
