@@ -16,7 +16,7 @@ from pictures import chunks_of_frames, drawn, write_video
 from PIL import Image
 
 from kimi_k2.errors import MediaError
-from kimi_k2.limits import MEDIA_BYTES
+from kimi_k2.limits import MEDIA_BYTES, MEDIA_TOKENS
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import process_image
 from kimi_k2.media.video import process_video
@@ -188,3 +188,11 @@ def test_a_film_of_too_many_tokens() -> None:
     frame = np.zeros((448, 448, 3), np.uint8)
     with pytest.raises(MediaError, match="tokens"):
         chunks_of_frames([frame] * 5000, 1.0, CONFIG)
+
+
+def test_a_picture_of_too_many_tokens() -> None:
+    most = 4 * MEDIA_TOKENS
+    config = MediaConfig(max_patches=most, max_side=most, patch_size=1, merge_size=1)
+    assert process_image(Image.new("L", (512, MEDIA_TOKENS // 512)), config).grid.patches == MEDIA_TOKENS
+    with pytest.raises(MediaError, match=r"picture.*tokens"):
+        process_image(Image.new("L", (513, MEDIA_TOKENS // 512)), config, name="picture")

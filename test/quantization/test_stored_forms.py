@@ -164,17 +164,24 @@ def test_nvfp4_of_modelopt_by_its_rule() -> None:
     assert torch.equal(held.dequantize(stored, torch.float32), values)
 
 
-@pytest.mark.parametrize("name", MODELOPT)
-def test_fp8_of_modelopt_by_its_rule(name: str) -> None:
-    """Value times scale, in float64; scales of its exporter's shapes, a block's with four dimensions."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", *MODELOPT])
+def test_fp8_by_its_rule(name: str, dtype: torch.dtype) -> None:
+    """Value times scale, in float64; scales of each exporter's shapes, modelopt's of a block with four dimensions."""
     held = form(name)
     stored = held.quantize(torch.randn(130, 256, generator=torch.Generator().manual_seed(1)))
+    stored["weight_scale"] = stored["weight_scale"].to(dtype)
     scale = stored["weight_scale"].double()
-    assert scale.shape == {"FP8": (), MODELOPT[1]: (130,), MODELOPT[2]: (2, 1, 2, 1)}[name]
-    if name == "FP8_PB_WO":
-        scale = scale.expand(2, 128, 2, 128).reshape(256, 256)[:130]
-    wanted = stored["weight"].double() * (scale[:, None] if scale.dim() == 1 else scale)
+    shapes = {"fp8-tensor": (1,), "fp8-block": (2, 2), "FP8": (), MODELOPT[1]: (130,), MODELOPT[2]: (2, 1, 2, 1)}
+    assert scale.shape == shapes[name]
+    if name in ("fp8-block", "FP8_PB_WO"):
+        scale = scale.reshape(2, 1, 2, 1).expand(2, 128, 2, 128).reshape(256, 256)[:130]
+    wanted = stored["weight"].double() * (scale[:, None] if scale.dim() == 1 and len(scale) > 1 else scale)
     assert torch.equal(held.dequantize(stored, torch.float32), wanted.float())
+    kept = held.hold(stored)
+    assert [(kept[spec.name[2:]].dtype, kept[spec.name[2:]].shape) for spec in held.held("x", 130, 256)] == [
+        (spec.dtype, spec.shape) for spec in held.held("x", 130, 256)
+    ]
 
 
 @pytest.fixture(scope="module")

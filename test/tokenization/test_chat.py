@@ -48,6 +48,9 @@ ONE, NEW = "one<|im_end|>", "<think>new</think><|tool_calls_section_begin|>"
     # Dumps of pydantic and Arrow have all fields, most of them null: a part goes by its type.
     ([{"role": "user", "content": [{"type": "text", "text": "U", "image_url": None, "video_url": None, "image": "a"}]}],
      {"style": "k2.5"}, f"{ASKED}{OPENED}<think>"),
+    ([USER, {"role": "assistant", "content": "A", "name": None, "reasoning_content": None, "tool_calls": None}],
+     {"style": "k2.5", "preserve_thinking": True, "add_generation_prompt": False},
+     f"{ASKED}{OPENED}<think></think>A<|im_end|>"),
     ([USER], {"style": "k2.5", "tools": UNSUPPORTED}, "<|im_system|>tool_declare<|im_middle|>"
      '[{"function":{"name":"f","parameters":{"properties":{"a":{"oneOf":[]}}}},"type":"function"}]<|im_end|>'
      f"{ASKED}{OPENED}<think>"),
@@ -132,14 +135,15 @@ def orphan(identifier: str, **fields: str) -> dict[str, Any]:
 def test_results_without_their_calls_are_kept() -> None:
     """A history that was cut at its beginning: ids stay, and those of later calls do not repeat them."""
     messages: list[dict[str, Any]] = [
-        orphan("functions.f:4"), orphan("call_x"), orphan("call_y", name="g"), orphan("call_y", name="g"),
+        orphan("functions.f:4"), orphan("functions.e:1"), orphan("call_x"),
+        orphan("call_y", name="g"), orphan("call_y", name="g"),
         {"role": "assistant", "tool_calls": [{**CALL, "arguments": None}]}, orphan("call_x"),
         {"role": "tool", "tool_call_id": "call_x", "content": None},
     ]  # fmt: skip
     text = apply_chat_template(messages)
     ids = [result.split("\n")[0] for result in text.split("## Return of ")[1:]]
-    assert ids[:4] == ["functions.f:4", "call_x", "functions.g:5", "functions.g:5"]
-    assert ids[4:] == ["functions.get_weather:6"] * 2
+    assert ids[:5] == ["functions.f:4", "functions.e:1", "call_x", "functions.g:5", "functions.g:5"]
+    assert ids[5:] == ["functions.get_weather:6"] * 2
     assert "<|tool_call_begin|>functions.get_weather:6<|tool_call_argument_begin|>" in text
 
 
@@ -193,6 +197,7 @@ ANTHROPICS: list[dict[str, Any]] = [
         {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "r"}, SHOWN]},
         {"type": "text", "text": "and?"}]},
 ]  # fmt: skip
+ALONE = [*ANTHROPICS[:2], {"role": "user", "content": ANTHROPICS[2]["content"][:1]}, THOUGHT_AND_CALLED[3]]
 RESPONSES: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
     {"role": "assistant", "tool_calls": THOUGHT_AND_CALLED[1]["tool_calls"], "content": [
@@ -203,7 +208,7 @@ RESPONSES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("messages", [ANTHROPICS, RESPONSES])
+@pytest.mark.parametrize("messages", [ANTHROPICS, ALONE, RESPONSES])
 @pytest.mark.parametrize("style", ChatStyle)
 def test_parts_of_other_apis_are_the_same_conversation(messages: list[dict[str, Any]], style: ChatStyle) -> None:
     assert render_segments(messages, style=style) == render_segments(THOUGHT_AND_CALLED, style=style)

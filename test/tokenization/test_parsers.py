@@ -125,6 +125,7 @@ def test_any_mixture_any_cuts(pieces: list[str], prefilled: bool, after: bool, t
     ("<|tool_call_" + CALL_END + "begin|>", ""), ("<|tool_call_begin|" + section(call()) + ">x", "x"),
     ("a<|tool_call_" + "<|tool_calls_sec" + CALL_END + "tion_end|>" + "begin|>b", "ab"),
     ("<|tool_" + THINK_END + "call_end|>" + "<|tool_call_be" + CALL_END, "<|tool_call_be"),
+    ("<" * 600, "<" * 600),
 ])  # fmt: skip
 def test_markers_put_together_around_others_do_not_reach_content(text: str, content: str) -> None:
     for pieces in ([text], list(text), cut(text, range(0, len(text), 7))):
@@ -189,9 +190,21 @@ def test_a_parsed_message_renders_to_the_same_text(style: ChatStyle) -> None:
     generated = FULL.removeprefix(THINK) if opens_reasoning(opened) else FULL
     message = parse_message(generated, prefilled=opens_reasoning(opened)).to_openai()
     json.dumps(message)
+    assert message["content"] == "I will. "
+    assert parse_message(CALL).to_openai()["content"] is None  # as OpenAI's API has it
     again = apply_chat_template([*prompt, message], style=style, add_generation_prompt=False)
     assert again == "".join(segment.text for segment in opened) + generated + "<|im_end|>"
     assert not opens_reasoning([])
+
+
+def test_nothing_follows_the_last() -> None:
+    reasoning, message = ReasoningStream(), MessageStream()
+    reasoning.feed("", last=True)
+    message.finish()
+    with pytest.raises(TokenizerError, match="the message is finished"):
+        reasoning.feed("a")
+    with pytest.raises(TokenizerError, match="the message is finished"):
+        message.feed("a")
 
 
 def from_tokens(tokens: list[int], **options: Any) -> AssistantMessage:

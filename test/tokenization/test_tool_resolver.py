@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from parser_cases import as_tuples, call, check_cuts, section
 
-from kimi_k2.tokenization.tool_resolver import ToolResolver, schema_problem
+from kimi_k2.tokenization.tool_resolver import MAX_STEPS, ToolResolver, schema_problem
 
 
 def tool(name: str, schema: Any) -> dict[str, Any]:
@@ -79,6 +80,7 @@ PATTERN = tool("f", {"required": ["q"], "properties": {"q": {"pattern": "^a+$"}}
         ("functions.rm:0", "{}", [], None),
         # Names that look like another's id.
         ("functions.a:b:0", "{}", [taking("a:b"), taking("a")], "a:b"),
+        ("a:0", "{}", [taking("a:0"), taking("a")], "a"), ("functions.a: 0", "{}", [taking("a"), taking("b")], "a"),
         ("search_2", "{}", [taking("search"), taking("search_2")], "search_2"),
         ("search_2", "{}", [taking("search"), taking("other")], "search"),
         ("functions_my_tool_3", "{}", [taking("my.tool"), taking("x", "y")], "my.tool"),
@@ -144,3 +146,11 @@ def test_a_schema_that_would_run_for_minutes(schema: Any) -> None:
     begun = time.process_time()
     assert schema_problem({"q": "a" * 60 + "!"}, schema) is not None
     assert time.process_time() - begun < 20
+
+
+def test_long_arguments_are_checked_as_jsonschema_checks_them() -> None:
+    """Nearly as many items as there are steps."""
+    schema = {"properties": {"q": {"items": {"type": "integer"}}}}
+    for last in (0, "0"):
+        arguments = {"q": [0] * (MAX_STEPS - 50) + [last]}
+        assert (schema_problem(arguments, schema) is None) == Draft202012Validator(schema).is_valid(arguments)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from rewritten import rewritten
 
-from kimi_k2.errors import ConfigError, MediaError
+from kimi_k2.errors import ConfigError, MediaError, MissingTensorError
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.parity.reference import transformers_features, transformers_kimi_k25
 from kimi_k2.synthetic.checkpoint import write_synthetic_checkpoint
@@ -82,3 +83,13 @@ def test_pixels_must_fit_the_grids(k25: Path) -> None:
 def test_a_member_without_a_tower_has_none(thinking: Path) -> None:
     with pytest.raises(ConfigError, match="vision_config"):
         VisionModel.from_pretrained(thinking)
+
+
+def test_a_damaged_tower_is_named_before_its_model_takes_memory(k25: Path, tmp_path: Path) -> None:
+    """On a device that no machine has, which the model would not get."""
+    name = "mm_projector.pre_norm.weight"
+    rewritten(k25, tmp_path / "damaged", lambda held: {key: held[key] for key in held if key != name})
+    with pytest.raises(MissingTensorError, match=name):
+        VisionModel.from_pretrained(tmp_path / "damaged", device="cuda:99")
+    with pytest.raises((AssertionError, RuntimeError)):
+        VisionModel.from_pretrained(k25, device="cuda:99")
