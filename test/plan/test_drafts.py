@@ -81,6 +81,10 @@ def test_effective_tpot_adds_the_heads_runs(form: Form, plain: Json) -> None:
     cache = 3 * 4096 * (512 if form == "llama" else 1152)
     rows = 3 * 32000 * 4  # d2t
     assert drafts["bytes_read"] == pytest.approx(read + cache + rows, rel=5e-3)  # and norms
+    one = planned("--draft", form, "--draft-tokens", 1)["drafts"]  # without the two runs from the head's own states
+    assert (one["positions"], one["runs"]) == (2, 2)
+    own = 2 * 2 * sum(sizes.values()) / 64 + 2 / 3 * (cache + rows)
+    assert drafts["bytes_read"] - one["bytes_read"] == pytest.approx(own, rel=5e-3)
     assert embedding // 64 < drafts["weights"]
     assert drafts["collectives"] == (18 if form == "llama" else 22)
     if form == "llama":  # of the lowered graph, test/nxd/graphs.py
@@ -134,6 +138,7 @@ def test_measured_figures_stand_for_those_assumed(tmp_path: Path, plain: Json) -
         ({"results": []}, "results'.*at least 1 item"),
         ({"results": [{"size(B)": 8}]}, "time:avg"),
         ({"results": [{"size(B)": 8, "time:avg(us)": 0}]}, "greater than 0, got 0"),
+        ({"results": [{"size(B)": 8, "time:avg(us)": float("inf")}]}, "finite number, got inf"),
         ({"dma_active_time": 1e-3, "hbm_read_bytes": "x"}, "hbm_read_bytes"),
         ({"dma_active_time": 1e-3, "hbm_read_bytes": 9e9, "hbm_write_bytes": 1}, "at most 725 GB/s"),
     ],

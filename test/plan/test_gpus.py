@@ -71,6 +71,7 @@ def test_the_command_prints_rows_and_records() -> None:
     printed = json.loads(result.output)
     assert {row["way"] for row in printed["modelled"]} >= {"TP8", "DP8+EP8", "TP8 x PP2", "DP16+EP16", "DP32+EP32"}
     assert {row["gpu"] for row in printed["modelled"]} == {"h100", "h200", "b200", "gb300"}
+    assert {row["requests"] for row in printed["modelled"]} == {64}
     table = kimi(*words, env={"COLUMNS": "170"})
     assert "DP32+EP32" in table.output
     assert "2,200 tokens/s a GPU (reported)" in table.output

@@ -121,6 +121,8 @@ def test_arrangement_of_the_published_port_costs_more(config: KimiK2Config) -> N
     theirs = replace(ours, published_port=True)
     read_ours, read_theirs = (decode_counts(target, 512).bytes_read() for target in (ours, theirs))
     assert read_theirs > 10 * read_ours  # all 192 local experts instead of 8
+    once = 61 * 576 * 2 * ours.batch * 512  # its keys and its values are two caches
+    assert [decode_counts(target, 512).read["cache"] for target in (ours, theirs)] == [once, 2 * once]
     extra = memory_plan(theirs).resident - memory_plan(ours).resident
     assert extra > 2 * 2**30
 
