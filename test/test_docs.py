@@ -191,7 +191,7 @@ BLOCKS = {
         WEIGHTS,
         "test/cli/test_rehearse.py::test_the_way_of_a_preset",
         "dry",
-        "test/bench/test_tool_criteria.py::test_the_command_names_the_server_that_is_not_there",
+        "test/bench/test_tool_criteria.py::test_no_openai_server",
     ),
     "engines.md": (
         "parsed: vLLM's own command, published weights",
