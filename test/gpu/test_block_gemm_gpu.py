@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.linear import wide_gemm as wide
-from kimi_k2.kernels.linear.block_gemm import TILES, Tile, add_quantize, block_gemm, padded, quantize_groups
+from kimi_k2.kernels.linear.block_gemm import TILES, add_quantize, block_gemm, padded, quantize_groups
 
 pytestmark = NEEDS_HOPPER
 
@@ -24,14 +24,14 @@ def restored(x: Tensor, scale: Tensor) -> Tensor:
     return x.double().sum(0) * scale[:, : x.shape[1]].T.double().repeat_interleave(128, 1)
 
 
-def product(terms: int, tokens: int, rows: int, columns: int, *launch: int) -> None:
+def product(gemm: Callable[..., Tensor], terms: int, tokens: int, rows: int, columns: int, *launch: int) -> None:
     torch.manual_seed(tokens + rows)
     x = torch.randn(tokens, columns, device="cuda").bfloat16()
     weight, weight_scale = blocks(rows, columns)
     fp8, scale = quantize_groups(x, terms=terms)
     scale[:, tokens:] = float("nan")  # what pads the scales touches nothing
     wanted = restored(fp8, scale) @ dense(weight, weight_scale).T
-    out = block_gemm(fp8, scale, weight, weight_scale, list(launch))
+    out = gemm(fp8, scale, weight, weight_scale, list(launch))
     # bf16 rounds by 1.7e-3; the tensor cores keep about 14 bits of a sum of e4m3 products.
     assert distance(out, wanted) < 2.5e-3, (tokens, rows, columns, launch)
     if terms == 2:  # as near as bf16 tokens and weights are
@@ -39,22 +39,37 @@ def product(terms: int, tokens: int, rows: int, columns: int, *launch: int) -> N
     for column in (0, rows - 1):
         assert distance(out[:, column], wanted[:, column]) < 1e-2
     assert distance(out[tokens - 1], wanted[tokens - 1]) < 5e-3
-    assert torch.equal(out, block_gemm(fp8, scale, weight, weight_scale, list(launch))), "not deterministic"
+    assert torch.equal(out, gemm(fp8, scale, weight, weight_scale, list(launch))), "not deterministic"
 
 
-@pytest.mark.parametrize(("terms", "tile"), [(terms, tile) for terms, tiles in TILES.items() for tile in tiles])
-def test_every_launch(terms: int, tile: Tile) -> None:
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tile", TILES)
+def test_every_launch(terms: int, tile: int) -> None:
     """Ragged rows and tokens; one block a tile, and clusters that share one, unevenly too."""
-    most = tile.tokens
-    for tokens, rows, columns in ((most, 576, 1024), (2 * most + 9, 2112, 640), (3, 72, 2304)):
+    for tokens, rows, columns in ((tile, 576, 1024), (2 * tile + 9, 2112, 640), (3, 72, 2304)):
         for cluster in (1, 2, 3, 5, 8):
             if cluster <= columns // 128:
-                product(terms, tokens, rows, columns, *tile, cluster)
+                product(block_gemm, terms, tokens, rows, columns, 1, tile, cluster)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tile", [tile for tile in wide.TILES if tile.turns])
+def test_warpgroups_take_turns(terms: int, tile: wide.Tile) -> None:
+    """Odd and even blocks of columns, one each at least; ragged rows and tokens; several tiles a block; shared ones."""
+    for tokens, rows, columns in ((64, 576, 256), (137, 2112, 640), (3, 72, 2304), (900, 4608, 896), (3000, 2112, 384)):
+        for cluster in (1, 2, 3, 5, 8):
+            if tile.shared(cluster, columns):
+                product(wide.wide_gemm, terms, tokens, rows, columns, *tile, cluster)
 
 
 @pytest.mark.parametrize(
     ("gemm", "launch", "tokens"),
-    [(block_gemm, [1, 64, 1], 65), (block_gemm, [2, 32, 1], 128), (wide.wide_gemm, [2, 128, 1], 1024)],
+    [
+        (block_gemm, [1, 64, 1], 65),
+        (block_gemm, [1, 32, 1], 128),
+        (wide.wide_gemm, [2, 128, 1], 1024),
+        (wide.wide_gemm, [1, 128, 1], 1024),
+    ],
 )
 def test_beside_the_next_launch(
     gemm: Callable[..., Tensor], launch: list[int], tokens: int, next_launch: Callable[..., None]
@@ -67,11 +82,10 @@ def test_beside_the_next_launch(
 
 def test_many_tiles() -> None:
     """More tiles than blocks: a block's ring is filled for the next tile while this one is stored."""
-    product(1, 3000, 4608, 1280, 2, 128, 1)
-    product(1, 3000, 4608, 1280, 1, 64, 1)
-    product(1, 5000, 2112, 256, 2, 256, 1)
-    product(2, 3000, 4608, 1280, 2, 128, 1)
-    product(2, 3000, 2112, 1280, 1, 32, 1)
+    for terms in (1, 2):
+        product(block_gemm, terms, 3000, 4608, 1280, 1, 64, 1)
+        product(block_gemm, terms, 3000, 2112, 1280, 1, 32, 1)
+        product(block_gemm, terms, 5000, 2112, 256, 1, 16, 1)
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -91,7 +105,7 @@ def test_wide_gemm_has_the_bits_of_block_gemm(sizes: tuple[int, int, int, int], 
         same = block_gemm(fp8, scale, weight, weight_scale, [1, 64, cluster])
         assert distance(same, restored(fp8, scale) @ dense(weight, weight_scale).T) < 2.5e-3
         for tile in wide.TILES:
-            if cluster == 1 or tile.rows <= wide.MOST_SHARED:
+            if tile.shared(cluster, columns) and not tile.turns:
                 found = wide.wide_gemm(fp8, scale, weight, weight_scale, [*tile, cluster])
                 assert torch.equal(found, same), tile
 

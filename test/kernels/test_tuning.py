@@ -25,6 +25,7 @@ from kimi_k2.kernels.experts.w4a16 import check_choice
 from kimi_k2.kernels.linear import block_gemm, wide_gemm
 from kimi_k2.kernels.linear import tuning as linear_tuning
 
+TILES = {"block": [(1, tile) for tile in block_gemm.TILES], "wide": wide_gemm.TILES, "cublas": [(0, 0)]}
 SHAPES = [(384, 256, 8), (48, 2048, 1), (384, 128, 8), (8, 512, 2)]
 
 
@@ -57,8 +58,9 @@ def test_shipped_files_keep_the_contract(files: tuning.Files[Any], path: Path) -
             choice.check(last, 8 * experts // 384, hidden, inter)  # pairs that arrive for a token
         elif isinstance(choice, linear_tuning.LinearChoice):
             terms, _, columns = map(int, named[:3])
-            tiles = {"block": block_gemm.TILES[terms], "wide": wide_gemm.TILES, "cublas": [(0, 0)]}[choice.kernel]
-            assert (choice.groups, choice.tile) in tiles and choice.cluster <= min(8, columns // 128)
+            assert (choice.groups, choice.tile) in TILES[choice.kernel] and choice.cluster <= min(8, columns // 128)
+            if choice.kernel == "wide":
+                assert wide_gemm.Tile(choice.groups, choice.tile).shared(choice.cluster, columns)
             assert choice.kernel != "cublas" or terms == 2
         else:
             assert 0 <= choice.splits <= 64 and int(named[0]) in HEADS
@@ -206,6 +208,5 @@ def test_attention_beyond_its_file_is_planned_where_it_pays(heads: int) -> None:
 def test_linears_without_a_file_have_launches(rows: int, columns: int, terms: int) -> None:
     for tokens in (1, 16, 17, 64, 65, 256, 257, 8192):
         choice = linear_tuning.choose(terms, tokens, rows, columns, "a card without files")
-        tiles = {"block": block_gemm.TILES[terms], "wide": wide_gemm.TILES, "cublas": [(0, 0)]}[choice.kernel]
-        assert (choice.groups, choice.tile) in tiles
+        assert (choice.groups, choice.tile) in TILES[choice.kernel]
         assert (choice.kernel == "cublas") == (terms == 2 and tokens > 256)

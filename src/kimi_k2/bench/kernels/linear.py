@@ -140,20 +140,17 @@ def launches(name: str, terms: int, tokens: int) -> dict[LinearChoice, list[Call
         gemm(*block_gemm.quantize_groups(x, given.norm, terms=terms), weight, given.scale, choice.launch)
 
     choices = [
-        LinearChoice("block", *tile, cluster)
-        for tile in block_gemm.TILES[terms]
+        LinearChoice("block", 1, tile, cluster)
+        for tile in block_gemm.TILES
         for cluster in (1, 2, 3, 4, 5, 6, 8)
-        if tokens <= 1024 and tile.tokens <= 2 * tokens and cluster <= columns // BLOCK
-        if cluster == 1 or -(-rows // (64 * tile.groups)) * -(-tokens // tile.tokens) * cluster <= 2 * sms
+        if tokens <= 1024 and tile <= 2 * tokens and cluster <= columns // BLOCK
+        if cluster == 1 or -(-rows // 64) * -(-tokens // tile) * cluster <= 2 * sms
     ] + [
         LinearChoice("wide", *tile, cluster)
         for tile in wide_gemm.TILES
-        for cluster in (1, 2, 3, 4)
-        if cluster <= columns // BLOCK
-        if cluster == 1 or (
-            tile.rows <= wide_gemm.MOST_SHARED
-            and -(-rows // tile.rows) * -(-tokens // (64 * tile.groups)) * cluster <= 2 * sms // tile.groups
-        )
+        for cluster in (1, 2, 3, 4, 5, 6, 8)
+        if tile.shared(cluster, columns)
+        if cluster == 1 or -(-rows // tile.rows) * -(-tokens // (64 * tile.groups)) * cluster <= tile.blocks * sms
     ]  # fmt: skip
     ways: dict[LinearChoice, list[Callable[[], object]]]
     ways = {choice: [partial(call, choice, weight) for weight in given.weights] for choice in choices}

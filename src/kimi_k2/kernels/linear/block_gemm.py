@@ -8,8 +8,6 @@ before the GEMM. csrc/block_gemm.cuh says how the GEMM's launch works.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,13 +17,6 @@ from kimi_k2.kernels.common.operation import kernel_operation
 
 BLOCK = 128
 MAX_NORM = 8192
-
-
-class Tile(NamedTuple):
-    """What a block sums at a time: `groups` of 64 rows of the weight, by so many tokens."""
-
-    groups: int
-    tokens: int
 
 
 def padded(tokens: int) -> int:
@@ -106,14 +97,8 @@ def add_quantize(
     launch("linear/quantize", "kimi_quantize", "add_quantize", x.device, *operands, *sizes, float(eps))
 
 
-# By terms: a block of columns in two of them takes about what twice the tokens take in one.
-TILES = {
-    1: (
-        Tile(1, 16), Tile(1, 32), Tile(1, 64), Tile(1, 128), Tile(2, 32), Tile(2, 64), Tile(2, 96), Tile(2, 128),
-        Tile(2, 192), Tile(2, 256),
-    ),
-    2: (Tile(1, 16), Tile(1, 32), Tile(1, 64), Tile(2, 32), Tile(2, 64), Tile(2, 96), Tile(2, 128)),
-}  # fmt: skip
+# Tokens that a block multiplies at a time, by 64 rows of the weight.
+TILES = (16, 32, 64)
 
 
 # A GEMM of FP8 blocks and tokens of `quantize_groups`: a row of the scales is P = `padded(T)` long.
@@ -140,7 +125,6 @@ def block_gemm(
 
     Args:
         x, scale: as `quantize_groups` gives them.
-        choice: of a tile of `TILES[terms]` the groups of 64 rows and the tokens, and blocks that share it, each a part
-            of the columns.
+        choice: 1 for one group of 64 rows, one of `TILES`, and blocks that share a tile, each a part of the columns.
     """
     launch_product("linear/block_gemm", x, scale, weight, weight_scale_inv, choice, out)

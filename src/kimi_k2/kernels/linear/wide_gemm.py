@@ -1,6 +1,7 @@
 """FP8-block GEMM on the tensor cores for many tokens: `torch.ops.kimi_k2.wide_gemm`.
 
-What `block_gemm` computes with one part of the columns, bit for bit. csrc/wide_gemm.cuh says how the launch works.
+What `block_gemm` computes with as many parts of the columns, bit for bit, except by tiles whose warpgroups take turns:
+they add the sums of every second block of columns to those of the others. csrc/wide_gemm.cuh says how the launch works.
 """
 
 from __future__ import annotations
@@ -24,8 +25,25 @@ class Tile(NamedTuple):
     groups: int
     rows: int
 
+    @property
+    def turns(self) -> bool:
+        """Whether two warpgroups take turns at its blocks of columns, at least one each."""
+        return self.groups == 1 and self.rows > 64
 
-TILES = (Tile(1, 64), Tile(1, 72), Tile(2, 64), Tile(2, 72), Tile(2, 128), Tile(2, 144), Tile(2, 192))
+    @property
+    def blocks(self) -> int:
+        """Blocks of an SM that run at once."""
+        return 1 if self.turns or self.groups == 2 else 2
+
+    def shared(self, cluster: int, columns: int) -> bool:
+        """Whether so many blocks may share it, each a part of so many columns."""
+        return (cluster == 1 or self.rows <= MOST_SHARED) and cluster * (1 + self.turns) <= columns // block_gemm.BLOCK
+
+
+TILES = (
+    Tile(1, 64), Tile(1, 88), Tile(1, 96), Tile(1, 128), Tile(1, 144), Tile(1, 192), Tile(2, 64), Tile(2, 128),
+    Tile(2, 144), Tile(2, 192),
+)  # fmt: skip
 MOST_SHARED = 144  # rows of a tile that blocks may share
 
 
@@ -38,6 +56,6 @@ def wide_gemm(
     Args:
         x, scale: as `block_gemm.quantize_groups` gives them.
         choice: of a tile of `TILES` the groups of 64 tokens and the rows, and blocks that share it, each a part of the
-            columns; one of more than `MOST_SHARED` rows is not shared.
+            columns, where the tile is `shared`.
     """
     block_gemm.launch_product("linear/wide_gemm", x, scale, weight, weight_scale_inv, choice, out)

@@ -2,10 +2,9 @@
 // block, sums in float32, y in bf16. x may be the sum of two TERMS, the second of them what rounding the first has
 // left: they hold bf16's bits, and their products have one sum.
 //
-// A tile is GROUPS times 64 rows of W by TOKENS tokens. One thread feeds a ring of 128 columns of both through the copy
-// engine; each of GROUPS warpgroups multiplies its 64 rows (the left operand) by the tokens and adds every block of 128
-// columns, scaled, to its sums. W does not depend on the launch before this one: the first requests for it go out
-// before that one has ended.
+// A tile is 64 rows of W by TOKENS tokens. One thread feeds a ring of 128 columns of both through the copy engine; a
+// warpgroup multiplies the rows (the left operand) by the tokens and adds every block of 128 columns, scaled, to its
+// sums. W does not depend on the launch before this one: the first requests for it go out before that one has ended.
 //
 // Many tiles: a block takes one after the other, and its ring is filled for the next while this one is stored.
 // Few tiles: the blocks of a cluster share one, each a part of the columns; then each sums its share of the tile's
@@ -37,13 +36,10 @@ struct Registers {
   static_assert(128 * (kFeed + GROUPS * kMultiply) <= kLaunched * kThreads, "setmaxnreg would not return");
 };
 
-template <int GROUPS, int TOKENS, int TERMS, int STAGES>
+template <int TOKENS, int TERMS, int STAGES>
 struct GemmMemory {
-  static constexpr int kRows = 64 * GROUPS, kPart = TOKENS > 128 ? TOKENS / 2 : TOKENS, kParts = TOKENS / kPart;
-  // Where a block of columns takes little time, the latency of its products shows: two are under way.
-  static constexpr int kBuffers = TOKENS <= 64 ? 2 : 1;
-  static constexpr int kStored = TOKENS <= 64 ? TOKENS : TOKENS % 64 ? TOKENS / 2 : 64;  // tokens staged at a time
-  static_assert(TOKENS % kStored == 0 && kStored % 16 == 0, "whole stores of two matrices of 8 tokens");
+  static_assert(TOKENS % 16 == 0, "whole stores of two matrices of 8 tokens");
+  static constexpr int kRows = 64;
   static constexpr int kSumPitch = kRows + 4;  // values: lanes of different tokens meet different banks
   struct Ring {
     alignas(1024) unsigned char w[STAGES][kRows * 128];
@@ -54,7 +50,7 @@ struct GemmMemory {
     alignas(1024) float sums[TOKENS][kSumPitch];  // of this block's part of the columns
   };
   alignas(128) float scale[STAGES][TOKENS];
-  alignas(128) unsigned char staged[GROUPS][kStored * kStagedPitch];
+  alignas(128) unsigned char staged[TOKENS * kStagedPitch];
   alignas(8) uint64_t full[STAGES], empty[STAGES];
 };
 
@@ -88,39 +84,54 @@ __device__ __forceinline__ Tile locate(const GemmArguments& a, int tile) {
   return {(stripe * kStripe + inside % width) * Memory::kRows, inside / width * TOKENS};
 }
 
-// One thread: every tile's blocks of columns into the ring.
+// One thread of each of the feeding WARPS: a tile's blocks of columns into the ring. A stage is always the same warp's,
+// which so has seen every phase of its barrier before it waits for the next. `seq` are the blocks of the tiles before;
+// `weights` and `tokens` ask for block `i` into a stage.
+template <int STAGES, int WARPS = 1, class Memory, class Weights, class Tokens>
+__device__ __forceinline__ void feed_tile(Memory& m, int seq, int blocks, Weights weights, Tokens tokens) {
+  // By a shuffle, so that the compiler knows one value a warp: fewer registers.
+  const int warp = WARPS == 1 ? 0 : __shfl_sync(1, threadIdx.x / 32, 0);
+  int i = 0;
+  if (seq == 0) {  // the weights do not depend on the launch before this one
+    i = min(STAGES, blocks);
+    for (int st = warp; st < i; st += WARPS) weights(st, st);
+    pdl_wait();
+    for (int st = warp; st < i; st += WARPS) tokens(st, st);
+  }
+#pragma unroll 1
+  for (; i < blocks; ++i) {
+    const int at = seq + i, st = at % STAGES;
+    if (WARPS > 1 && st % WARPS != warp) continue;
+    if (at >= STAGES) mbar_wait(&m.empty[st], (at / STAGES - 1) & 1);
+    weights(st, i);
+    tokens(st, i);
+  }
+}
+
+// Every tile's.
 template <class Memory, int TOKENS, int TERMS, int STAGES>
 __device__ __forceinline__ void feed(const GemmArguments& a, Memory& m, const CUtensorMap& weights,
                                      const CUtensorMap& tokens, int first, int step, int tiles, int begin, int end) {
   const uint64_t policy = a.tokens <= TOKENS ? kEvictFirst : kEvictNormal;
-  auto request_weights = [&](int st, int row, int kb) {
-    mbar_arrive_expect_tx(&m.full[st], Memory::kRows * 128 + TERMS * TOKENS * 128 + TOKENS * 4);
-    tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], kb * 128, row, policy);
-  };
-  auto request_tokens = [&](int st, int token, int kb) {
-#pragma unroll
-    for (int i = 0; i < TERMS; ++i)  // a ragged last tile ends in the next term's first tokens, which nobody stores
-      tma_load_2d(smem_u32(m.ring.x[st][i]), &tokens, &m.full[st], kb * 128, i * a.tokens + token, kEvictNormal);
-    bulk_load(m.scale[st], a.token_scale + (size_t)kb * a.token_stride + token, TOKENS * 4, &m.full[st], kEvictNormal);
-  };
   int seq = 0;
-  for (int t = first; t < tiles; t += step) {
+  for (int t = first; t < tiles; t += step, seq += end - begin) {
     const Tile tile = locate<Memory, TOKENS>(a, t);
-    int kb = begin;
-    if (seq == 0) {
-      const int ahead = min(STAGES, end - begin);
-      for (int i = 0; i < ahead; ++i) request_weights(i, tile.row, begin + i);
-      pdl_wait();
-      for (int i = 0; i < ahead; ++i) request_tokens(i, tile.token, begin + i);
-      seq = ahead;
-      kb += ahead;
-    }
-    for (; kb < end; ++kb, ++seq) {
-      const int st = seq % STAGES;
-      if (seq >= STAGES) mbar_wait(&m.empty[st], ((seq / STAGES) - 1) & 1);
-      request_weights(st, tile.row, kb);
-      request_tokens(st, tile.token, kb);
-    }
+    feed_tile<STAGES>(
+        m, seq, end - begin,
+        [&](int st, int i) {
+          mbar_arrive_expect_tx(&m.full[st], Memory::kRows * 128 + TERMS * TOKENS * 128 + TOKENS * 4);
+          tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], (begin + i) * 128, tile.row, policy);
+        },
+        [&](int st, int i) {
+          const int kb = begin + i;
+#pragma unroll
+          for (int n = 0; n < TERMS;
+               ++n)  // a ragged last tile ends in the next term's first tokens: nobody stores them
+            tma_load_2d(smem_u32(m.ring.x[st][n]), &tokens, &m.full[st], kb * 128, n * a.tokens + tile.token,
+                        kEvictNormal);
+          bulk_load(m.scale[st], a.token_scale + (size_t)kb * a.token_stride + tile.token, TOKENS * 4, &m.full[st],
+                    kEvictNormal);
+        });
   }
 }
 
@@ -129,28 +140,22 @@ __device__ __forceinline__ void feed(const GemmArguments& a, Memory& m, const CU
 template <class Memory, int TOKENS>
 __device__ __forceinline__ void store_tile(const GemmArguments& a, Memory& m, const Tile tile,
                                            const float (&acc)[TOKENS / 2]) {
-  constexpr int kCols = Memory::kStored;
-  const int thread = threadIdx.x % 128, group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-  unsigned char* mine = m.staged[group];
+  const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const uint32_t put =
-      smem_u32(mine) + ((lane >> 4) * 8 + (lane & 7)) * kStagedPitch + thread / 32 * 32 + ((lane >> 3) & 1) * 16;
-  const int row = tile.row + group * 64, tokens = a.tokens - tile.token;
+      smem_u32(m.staged) + ((lane >> 4) * 8 + (lane & 7)) * kStagedPitch + thread / 32 * 32 + ((lane >> 3) & 1) * 16;
 #pragma unroll
-  for (int c = 0; c < TOKENS; c += kCols) {
-#pragma unroll
-    for (int j = c / 8; j < (c + kCols) / 8; j += 2)
-      stmatrix_x4_trans(put + (j - c / 8) * 8 * kStagedPitch, pack_bf16(acc[4 * j], acc[4 * j + 1]),
-                        pack_bf16(acc[4 * j + 2], acc[4 * j + 3]), pack_bf16(acc[4 * j + 4], acc[4 * j + 5]),
-                        pack_bf16(acc[4 * j + 6], acc[4 * j + 7]));
-    named_sync(2 + group, 128);
-    for (int i = thread; i < min(kCols, tokens - c) * 8; i += 128) {
-      const int token = i >> 3, part = i & 7;
-      if (row + part * 8 < a.rows)
-        *reinterpret_cast<uint4*>(a.out + (size_t)(tile.token + c + token) * a.rows + row + part * 8) =
-            *reinterpret_cast<const uint4*>(mine + token * kStagedPitch + part * 16);
-    }
-    named_sync(2 + group, 128);
+  for (int j = 0; j < TOKENS / 8; j += 2)
+    stmatrix_x4_trans(put + j * 8 * kStagedPitch, pack_bf16(acc[4 * j], acc[4 * j + 1]),
+                      pack_bf16(acc[4 * j + 2], acc[4 * j + 3]), pack_bf16(acc[4 * j + 4], acc[4 * j + 5]),
+                      pack_bf16(acc[4 * j + 6], acc[4 * j + 7]));
+  named_sync(2, 128);
+  for (int i = thread; i < min(TOKENS, a.tokens - tile.token) * 8; i += 128) {
+    const int token = i >> 3, part = i & 7;
+    if (tile.row + part * 8 < a.rows)
+      *reinterpret_cast<uint4*>(a.out + (size_t)(tile.token + token) * a.rows + tile.row + part * 8) =
+          *reinterpret_cast<const uint4*>(m.staged + token * kStagedPitch + part * 16);
   }
+  named_sync(2, 128);
 }
 
 // This block's part of a shared tile, to where the others find it. The ring has been read.
@@ -201,107 +206,88 @@ __device__ __forceinline__ void sum_blocks(const GemmArguments& a, Memory& m, co
   }
 }
 
-template <int GROUPS, int TOKENS, int TERMS, int STAGES>
-__global__ void __launch_bounds__(Registers<GROUPS>::kThreads, Registers<GROUPS>::kBlocks)
+template <int TOKENS, int TERMS, int STAGES>
+__global__ void __launch_bounds__(Registers<1>::kThreads, Registers<1>::kBlocks)
     block_gemm(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens,
                const GemmArguments a) {
-  using Memory = GemmMemory<GROUPS, TOKENS, TERMS, STAGES>;
-  constexpr int kPart = Memory::kPart, kParts = Memory::kParts, kBuffers = Memory::kBuffers;
+  using Memory = GemmMemory<TOKENS, TERMS, STAGES>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
-  const int thread = threadIdx.x, lane = thread % 32, group = thread / 128 - 1;
+  const int thread = threadIdx.x, lane = thread % 32;
   const int rank = blockIdx.x % a.cluster, blocks = a.columns / 128;
   const int begin = rank * blocks / a.cluster, end = (rank + 1) * blocks / a.cluster;
   const int first = blockIdx.x / a.cluster, step = gridDim.x / a.cluster;
   const int tiles = ((a.rows + Memory::kRows - 1) / Memory::kRows) * ((a.tokens + TOKENS - 1) / TOKENS);
-  open_ring<GROUPS, STAGES>(m, weights, tokens);
+  open_ring<1, STAGES>(m, weights, tokens);
 
-  if (group < 0) {
-    reg_dealloc<Registers<GROUPS>::kFeed>();
+  if (thread < 128) {
+    reg_dealloc<Registers<1>::kFeed>();
     if (thread == 0) feed<Memory, TOKENS, TERMS, STAGES>(a, m, weights, tokens, first, step, tiles, begin, end);
   } else {
-    reg_alloc<Registers<GROUPS>::kMultiply>();
+    reg_alloc<Registers<1>::kMultiply>();
     int seq = 0;
     for (int t = first; t < tiles; t += step) {
       const Tile tile = locate<Memory, TOKENS>(a, t);
-      // The last group of a tile may lie past the last row.
-      const int block = min((tile.row + group * 64) / 128, (a.rows - 1) / 128);
-      const float* scales = a.weight_scale + (size_t)block * blocks;
+      const float* scales = a.weight_scale + (size_t)(tile.row / 128) * blocks;
       float acc[TOKENS / 2];
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) acc[i] = 0.f;
-      float sum[kBuffers][kPart / 2];
-      auto multiply = [&](float (&to)[kPart / 2], int at, int p) {
+      float sum[2][TOKENS / 2];
+      auto multiply = [&](float (&to)[TOKENS / 2], int at) {
         const int st = at % STAGES;
-        if (p == 0) mbar_wait(&m.full[st], (at / STAGES) & 1);
-        const uint64_t left = desc_sw128(smem_u32(m.ring.w[st]) + group * 8192);
+        mbar_wait(&m.full[st], (at / STAGES) & 1);
+        const uint64_t left = desc_sw128(smem_u32(m.ring.w[st]));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TERMS; ++i) {
-          const uint64_t right = desc_sw128(smem_u32(m.ring.x[st][i])) + p * (kPart * 8);
+          const uint64_t right = desc_sw128(smem_u32(m.ring.x[st][i]));
 #pragma unroll
-          for (int k = 0; k < 4; ++k) WgmmaE4m3<kPart>::go(to, left + 2 * k, right + 2 * k, i + k > 0);
+          for (int k = 0; k < 4; ++k) WgmmaE4m3<TOKENS>::go(to, left + 2 * k, right + 2 * k, i + k > 0);
         }
         wgmma_commit();
       };
-      auto promote = [&](float (&from)[kPart / 2], int at, int p, float w) {
-        const float* scale = m.scale[at % STAGES] + 2 * (lane & 3) + p * kPart;
+      auto promote = [&](float (&from)[TOKENS / 2], int at, float w) {
+        const float* scale = m.scale[at % STAGES] + 2 * (lane & 3);
         fence_regs(from);
         uint32_t read = 0;
 #pragma unroll
-        for (int j = 0; j < kPart / 8; ++j) {
+        for (int j = 0; j < TOKENS / 8; ++j) {
           const float2 c = *reinterpret_cast<const float2*>(scale + 8 * j);
           read |= __float_as_uint(c.x);
           const float c0 = c.x * w, c1 = c.y * w;
-          float* to = acc + p * (kPart / 2) + 4 * j;
+          float* to = acc + 4 * j;
           to[0] += from[4 * j] * c0;
           to[1] += from[4 * j + 1] * c1;
           to[2] += from[4 * j + 2] * c0;
           to[3] += from[4 * j + 3] * c1;
         }
-        if (p == kParts - 1) {
-          __syncwarp();
-          if (lane == 0) mbar_arrive_behind(&m.empty[at % STAGES], read);
-        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive_behind(&m.empty[at % STAGES], read);
       };
       auto scale_of = [&](int kb) { return __ldg(scales + min(kb, end - 1)); };
       const int start = seq;
       seq += end - begin;
-      if constexpr (kBuffers == 2) {
-        // Two blocks of columns at once: the first is promoted while the second is multiplied. Nothing is under way
-        // at the loop's end, or the compiler would serialize the products.
-        float w0 = scale_of(begin), w1 = scale_of(begin + 1);
-        int at = start;
-        for (; at + 1 < seq; at += 2) {
-          const float u0 = w0, u1 = w1;
-          w0 = scale_of(begin + at - start + 2), w1 = scale_of(begin + at - start + 3);
-          multiply(sum[0], at, 0);
-          multiply(sum[1], at + 1, 0);
-          wgmma_wait<1>();
-          promote(sum[0], at, 0, u0);
-          wgmma_wait<0>();
-          promote(sum[1], at + 1, 0, u1);
-        }
-        if (at < seq) {
-          multiply(sum[0], at, 0);
-          wgmma_wait<0>();
-          promote(sum[0], at, 0, w0);
-        }
-      } else {
-        float next = scale_of(begin);
-        for (int at = start; at < seq; ++at) {
-          const float w = next;
-          next = scale_of(begin + at - start + 1);
-#pragma unroll
-          for (int p = 0; p < kParts; ++p) {
-            multiply(sum[0], at, p);
-            wgmma_wait<0>();
-            promote(sum[0], at, p, w);
-          }
-        }
+      // Two blocks of columns at once: the first is promoted while the second is multiplied. Nothing is under way at
+      // the loop's end, or the compiler would serialize the products.
+      float w0 = scale_of(begin), w1 = scale_of(begin + 1);
+      int at = start;
+      for (; at + 1 < seq; at += 2) {
+        const float u0 = w0, u1 = w1;
+        w0 = scale_of(begin + at - start + 2), w1 = scale_of(begin + at - start + 3);
+        multiply(sum[0], at);
+        multiply(sum[1], at + 1);
+        wgmma_wait<1>();
+        promote(sum[0], at, u0);
+        wgmma_wait<0>();
+        promote(sum[1], at + 1, u1);
+      }
+      if (at < seq) {
+        multiply(sum[0], at);
+        wgmma_wait<0>();
+        promote(sum[0], at, w0);
       }
       if (a.cluster == 1) store_tile<Memory, TOKENS>(a, m, tile, acc);
-      else publish_sums<Memory, GROUPS, TOKENS>(m, acc);
+      else publish_sums<Memory, 1, TOKENS>(m, acc);
     }
   }
   if (a.cluster > 1) {

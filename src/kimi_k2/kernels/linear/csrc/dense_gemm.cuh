@@ -28,23 +28,15 @@ template <class Memory, int TOKENS, int STAGES>
 __device__ __forceinline__ void feed_dense(Memory& m, const CUtensorMap& weights, const CUtensorMap& tokens,
                                            const Tile tile, int begin, int end, bool once) {
   const uint64_t policy = once ? kEvictFirst : kEvictNormal;
-  auto request_weights = [&](int st, int kb) {
-    mbar_arrive_expect_tx(&m.full[st], (Memory::kRows + TOKENS) * 128);
-    tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], kb * 64, tile.row, policy);
-  };
-  auto request_tokens = [&](int st, int kb) {
-    tma_load_2d(smem_u32(m.ring.x[st]), &tokens, &m.full[st], kb * 64, tile.token, kEvictNormal);
-  };
-  const int ahead = min(STAGES, end - begin);
-  for (int i = 0; i < ahead; ++i) request_weights(i, begin + i);
-  pdl_wait();
-  for (int i = 0; i < ahead; ++i) request_tokens(i, begin + i);
-  for (int i = ahead; i < end - begin; ++i) {
-    const int st = i % STAGES;
-    mbar_wait(&m.empty[st], ((i / STAGES) - 1) & 1);
-    request_weights(st, begin + i);
-    request_tokens(st, begin + i);
-  }
+  feed_tile<STAGES>(
+      m, 0, end - begin,
+      [&](int st, int i) {
+        mbar_arrive_expect_tx(&m.full[st], (Memory::kRows + TOKENS) * 128);
+        tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], (begin + i) * 64, tile.row, policy);
+      },
+      [&](int st, int i) {
+        tma_load_2d(smem_u32(m.ring.x[st]), &tokens, &m.full[st], (begin + i) * 64, tile.token, kEvictNormal);
+      });
 }
 
 template <int GROUPS, int TOKENS, int STAGES, bool WIDE>

@@ -8,8 +8,9 @@ namespace linear {
 // As many stages as fit the shared memory of an SM's blocks, at most eight.
 template <int GROUPS, int ROWS, int TERMS, int STAGES = 8>
 constexpr int wide_stages() {
-  constexpr size_t kBlocks = WideBlock<GROUPS>::kBlocks, kShare = host::kMaxShared / kBlocks - 1024 * (kBlocks - 1);
-  if constexpr (sizeof(WideMemory<GROUPS, ROWS, TERMS, STAGES>) <= kShare) return STAGES;
+  using Block = WideBlock<GROUPS, ROWS>;
+  constexpr size_t kBlocks = Block::kBlocks, kShare = host::kMaxShared / kBlocks - 1024 * (kBlocks - 1);
+  if constexpr (STAGES % Block::kTurns == 0 && sizeof(WideMemory<GROUPS, ROWS, TERMS, STAGES>) <= kShare) return STAGES;
   else return wide_stages<GROUPS, ROWS, TERMS, STAGES - 1>();
 }
 
@@ -19,6 +20,7 @@ int start_wide(const GemmArguments& a, const void* weight, const void* x, void* 
   static_assert(kStages > 2, "too few requests under way");
   using Memory = WideMemory<GROUPS, ROWS, TERMS, kStages>;
   if (a.cluster > 1 && !kWideShared<ROWS>) return host::kNoInstance;
+  if (a.columns / 128 < WideBlock<GROUPS, ROWS>::kTurns * a.cluster) return host::kNoInstance;  // a turn without any
   const int tiles = WideTiles<GROUPS, ROWS>(a).count();
   CUtensorMap weights, tokens, outputs;
   constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -29,10 +31,10 @@ int start_wide(const GemmArguments& a, const void* weight, const void* x, void* 
                           : host::encode_box(&outputs, kOut, 2, out, a.rows, a.tokens, kBox, 16))
     return rc;
   // A cluster takes one tile; otherwise as many blocks as run at once take them all.
-  const int blocks = a.cluster > 1 ? tiles * a.cluster : min(tiles, sms * WideBlock<GROUPS>::kBlocks);
+  const int blocks = a.cluster > 1 ? tiles * a.cluster : min(tiles, sms * WideBlock<GROUPS, ROWS>::kBlocks);
   return host::launch(wide_gemm<GROUPS, ROWS, TERMS, kStages>,
-                      {dim3(blocks), WideBlock<GROUPS>::kThreads, sizeof(Memory), stream, true, a.cluster}, weights,
-                      tokens, outputs, a);
+                      {dim3(blocks), WideBlock<GROUPS, ROWS>::kThreads, sizeof(Memory), stream, true, a.cluster},
+                      weights, tokens, outputs, a);
 }
 
 template <int TERMS>
@@ -40,9 +42,12 @@ int wide_by_tile(const GemmArguments& a, int groups, int tile, const void* weigh
                  cudaStream_t stream) {
   switch (groups * 1000 + tile) {
     case 1064: return start_wide<1, 64, TERMS>(a, weight, x, out, sms, stream);
-    case 1072: return start_wide<1, 72, TERMS>(a, weight, x, out, sms, stream);
+    case 1088: return start_wide<1, 88, TERMS>(a, weight, x, out, sms, stream);
+    case 1096: return start_wide<1, 96, TERMS>(a, weight, x, out, sms, stream);
+    case 1128: return start_wide<1, 128, TERMS>(a, weight, x, out, sms, stream);
+    case 1144: return start_wide<1, 144, TERMS>(a, weight, x, out, sms, stream);
+    case 1192: return start_wide<1, 192, TERMS>(a, weight, x, out, sms, stream);
     case 2064: return start_wide<2, 64, TERMS>(a, weight, x, out, sms, stream);
-    case 2072: return start_wide<2, 72, TERMS>(a, weight, x, out, sms, stream);
     case 2128: return start_wide<2, 128, TERMS>(a, weight, x, out, sms, stream);
     case 2144: return start_wide<2, 144, TERMS>(a, weight, x, out, sms, stream);
     case 2192: return start_wide<2, 192, TERMS>(a, weight, x, out, sms, stream);

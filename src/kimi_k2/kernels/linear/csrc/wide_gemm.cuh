@@ -1,6 +1,6 @@
-// y = x W^T on the tensor cores for many tokens, what block_gemm.cuh computes and with the same bits: x in e4m3 in one
-// or two TERMS, with a float32 scale a token and 128 columns, W in e4m3 with one a 128x128 block, sums in float32, y in
-// bf16.
+// y = x W^T on the tensor cores for many tokens, what block_gemm.cuh computes and, but in turns, with the same bits: x
+// in e4m3 in one or two TERMS, with a float32 scale a token and 128 columns, W in e4m3 with one a 128x128 block, sums
+// in float32, y in bf16.
 //
 // Here the tokens are the 64-row operand, 64 of them a warpgroup, and ROWS rows of W the wide one: a thread has two
 // tokens, so that two factors scale a whole block of 128 columns, or four where the rows lie in two blocks of W's
@@ -8,6 +8,10 @@
 // number of tokens into whole rounds of the SMs is chosen. Every thread block takes one tile after the other; its ring
 // is filled for the next one while this one's values leave through the copy engine. Few tiles: the blocks of a cluster
 // share one, each a part of the columns, and sum it as block_gemm.cuh says.
+//
+// A tile of 64 tokens and more than 64 rows has a whole SM: two warpgroups take turns at its blocks of columns, one
+// multiplies while the other scales, and the sums of both are added at the end. Fewer tokens are padding than in a tile
+// of 128.
 //
 // In one run on an H200 pairs of thread blocks that share W's way to their shared memory by multicast were up to 10 %
 // slower, and tiles of 256 rows, whose sums leave registers for one block's products alone, up to 1.8 times.
@@ -18,13 +22,19 @@ namespace linear {
 
 constexpr int kWideStripe = 16;  // tiles of rows that share their tokens' way through the L2
 
-// Threads and registers of a thread block with so many multiplying warpgroups beside the one that feeds.
-template <int GROUPS>
+// Threads and registers of a thread block: its multiplying warpgroups beside the one that feeds. A tile of 64 tokens
+// and many rows is multiplied by two warpgroups in TURNS, a block of 128 columns each.
+template <int GROUPS, int ROWS>
 struct WideBlock {
-  static constexpr int kTokens = 64 * GROUPS, kWarps = 4 * GROUPS, kThreads = 128 * (1 + GROUPS);
-  static constexpr int kBlocks = GROUPS == 1 ? 2 : 1;  // of an SM
-  static constexpr int kFeed = 40, kMultiply = GROUPS == 1 ? 216 : 232, kLaunched = 65536 / kBlocks / kThreads / 8 * 8;
-  static_assert(128 * (kFeed + GROUPS * kMultiply) <= kLaunched * kThreads, "setmaxnreg would not return");
+  static constexpr int kTurns = GROUPS == 1 && ROWS > 64 ? 2 : 1, kMultiplying = GROUPS * kTurns;
+  // In turns one warp takes longer to ask for a block of columns than the tensor cores to multiply it; else more are
+  // slower.
+  static constexpr int kFeeding = kTurns == 2 ? 4 : 1;
+  static constexpr int kTokens = 64 * GROUPS, kWarps = 4 * GROUPS, kThreads = 128 * (1 + kMultiplying);
+  static constexpr int kBlocks = kMultiplying == 1 ? 2 : 1;  // of an SM
+  static constexpr int kFeed = 40, kMultiply = kMultiplying == 1 ? 216 : 232;
+  static constexpr int kLaunched = 65536 / kBlocks / kThreads / 8 * 8;
+  static_assert(128 * (kFeed + kMultiplying * kMultiply) <= kLaunched * kThreads, "setmaxnreg would not return");
 };
 
 // What a warp's 16 tokens of a tile leave shared memory in: boxes of so many rows of W.
@@ -33,7 +43,8 @@ constexpr int kWideBox = ROWS % 64 ? ROWS : 64;
 
 template <int GROUPS, int ROWS, int TERMS, int STAGES>
 struct WideMemory {
-  static constexpr int kTokens = WideBlock<GROUPS>::kTokens, kRows = ROWS;
+  using Block = WideBlock<GROUPS, ROWS>;
+  static constexpr int kTokens = Block::kTokens, kRows = ROWS;
   static constexpr int kBytes = ROWS * 128 + TERMS * kTokens * 128 + kTokens * 4;  // of a stage
   struct Ring {
     alignas(1024) unsigned char w[STAGES][ROWS * 128];
@@ -43,7 +54,8 @@ struct WideMemory {
     Ring ring;
     alignas(1024) float sums[kTokens][ROWS + 4];  // of this block's part of the columns
   };
-  alignas(1024) unsigned char staged[WideBlock<GROUPS>::kWarps][16 * ROWS * 2];
+  // A warp's values of a tile; before them, in turns, the other warpgroup's sums.
+  alignas(1024) unsigned char staged[Block::kWarps][16 * ROWS * (Block::kTurns == 2 ? 4 : 2)];
   alignas(128) float scale[STAGES][kTokens];
   alignas(8) uint64_t full[STAGES], empty[STAGES];
 };
@@ -51,7 +63,7 @@ struct WideMemory {
 // Stripes of kWideStripe tiles of rows, one after the other; in a stripe, tiles of the same tokens follow each other.
 template <int GROUPS, int ROWS>
 struct WideTiles {
-  static constexpr int kTokens = WideBlock<GROUPS>::kTokens;
+  static constexpr int kTokens = 64 * GROUPS;
   int rows, tokens;
   __host__ __device__ __forceinline__ explicit WideTiles(const GemmArguments& a)
       : rows((a.rows + ROWS - 1) / ROWS), tokens((a.tokens + kTokens - 1) / kTokens) {}
@@ -81,40 +93,31 @@ struct WideShare {
   }
 };
 
-// One thread: every tile's blocks of columns into the ring.
+// One thread of each feeding warp: every tile's blocks of columns into the ring.
 template <int GROUPS, int ROWS, int TERMS, int STAGES>
 __device__ __forceinline__ void feed_wide(const GemmArguments& a, WideMemory<GROUPS, ROWS, TERMS, STAGES>& m,
                                           const CUtensorMap& weights, const CUtensorMap& tokens) {
   const WideTiles<GROUPS, ROWS> tiles(a);
   const WideShare<ROWS> share(a);
-  auto request_weights = [&](int st, int row, int kb) {
-    mbar_arrive_expect_tx(&m.full[st], m.kBytes);
-    tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], kb * 128, row, kEvictNormal);
-  };
-  auto request_tokens = [&](int st, int token, int kb) {
-#pragma unroll
-    for (int i = 0; i < TERMS; ++i)  // a ragged last tile ends in the next term's first tokens, which nobody stores
-      tma_load_2d(smem_u32(m.ring.x[st][i]), &tokens, &m.full[st], kb * 128, i * a.tokens + token, kEvictNormal);
-    bulk_load(m.scale[st], a.token_scale + (size_t)kb * a.token_stride + token, m.kTokens * 4, &m.full[st],
-              kEvictNormal);
-  };
   int seq = 0;
-  for (int t = share.first; t < tiles.count(); t += share.step) {
+  for (int t = share.first; t < tiles.count(); t += share.step, seq += share.end - share.begin) {
     const Tile tile = tiles.at(t);
-    int kb = share.begin;
-    if (seq == 0) {  // the weights do not depend on the launch before this one
-      seq = min(STAGES, share.end - share.begin);
-      for (int i = 0; i < seq; ++i) request_weights(i, tile.row, kb + i);
-      pdl_wait();
-      for (int i = 0; i < seq; ++i) request_tokens(i, tile.token, kb + i);
-      kb += seq;
-    }
-    for (; kb < share.end; ++kb, ++seq) {
-      const int st = seq % STAGES;
-      if (seq >= STAGES) mbar_wait(&m.empty[st], ((seq / STAGES) - 1) & 1);
-      request_weights(st, tile.row, kb);
-      request_tokens(st, tile.token, kb);
-    }
+    feed_tile<STAGES, WideBlock<GROUPS, ROWS>::kFeeding>(
+        m, seq, share.end - share.begin,
+        [&](int st, int i) {
+          mbar_arrive_expect_tx(&m.full[st], m.kBytes);
+          tma_load_2d(smem_u32(m.ring.w[st]), &weights, &m.full[st], (share.begin + i) * 128, tile.row, kEvictNormal);
+        },
+        [&](int st, int i) {
+          const int kb = share.begin + i;
+#pragma unroll
+          for (int n = 0; n < TERMS;
+               ++n)  // a ragged last tile ends in the next term's first tokens: nobody stores them
+            tma_load_2d(smem_u32(m.ring.x[st][n]), &tokens, &m.full[st], kb * 128, n * a.tokens + tile.token,
+                        kEvictNormal);
+          bulk_load(m.scale[st], a.token_scale + (size_t)kb * a.token_stride + tile.token, m.kTokens * 4, &m.full[st],
+                    kEvictNormal);
+        });
   }
 }
 
@@ -158,15 +161,38 @@ __device__ __forceinline__ void publish_wide(float (*sums)[ROWS + 4], const floa
           make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
 }
 
-// One of the warpgroups: 64 tokens of every tile.
+// In turns: the second warpgroup's sums go to the first, which adds them to its own.
+template <int ROWS>
+__device__ __forceinline__ void give_turns(unsigned char* staged, const float (&acc)[ROWS / 2]) {
+  float4* to = reinterpret_cast<float4*>(staged) + (threadIdx.x & 31);
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; ++j)
+    to[j * 32] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+}
+template <int ROWS>
+__device__ __forceinline__ void take_turns(const unsigned char* staged, float (&acc)[ROWS / 2]) {
+  const float4* from = reinterpret_cast<const float4*>(staged) + (threadIdx.x & 31);
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; ++j) {
+    const float4 v = from[j * 32];
+    acc[4 * j] += v.x, acc[4 * j + 1] += v.y, acc[4 * j + 2] += v.z, acc[4 * j + 3] += v.w;
+  }
+}
+
+// One of the warpgroups: 64 tokens of every tile; in turns, every second block of columns. Which of the two has a
+// tile's even blocks depends on the tiles before; the sum of both does not.
 template <int GROUPS, int ROWS, int TERMS, int STAGES>
 __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory<GROUPS, ROWS, TERMS, STAGES>& m,
                                               const CUtensorMap& out) {
-  constexpr int kTokens = WideBlock<GROUPS>::kTokens;
+  using Block = WideBlock<GROUPS, ROWS>;
+  constexpr int kTokens = Block::kTokens, kTurns = Block::kTurns;
   constexpr int kScales = 128 % ROWS == 0 ? 1 : 2;  // blocks of W's scales that a tile's rows lie in
-  constexpr int kBuffers = ROWS <= 128 ? 2 : 1;     // sums of a block of columns that registers have room for
+  // Sums of a block of columns that registers have room for; in turns, the other warpgroup multiplies meanwhile.
+  constexpr int kBuffers = ROWS <= 128 && kTurns == 1 ? 2 : 1;
   const WideTiles<GROUPS, ROWS> tiles(a);
-  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x & 31, group = __shfl_sync(0xffffffffu, warp / 4, 0);
+  const int lane = threadIdx.x & 31, number = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
+  const int group = kTurns == 2 ? 0 : number, turn = kTurns == 2 ? number : 0;
+  const int warp = (threadIdx.x / 32 - 4) % Block::kWarps;
   const WideShare<ROWS> share(a);
   const int blocks = share.end - share.begin, mine = warp * 16 + (lane >> 2);
   const uint64_t left0 = desc_sw128(smem_u32(m.ring.x[0][0]) + group * 8192);
@@ -175,10 +201,12 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
     __syncwarp();
     if (lane == 0) mbar_arrive_behind(&m.empty[st], read);
   };
-  int st = 0, phase = 0;
+  static_assert(STAGES % kTurns == 0,
+                "a stage is always the same warpgroup's, which so sees every phase of its barrier");
+  int st = turn, phase = 0, first = turn;  // its first block of a tile's columns
   auto advance = [&] {
-    st = st == STAGES - 1 ? 0 : st + 1;
-    phase ^= st == 0;
+    st += kTurns;
+    if (st >= STAGES) st -= STAGES, phase ^= 1;
   };
   for (int t = share.first; t < tiles.count(); t += share.step) {
     const Tile tile = tiles.at(t);
@@ -187,7 +215,7 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
         mbar_wait(&m.full[st], phase);
         release(st);
       }
-      if (share.cluster > 1) named_sync(1, 32 * WideBlock<GROUPS>::kWarps);
+      if (share.cluster > 1) named_sync(1, 32 * Block::kWarps);
       continue;
     }
     const float* scales = a.weight_scale + (size_t)(tile.row / 128) * (a.columns / 128) + share.begin;
@@ -199,7 +227,8 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
       next[0] = __ldg(scales + min(kb, blocks - 1));
       if constexpr (kScales == 2) next[1] = __ldg(others + min(kb, blocks - 1));
     };
-    request(0);
+    int kb = first;
+    request(kb);
 #pragma unroll
     for (int k = 0; k < ROWS / 2; ++k) acc[k] = 0.f;
     float sum[kBuffers][ROWS / 2], c[kBuffers][2];
@@ -221,10 +250,10 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
       wgmma_commit();
       advance();
     };
-    auto finish = [&](int b, int kb) {
+    auto finish = [&](int b) {
       const float own0 = c[b][0] * next[0], own1 = c[b][1] * next[0];
       const float other0 = c[b][0] * next[kScales - 1], other1 = c[b][1] * next[kScales - 1];
-      request(kb + 1);
+      request(kb += kTurns);
       release(at[b], __float_as_uint(c[b][0]) | __float_as_uint(c[b][1]));
       fence_regs(sum[b]);
 #pragma unroll
@@ -239,34 +268,43 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
     };
     if constexpr (kBuffers == 2) {  // the next block's products are under way while this one is added
       begin(0);
-      int kb = 0;
-      for (; kb + 2 < blocks; kb += 2) {
+      while (kb + 2 < blocks) {
         begin(1);
         wgmma_wait<1>();
-        finish(0, kb);
+        finish(0);
         begin(0);
         wgmma_wait<1>();
-        finish(1, kb + 1);
+        finish(1);
       }
       if (kb + 1 < blocks) {
         begin(1);
         wgmma_wait<1>();
-        finish(0, kb);
+        finish(0);
         wgmma_wait<0>();
-        finish(1, kb + 1);
+        finish(1);
       } else {
         wgmma_wait<0>();
-        finish(0, kb);
+        finish(0);
       }
     } else {
-      for (int kb = 0; kb < blocks; ++kb) {
+      while (kb < blocks) {
         begin(0);
         wgmma_wait<0>();
-        finish(0, kb);
+        finish(0);
       }
     }
+    if constexpr (kTurns == 2) {
+      first ^= blocks & 1;
+      if (turn == 0 && lane == 0) bulk_wait_read();  // the tile before has left
+      __syncwarp();
+      named_sync(2, 256);
+      if (turn == 1) give_turns<ROWS>(m.staged[warp], acc);
+      named_sync(3, 256);
+      if (turn == 1) continue;
+      take_turns<ROWS>(m.staged[warp], acc);
+    }
     if (share.cluster > 1) {
-      named_sync(1, 32 * WideBlock<GROUPS>::kWarps);
+      if constexpr (kTurns == 1) named_sync(1, 32 * Block::kWarps);
       publish_wide<ROWS>(m.sums + warp * 16, acc);
       continue;
     }
@@ -277,7 +315,7 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
     decode::cluster_arrive();
     decode::cluster_wait();
     sum_blocks<WideMemory<GROUPS, ROWS, TERMS, STAGES>, kTokens>(a, m, tiles.at(share.first), share.rank,
-                                                                 threadIdx.x - 128, 32 * WideBlock<GROUPS>::kWarps);
+                                                                 threadIdx.x - 128, 128 * Block::kMultiplying);
     decode::cluster_arrive();  // no block ends while another reads its memory
     decode::cluster_wait();
   } else if (lane == 0) {
@@ -286,9 +324,10 @@ __device__ __forceinline__ void multiply_wide(const GemmArguments& a, WideMemory
 }
 
 template <int GROUPS, int ROWS, int TERMS, int STAGES>
-__global__ void __launch_bounds__(WideBlock<GROUPS>::kThreads, WideBlock<GROUPS>::kBlocks)
+__global__ void __launch_bounds__(WideBlock<GROUPS, ROWS>::kThreads, WideBlock<GROUPS, ROWS>::kBlocks)
     wide_gemm(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens,
               const __grid_constant__ CUtensorMap out, const GemmArguments a) {
+  using Block = WideBlock<GROUPS, ROWS>;
   using Memory = WideMemory<GROUPS, ROWS, TERMS, STAGES>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& m = *reinterpret_cast<Memory*>(raw);
@@ -299,18 +338,18 @@ __global__ void __launch_bounds__(WideBlock<GROUPS>::kThreads, WideBlock<GROUPS>
     prefetch_tensormap(&out);
     for (int i = 0; i < STAGES; ++i) {
       mbar_init(&m.full[i], 1);
-      mbar_init(&m.empty[i], WideBlock<GROUPS>::kWarps);
+      mbar_init(&m.empty[i], Block::kWarps);
     }
     fence_mbar_init();
   }
   pdl_launch();
   __syncthreads();
   if (threadIdx.x < 128) {
-    reg_dealloc<WideBlock<GROUPS>::kFeed>();
-    if (threadIdx.x == 0) feed_wide(a, m, weights, tokens);
+    reg_dealloc<Block::kFeed>();
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 32 * Block::kFeeding) feed_wide(a, m, weights, tokens);
     for (int i = 0; i < 2 && kWideShared<ROWS> && a.cluster > 1; ++i) decode::cluster_arrive(), decode::cluster_wait();
   } else {
-    reg_alloc<WideBlock<GROUPS>::kMultiply>();
+    reg_alloc<Block::kMultiply>();
     multiply_wide(a, m, out);
   }
 }
