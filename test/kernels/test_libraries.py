@@ -25,7 +25,7 @@ def test_every_library_that_a_module_loads_is_listed() -> None:
 
 def test_all_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    monkeypatch.setattr(libraries, "load_library", built.append)
+    monkeypatch.setattr(libraries, "build_library", built.append)
     times = libraries.build_all(2)
     assert sorted(built) == sorted(libraries.LIBRARIES)
     assert all(seconds >= 0 for seconds in times.values())
@@ -92,3 +92,24 @@ def test_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     build.load_library.cache_clear()
     with pytest.raises(KernelError, match="nvcc"):
         build.load_library("experts/fp8")
+
+
+def test_ahead_of_a_gpu_libraries_are_built_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image is made where there is no driver: what the compiler writes cannot be loaded there, and is kept."""
+    monkeypatch.setenv("KIMI_K2_CACHE", str(tmp_path))
+    compiler = tmp_path / "nvcc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho damaged > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "find_nvcc", lambda: str(compiler))
+    monkeypatch.setattr(libraries, "LIBRARIES", ["attention/query"])
+    libraries.build_all(1)
+    (made,) = tmp_path.glob("*.so")
+    build.load_library.cache_clear()
+    with pytest.raises(KernelError, match=f"{made}: cannot be loaded: .*remove it"):
+        build.load_library("attention/query")
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("KIMI_K2_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, "")
+    assert build.cache_directory() == Path.home() / ".cache" / "kimi_k2"

@@ -31,7 +31,7 @@ def cache_directory() -> Path:
     """`$KIMI_K2_CACHE`, else `$XDG_CACHE_HOME/kimi_k2`, else `~/.cache/kimi_k2`."""
     if chosen := os.environ.get("KIMI_K2_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi_k2"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_k2"
 
 
 @functools.cache
@@ -75,17 +75,15 @@ def source_hash(library: str) -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.cache
-def load_library(library: str) -> ctypes.CDLL:
-    """The shared library, compiled if the cache lacks it.
+def build_library(library: str) -> Path:
+    """The shared library's file, compiled if the cache lacks it; this needs no GPU and no driver.
 
     Args:
         library: folder and name, "experts/fp8" for kernels/experts/csrc/fp8.cu; a change to that file or to what it
             includes makes a new library.
 
     Raises:
-        KernelError: there is no CUDA compiler, or it fails; its last lines are in the message. The library may be
-            another user's, see `check_private`.
+        KernelError: there is no CUDA compiler, or it fails; its last lines are in the message.
     """
     target = cache_directory() / f"{library.replace('/', '-')}-{source_hash(library)}.so"
     if not target.exists():
@@ -101,8 +99,22 @@ def load_library(library: str) -> ctypes.CDLL:
             if result.returncode:
                 raise KernelError(f"nvcc could not compile {library}: {result.stderr[-2000:]}")
             built.replace(target)
+    return target
+
+
+@functools.cache
+def load_library(library: str) -> ctypes.CDLL:
+    """The shared library, as `build_library` has it, loaded.
+
+    Raises:
+        KernelError: it cannot be built or loaded, or may be another user's, see `check_private`.
+    """
+    target = build_library(library)
     check_private(target)
-    return ctypes.CDLL(str(target))
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise KernelError(f"{target}: cannot be loaded: {error}; if the file is damaged, remove it") from None
 
 
 def _is_private(group: int) -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from kimi_k2.kernels.common.build import KERNELS, load_library
+from kimi_k2.kernels.common.build import KERNELS, build_library
 from kimi_k2.terminal import say
 
 # Every .cu file offers C functions; headers are .cuh.
@@ -22,7 +22,7 @@ def build_all(workers: int | None = None) -> dict[str, float]:
 
     def build(library: str) -> float:
         begin = time.perf_counter()
-        load_library(library)
+        build_library(library)
         return time.perf_counter() - begin
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
