@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from parser_cases import as_tuples, call, check_cuts, section
 
-from kimi_k2.tokenization.tool_resolver import MAX_STEPS, ToolResolver, schema_problem
+from kimi_k2.tokenization.tool_resolver import MAX_SECONDS, ToolResolver, schema_problem
 
 
 def tool(name: str, schema: Any) -> dict[str, Any]:
@@ -100,9 +101,9 @@ PATTERN = tool("f", {"required": ["q"], "properties": {"q": {"pattern": "^a+$"}}
         ("0", '{"q": "1"}', [tool("f", {"$defs": {"s": {"minLength": 2}}, "additionalProperties": {"$ref":
          "#/$defs/s"}}), taking("g", "q")], "g"),
         # A schema that cannot be used takes nothing.
-        ("0", '{"q": "1"}', [tool("f", {"type": "objekt"}), taking("g", "q")], "g"),
+        ("0", '{"q": "1"}', [tool("f", {"properties": {"x": {"type": "objekt"}}}), taking("g", "q")], "g"),
         ("0", '{"q": "1"}', [tool("f", {"$ref": "http://localhost:1/s"}), taking("g", "q")], "g"),
-        ("0", '{"q": "1"}', [tool("f", {"properties": {"q": {"pattern": "("}}}), taking("g", "q")], "g"),
+        ("0", '{"q": "1"}', [tool("f", {"properties": {"x": {"pattern": "("}}}), taking("g", "q")], "g"),
     ],
 )  # fmt: skip
 def test_whose_call_it_is(identifier: str, arguments: str, tools: list[dict[str, Any]], name: str | None) -> None:
@@ -132,25 +133,72 @@ def test_forms_of_an_id(name: str) -> None:
         assert resolver.by_id(form.format("undeclared", "undeclared")) is None
 
 
+Q, SLOW, DIFFERENT = "a" * 60 + "!", "^(a+)+$", [{"a": k} for k in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        ({"type": "object", "properties": {"q": {"pattern": SLOW}}}, {}),
+        ({"allOf": [{"$schema": Draft202012Validator.META_SCHEMA["$id"], "properties": {"q": {"pattern": SLOW}}}]}, {}),
+        ({"additionalProperties": False, "patternProperties": {SLOW: {}}}, {Q: 1}),
+        ({"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)}
+         | {"40": False}}, {}),
+        ({"$ref": "#"}, {}),
+        ({"type": DIFFERENT}, {}),
+        ({"properties": {"q": {"const": 0}, "p": {"uniqueItems": True}}}, {"p": DIFFERENT}),
+        ({"properties": {str(n): {"type": "string"} for n in range(40_000)}}, {}),
+        ({"items": {"enum": [*range(20_000)]}, "properties": {"p": {"$ref": "#"}}}, {"p": [-1.5] * 20_000}),
+        # Every item looks for itself among those of each branch.
+        ({"properties": {"p": {"unevaluatedItems": False, "allOf": [{"contains": {"const": 0}}] * 1000}}},
+         {"p": [0] * 1000 + [1] * 1000}),
+        ({"unevaluatedProperties": False, "properties": {"q": {}}, "patternProperties": {SLOW: {}}}, {Q: 1}),
+    ],
+)  # fmt: skip
+def test_a_schema_that_would_run_for_minutes(schema: Any, given: Any) -> None:
+    """Schemas are the client's, and arguments what it made the model write: three tools by one reply's clock."""
+    begun, arguments = time.process_time(), {"q": Q} | given
+    assert schema_problem(arguments, schema) is not None
+    resolver = ToolResolver([tool(name, schema) for name in "abc"])
+    assert resolver.by_arguments("0", json.dumps(arguments)) is None
+    assert time.process_time() - begun < 3 * MAX_SECONDS
+
+
+@pytest.mark.parametrize("target", [5, ["q"], {"type": "objekt"}, {"properties": {"q": {"minimum": "a"}}}])
+def test_a_reference_to_what_is_no_schema(target: Any) -> None:
+    """Nothing checks it before it is used."""
+    assert "cannot be used" in str(schema_problem({"q": 1}, {"$ref": "#/x", "x": target}))
+
+
+@pytest.mark.parametrize(
+    "schema", [5, "object", [{}], {"$id": "http://[", "$ref": "x"}, {"$ref": "http://localhost:1/s"}]
+)
+def test_what_is_no_schema_takes_nothing(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is fetched for it."""
+    asked: list[Any] = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *given: asked.append(given))
+    assert "cannot be used" in str(schema_problem({}, schema))
+    assert not asked
+
+
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "object", "properties": {"q": {"pattern": "^(a+)+$"}}},
-        {"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)}
-         | {"40": False}},
-        {"$ref": "#"},
+        {"properties": {"q": {"items": {"type": "integer"}}}},
+        {"properties": {"q": {"uniqueItems": True}}},
+        {"properties": {"q": {"uniqueItems": False}}},
+        {"properties": {"p": {}}, "additionalProperties": False},
+        {"patternProperties": {"^p$": {"type": "array"}, "q": {"minItems": 2}},
+         "additionalProperties": {"type": "null"}},
     ],
 )  # fmt: skip
-def test_a_schema_that_would_run_for_minutes(schema: Any) -> None:
-    """Schemas are the client's, and arguments what it made the model write."""
-    begun = time.process_time()
-    assert schema_problem({"q": "a" * 60 + "!"}, schema) is not None
-    assert time.process_time() - begun < 20
-
-
-def test_long_arguments_are_checked_as_jsonschema_checks_them() -> None:
-    """Nearly as many items as there are steps."""
-    schema = {"properties": {"q": {"items": {"type": "integer"}}}}
-    for last in (0, "0"):
-        arguments = {"q": [0] * (MAX_STEPS - 50) + [last]}
-        assert (schema_problem(arguments, schema) is None) == Draft202012Validator(schema).is_valid(arguments)
+def test_arguments_are_checked_as_jsonschema_checks_them(schema: Any) -> None:
+    items: tuple[Any, ...] = (
+        [0] * 50_000, [*[0] * 50_000, "0"], [1, True, "1", None], [1, 1.0],
+        [{"a": [1], "b": {}}, {"b": {}, "a": [1.0]}],
+        [[0], [False]], [[], {}], [["a", 1], {"a": 1}], "aa", None,
+    )  # fmt: skip
+    for item in items:
+        for arguments in ({"q": item}, {"p": item}, {"p": item, "q": item}, {"qq": item, "r": None}):
+            taken = schema_problem(arguments, schema) is None
+            assert taken == Draft202012Validator(schema).is_valid(arguments), arguments
