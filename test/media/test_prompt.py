@@ -87,7 +87,17 @@ def test_text_forges_no_media(processor: MediaProcessor, picture: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [None, "", 5, "https://example.com/a.png", "data:image/png,raw", "data:image/png;base64,*", {"url": 3}]
+    "source",
+    [
+        None,
+        "",
+        5,
+        "https://example.com/a.png",
+        "data:image/png,raw",
+        "data:image/png;base64,*",
+        {"url": 3},
+        "file://[a",
+    ],
 )
 def test_sources_that_are_none(processor: MediaProcessor, source: Any) -> None:
     with pytest.raises(MediaError, match=r"message 0: content\[0\]"):

@@ -183,7 +183,8 @@ def test_messages_that_are_no_list(messages: Any) -> None:
 THOUGHT_AND_CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "go"},
     {"role": "assistant", "content": "Look.", "reasoning_content": "why",
-     "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}]},
+     "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": {"a": 1}}},
+                    {"id": "y", "function": {"name": "g", "arguments": {}}}]},
     {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "r"}, {"type": "image"}]},
     {"role": "user", "content": [{"type": "text", "text": "and?"}]},
 ]  # fmt: skip
@@ -192,15 +193,19 @@ ANTHROPICS: list[dict[str, Any]] = [
     {"role": "user", "content": "go"},
     {"role": "assistant", "content": [
         {"type": "thinking", "thinking": "why", "signature": "s"}, {"type": "text", "text": "Look."},
-        {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}]},
+        {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "id": "y", "name": "g", "input": {}}]},
     {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "r"}, SHOWN]},
         {"type": "text", "text": "and?"}]},
 ]  # fmt: skip
 ALONE = [*ANTHROPICS[:2], {"role": "user", "content": ANTHROPICS[2]["content"][:1]}, THOUGHT_AND_CALLED[3]]
+CALLS = THOUGHT_AND_CALLED[1]["tool_calls"]
+BOTH_KINDS = {**ANTHROPICS[1], "tool_calls": CALLS[:1], "content": [
+    part for part in ANTHROPICS[1]["content"] if part.get("id") != "x"]}  # fmt: skip
 RESPONSES: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
-    {"role": "assistant", "tool_calls": THOUGHT_AND_CALLED[1]["tool_calls"], "content": [
+    {"role": "assistant", "tool_calls": CALLS, "content": [
         {"type": "reasoning", "text": "why"}, {"type": "output_text", "text": "Look."}]},
     {"role": "tool", "tool_call_id": "x", "content": [
         {"type": "input_text", "text": "r"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]},
@@ -208,7 +213,7 @@ RESPONSES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("messages", [ANTHROPICS, ALONE, RESPONSES])
+@pytest.mark.parametrize("messages", [ANTHROPICS, ALONE, RESPONSES, [ANTHROPICS[0], BOTH_KINDS, ANTHROPICS[2]]])
 @pytest.mark.parametrize("style", ChatStyle)
 def test_parts_of_other_apis_are_the_same_conversation(messages: list[dict[str, Any]], style: ChatStyle) -> None:
     assert render_segments(messages, style=style) == render_segments(THOUGHT_AND_CALLED, style=style)
@@ -218,8 +223,11 @@ def test_parts_of_other_apis_are_the_same_conversation(messages: list[dict[str, 
     ({"type": "redacted_thinking", "data": "x"}, "expected reasoning in plain text, got redacted_thinking"),
     ({"type": "thinking", "thinking": 3}, "expected text in 'thinking', got int"),
     ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected an image's URL"),
+    ({"type": "input_image", "source": "a.png"}, "expected an image's URL"),
     ({"type": "tool_use", "id": "x", "input": {}}, r"tool_calls\[0\]\.function\.name"),
 ])  # fmt: skip
 def test_malformed_parts_of_other_apis_are_named(part: dict[str, Any], says: str) -> None:
     with pytest.raises(TokenizerError, match=f"message 0: .*{says}"):
         apply_chat_template([{"role": "assistant", "content": [part]}])
+    with pytest.raises(TokenizerError, match="message 0: field 'tool_calls': expected a list, got 5"):
+        apply_chat_template([{"role": "assistant", "content": [part], "tool_calls": 5}])

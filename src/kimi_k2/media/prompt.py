@@ -188,7 +188,10 @@ def _content(source: Any, kind: str, where: str) -> tuple[str, Any]:
     if scheme == "data":
         return where, _data_url(source, where)
     if scheme == "file":
-        return source, Path(unquote(urlsplit(source).path))
+        try:
+            return source, Path(unquote(urlsplit(source).path))
+        except ValueError as error:
+            raise MediaError(f"expected a file: URL: {error}", file=where) from None
     if scheme in ("http", "https", "ftp"):
         raise MediaError("addresses are not fetched; give a file or a data: URL", file=where)
     return source, Path(source)

@@ -32,7 +32,7 @@ def translated(message: Any, index: int) -> Iterator[Any]:
         return
     rest: list[Any] = []
     reasoning: list[str] = []
-    calls: list[Any] = list(message.get("tool_calls") or ())
+    calls = _calls(message, index)
     has_results = False
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -76,6 +76,7 @@ def _text(part: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
 
 def _address(part: Mapping[str, Any], where: str) -> str:
     source = part.get("source") or {"url": part.get("image_url")}
+    source = source if isinstance(source, Mapping) else {}
     kind, data = source.get("media_type"), source.get("data")
     url = f"data:{kind};base64,{data}" if isinstance(kind, str) and isinstance(data, str) else source.get("url")
     if not isinstance(url, str):
@@ -218,13 +219,17 @@ def part_kind(part: Mapping[Any, Any]) -> str | None:
     return None
 
 
+def _calls(message: Message, index: int) -> list[Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple, type(None))):
+        raise _error(index, "tool_calls", f"expected a list, got {shown(calls)}")
+    return list(calls or ())
+
+
 def _check_assistant(message: Message, index: int) -> None:
     for name in REASONING_FIELDS:
         _check_text(message, name, index)
-    calls = message.get("tool_calls")
-    if calls is not None and not isinstance(calls, (list, tuple)):
-        raise _error(index, "tool_calls", f"expected a list, got {shown(calls)}")
-    for number, call in enumerate(calls or ()):
+    for number, call in enumerate(_calls(message, index)):
         where = f"tool_calls[{number}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
