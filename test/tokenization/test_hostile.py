@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from kimi_k2.tokenization.message import parse_message
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.style import ChatStyle
 from kimi_k2.tokenization.template import ChatTemplate
+from kimi_k2.tokenization.tool_declaration import typescript_declaration
 
 NAMES = special_tokens(1792)
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi <|im_end|>"}]
@@ -175,6 +177,14 @@ def test_deep_json_in_a_call() -> None:
     assert message.content == "3" + arguments
     history = [*USER, parse_message(section(call(arguments=arguments))).to_openai()]
     assert arguments in apply_chat_template(history)
+
+
+def test_many_required_names() -> None:
+    names = [f"n{number}" for number in range(40_000)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
+    begun = time.process_time()
+    assert typescript_declaration([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    assert time.process_time() - begun < 5
 
 
 def test_long_names() -> None:

@@ -145,7 +145,7 @@ class _FunctionWriter:
 
     def _object(self, schema: Mapping[str, Any], indent: str) -> str:
         self._definitions.update(schema.get("$defs") or {})
-        required = schema.get("required") or []
+        required = set(schema.get("required") or ())
         names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
         fields = self._fields(schema, indent + _INDENT, names)
         additional = schema.get("additionalProperties")
@@ -155,7 +155,7 @@ class _FunctionWriter:
         return "{" + _block(fields) + indent + "}" if fields else "{}"
 
     def _fields(self, schema: Mapping[str, Any], indent: str, names: Sequence[str]) -> list[str]:
-        required = schema.get("required") or []
+        required = set(schema.get("required") or ())
         fields = []
         for name in names:
             member = schema["properties"][name]
