@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,9 +81,8 @@ def write_scripted_checkpoint(
     head = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
     for before, following in follows.items():
         head[following, before] = 1.0
-    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    for file in set(index.values()):
-        weights = load_file(directory / file)
+    for file in directory.glob("*.safetensors"):
+        weights = load_file(file)
         for name, tensor in weights.items():
             if name == "lm_head.weight":
                 weights[name] = head
@@ -94,4 +92,4 @@ def write_scripted_checkpoint(
                 weights[name] = torch.ones_like(tensor)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 weights[name] = torch.zeros_like(tensor)
-        save_file(weights, directory / file, metadata={"format": "pt"})
+        save_file(weights, file, metadata={"format": "pt"})

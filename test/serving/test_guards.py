@@ -208,10 +208,10 @@ def test_parsers_managers_gone(vllm: FakeVllm, caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("no parser kimi_k2_stream") == 2
 
 
-@pytest.mark.parametrize(("switch", "names"), [("1", ["kimi_k2_stream", "kimi_k2"]), ("0", ["kimi_k2_stream"])])
-def test_parsers_names(switch: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KIMI_K2_PARSERS", switch)
-    assert common.parser_names() == names
+def test_engines_may_keep_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it is ours too: test_vllm_parsers.py, test_sglang_parser.py."""
+    monkeypatch.setenv("KIMI_K2_PARSERS", "0")
+    assert common.parser_names() == ["kimi_k2_stream"]
 
 
 def deployment(kind: type[SimpleNamespace] = SimpleNamespace, /, **changed: Any) -> adapter.Deployment:

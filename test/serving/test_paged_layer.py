@@ -16,7 +16,7 @@ from kimi_k2.engine.batch import Batch, RaggedChunk
 from kimi_k2.engine.layer_step import LayerStep, through
 from kimi_k2.model.decoder import DecoderLayer, KimiK2ForCausalLM
 from kimi_k2.ops.linear import add_norm
-from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
+from kimi_k2.serving.paged.heads import pad_heads
 
 PAGE, PAGES = 4, 40
 LENGTHS = (24, 12, 18)
@@ -93,7 +93,3 @@ def test_prompts_in_parts(
         torch.testing.assert_close(
             torch.cat(parts).float(), wanted.float(), rtol=0, atol=2e-5 * float(wanted.abs().max())
         )
-
-
-def test_heads_that_the_kernels_take() -> None:
-    assert [kernel_heads(heads) for heads in (1, 2, 4, 8, 16, 24, 64, 65)] == [8, 8, 8, 8, 16, 32, 64, None]

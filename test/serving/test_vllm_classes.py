@@ -17,7 +17,6 @@ from kimi_k2.serving.vllm.adapter import Deployment
 
 engines.need("vllm")
 
-TOKENS, LAYERS = 6, 3
 HELD = 12345  # bytes
 
 

@@ -216,6 +216,8 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, grammars: Gra
 
     What comes of it is valid: calls by their tools' schemas, in one section.
     """
+    from vllm.sampling_params import StructuredOutputsParams
+
     engine = pytest.importorskip("vllm.parser.engine.registered_adapters")
     begun, calls, manager = 0, 0, grammars.manager
     for seed in range(DRAWS):
@@ -225,7 +227,7 @@ def test_a_reply_beside_vllms_reasoner(choice: str, drafted: bool, grammars: Gra
         parser, options = parsers(request, prompt)
         constraint = request.structured_outputs
         if choice == "json":
-            constraint = vllm_parsing.constraint(json=drawn_object(draw))
+            constraint = StructuredOutputsParams(json=drawn_object(draw))
         ids = prompt_ids(prompt)
         theirs = engine.KimiK2ParserReasoningAdapter(vllm_parsing.Tokenizer(), chat_template_kwargs=options)
         ours = grammars.request(constraint, ids, parser.reasoning_parser)

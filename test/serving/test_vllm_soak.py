@@ -13,12 +13,12 @@ import json
 import math
 import os
 import random
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,11 @@ class Soak:
         }  # fmt: skip
 
     def run(self, seconds: float) -> None:
-        until, said = time.monotonic() + seconds, time.monotonic() + 60
-        threads = [threading.Thread(target=self.client, args=(seed, until)) for seed in range(self.clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(1)
-                if time.monotonic() > said:
-                    said += 60
-                    print(f"{time.strftime('%H:%M:%S')} {dict(self.met)} {self.problems} {self.held()}", flush=True)
+        until = time.monotonic() + seconds
+        with ThreadPoolExecutor(self.clients) as pool:
+            clients = [pool.submit(self.client, seed, until) for seed in range(self.clients)]
+            while wait(clients, timeout=60).not_done:
+                print(f"{time.strftime('%H:%M:%S')} {dict(self.met)} {self.problems} {self.held()}", flush=True)
 
     def client(self, seed: int, until: float) -> None:
         draw = random.Random(seed)
@@ -210,17 +205,14 @@ def test_random_requests(replicas: int, options: tuple[str, ...], tmp_path: Path
     with soaking(tmp_path, lengths, MOST, options, clients=6 * replicas) as soak:
         soak.run(min(SECONDS / 6, 300))  # allocators, caches of compiled things
         if ON_GPU:  # the longest prompts at once: what a step can need at most is then held by the allocator
-            longest = [threading.Thread(target=soak.huge, args=(random.Random(seed),)) for seed in range(12)]
-            for step in (threading.Thread.start, threading.Thread.join):
-                for thread in longest:
-                    step(thread)
+            with ThreadPoolExecutor(12) as pool:
+                list(pool.map(soak.huge, map(random.Random, range(12))))
         before = soak.held(release="release")
         soak.met.clear()
         soak.run(SECONDS)
         assert soak.problems == []
-        for _ in range(120):
-            if soak.idle():
-                break
+        end = time.monotonic() + 60
+        while not soak.idle() and time.monotonic() < end:
             time.sleep(0.5)
         assert soak.idle() and soak.metric("vllm:kv_cache_usage_perc") == 0
         after, preempted = soak.held(release="release"), soak.metric("vllm:num_preemptions_total")

@@ -26,21 +26,23 @@ from kimi_k2.tokenization.tokenizer import KimiTokenizer
 NAME = "kimi_k2_stream"
 TOKENIZER = KimiTokenizer(synthetic_ranks(512), special_tokens(512))
 # The cases' tools, whose schemas take no arguments at all: a call's id alone tells.
-NAMES = [
-    "f",
-    "g",
-    "get",
-    "run",
-    "read",
-    "read_file",
-    "list-files",
-    "mcp__portal__search-docs",
-    "weather",
-    "news",
-    "mail",
-    "my.name.space",
+ANY = [
+    {"type": "function", "function": {"name": name, "parameters": {"not": {}}}}
+    for name in (
+        "f",
+        "g",
+        "get",
+        "run",
+        "read",
+        "read_file",
+        "list-files",
+        "mcp__portal__search-docs",
+        "weather",
+        "news",
+        "mail",
+        "my.name.space",
+    )
 ]
-ANY = [{"type": "function", "function": {"name": name, "parameters": {"not": {}}}} for name in NAMES]
 
 
 class Tokenizer:
@@ -72,12 +74,6 @@ def request(tools: list[dict[str, Any]] | None = None, **fields: Any) -> Any:
 
     fields = {"tools": tools or ANY, "tool_choice": "auto", **fields}
     return ChatCompletionRequest(messages=[{"role": "user", "content": "go"}], model="m", **fields)
-
-
-def constraint(**fields: Any) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(**fields)
 
 
 def new_parser(
