@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 import threading
 from collections import namedtuple
@@ -40,6 +41,7 @@ WANTED = 8
 NULL = 208.0  # all of the null block, which is nobody's: were its values read, they would be seen
 HERE = threading.local()  # this rank's groups: tp, dp, ep
 FP8 = torch.float8_e4m3fn
+SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 
 
 # An operator, so that a captured graph has it as a node, the same one on all ranks.
@@ -325,6 +327,12 @@ class Request:
         return self.prompt + self.output
 
 
+def with_kernels(monkeypatch: pytest.MonkeyPatch, cores: int, *, run: bool = True) -> None:
+    """Our kernels beside the model, on logical cores of so many."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(cores))
+    put(monkeypatch, stand_ins(kernels=run))
+
+
 def eager(model: Any) -> Callable[..., list[Any]]:
     """A model that is not compiled; its results in a list."""
 
@@ -561,10 +569,10 @@ def prompts(directory: Path, seed: int = 5) -> list[list[int]]:
 
 
 @functools.cache
-def plain(directory: Path, seed: int = 5) -> tuple[list[list[int]], list[Tensor]]:
-    """The plain model's greedy tokens of `prompts`, each alone, and the logits of each."""
+def plain(directory: Path, seed: int = 5, count: int = 8) -> tuple[list[list[int]], list[Tensor]]:
+    """The plain model's greedy tokens of the first of `prompts`, each alone, and the logits of each."""
     model, tokens, logits = KimiK2ForCausalLM.from_pretrained(directory, dtype=torch.float32), [], []
-    for prompt in prompts(directory, seed):
+    for prompt in prompts(directory, seed)[:count]:
         ids = list(prompt)
         for _ in range(WANTED):
             out = model(torch.tensor([ids]))[0]
@@ -576,7 +584,7 @@ def plain(directory: Path, seed: int = 5) -> tuple[list[list[int]], list[Tensor]
 
 def differences(directory: Path, requests: list[Request], seed: int = 5) -> tuple[int, float]:
     """Requests whose tokens are not the plain model's, and how far logits are off."""
-    tokens, logits = plain(directory, seed)
+    tokens, logits = plain(directory, seed, len(requests))
     wrong = sum(request.output != right for request, right in zip(requests, tokens, strict=True))
     off = [
         torch.stack(request.logits) - right for request, right in zip(requests, logits, strict=True) if request.logits
@@ -593,15 +601,14 @@ def alone(directory: Path, *, dtype: torch.dtype = torch.float32, changes: Any =
 
 def served(
     directory: Path, *, tp: int = 1, dp: int = 1, ep: int = 1, held: str = "bf16", sample: bool = False, seed: int = 5,
-    **options: Any,
+    count: int = 8, **options: Any,
 ) -> list[list[Request]]:  # fmt: skip
-    """`prompts` as each rank served them."""
+    """The first of `prompts` as each rank served them."""
     options.setdefault("compile_with", Lowering())
 
     def run(rank: int) -> list[Request]:
         config = NeuronConfig(ep_degree=ep, quantization=held, **(SAMPLED if sample else {}))
-        return serve(
-            Runner(directory, hf_config(directory), config, rank=rank % tp, **options), prompts(directory, seed)
-        )
+        runner = Runner(directory, hf_config(directory), config, rank=rank % tp, **options)
+        return serve(runner, prompts(directory, seed)[:count])
 
     return on_ranks(tp, dp, ep, run)

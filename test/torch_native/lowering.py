@@ -1,16 +1,15 @@
 """What stands between the model's source and the device, played on captured graphs.
 
 vllm-neuron lowers by one of two routes: AOTAutograd, whose functionalization is PyTorch's own; or FX passes that make
-in-place operations new values, described in aws-neuron-sdk (`vllm-neuron/docs/design/compilation`), of which an earlier
-and a later version differ in who sees a write. Behind both, FP8 values are taken as the device's e4m3, and outputs
-overlay the inputs that they replace. All is written anew from the descriptions.
+in-place operations new values, described in aws-neuron-sdk (`vllm-neuron/docs/design/compilation`); their versions
+differ in who sees a write through a view, which is refused here. Behind both, FP8 values are taken as the device's
+e4m3, and outputs overlay the inputs that they replace. All is written anew from the descriptions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,12 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
 from torch.utils._pytree import tree_map_only
 
-# Operations whose result shares memory with their first argument; of the first set the order of elements is kept.
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"}
-OTHERS = {"transpose", "permute", "select", "narrow", "expand", "chunk", "split", "detach", "getitem", "getattr"}
-VIEWS = RESHAPES | OTHERS
+# Operations whose result shares memory with their first argument.
+VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "transpose", "permute", "select",
+    "narrow", "expand", "chunk", "split", "detach", "getitem", "getattr",
+}  # fmt: skip
 KERNEL = "line.write_pages"  # a kernel that gives its operands back: in the graph as `view_as` of themselves
-PRODUCTS = {"linear", "bmm", "matmul", "einsum"}
 
 
 def name_of(node: Node) -> str:
@@ -85,41 +84,22 @@ def stale_readers(graph: GraphModule) -> list[str]:
     return found
 
 
-def copied(x: Tensor, source: Tensor) -> Tensor:
-    """`x.copy_(source)` as a new value."""
-    return source.to(x.dtype).expand_as(x).clone()
-
-
-def assigned(x: Tensor, index: Any, value: Tensor) -> Tensor:
-    """`x[index] = value` as a new value: what select_scatter, slice_scatter, index_put, or pad and `where` make."""
-    changed = x.clone()
-    changed[index] = value
-    return changed
-
-
-def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[GraphModule, list[int], int]:
+def functional(graph: GraphModule) -> tuple[GraphModule, list[int], int]:
     """A graph without writes: its inputs' new values follow its outputs.
 
     Args:
         graph: as captured; it is left alone.
-        later: rewire readers of the memory's whole tensor too, as newer versions of the pass do where the write was
-            through a reshape.
-        without: a part to leave out, for a test: `uses` (of the written tensor), `outputs`.
 
     Returns:
         The graph, the numbers of the inputs that its last outputs replace, and how many outputs were there before.
+        Who reads an input behind its write has what was before, so that the model must read what the write gives.
 
     Raises:
-        NotImplementedError: the later pass has no value of the whole for a write through such a view.
+        NotImplementedError: a write is through a view, of which versions of the pass make different things, or by an
+            operation that the model has no need of.
     """
     rewritten = GraphModule(graph, copy.deepcopy(graph.graph))
     inputs, values = rewritten.graph.find_nodes(op="placeholder"), {}
-
-    def rewire(old: Node, new: Node) -> None:
-        for reader in list(old.users):
-            if new < reader and without != "uses":
-                reader.replace_input_with(old, new)
-
     for node in list(rewritten.graph.nodes):
         targets = written_by(node)
         if targets and name_of(node) == KERNEL:
@@ -133,29 +113,13 @@ def functional(graph: GraphModule, *, later: bool, without: str = "") -> tuple[G
                         result.replace_all_uses_with(value)
                         rewritten.graph.erase_node(result)
         elif targets:
-            (written,), root = targets, root_of(targets[0])
-            value = node
-            if node.op == "call_function" or node.target == "copy_":
-                node.op, node.target = "call_function", copied if node.target == "copy_" else assigned
-            else:
-                node.target = node.target[:-1]
-            rewire(written, node)
-            if root is not written:
-                through = written
-                while later and through is not root:
-                    if name_of(through) not in RESHAPES:
-                        raise NotImplementedError(f"a write through {name_of(through)}")
-                    through = through.all_input_nodes[0]
-                with rewritten.graph.inserting_after(node):
-                    value = rewritten.graph.call_method("reshape", (node, list(root.meta["example_value"].shape)))
-                if later:
-                    rewire(root, value)
-            if root.op == "placeholder":
-                values[inputs.index(root)] = value
+            (written,) = targets
+            if written not in inputs or node.op != "call_method":
+                raise NotImplementedError(f"a write of {name_of(written)} by {name_of(node)}")
+            node.target = node.target[:-1]
+            values[inputs.index(written)] = node
     out: Any = rewritten.graph.output_node()
     count = len(out.args[0])
-    if without == "outputs":
-        values = {}
     out.args = ((*out.args[0], *values.values()),)
     rewritten.recompile()
     rewritten.graph.lint()
@@ -177,21 +141,6 @@ def with_device_casts(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def with_auto_cast(graph: GraphModule) -> GraphModule:
-    """Operands of every product as BF16, as the compiler has them unless --auto-cast=none tells it not to."""
-
-    def rounded(product: Callable[..., Tensor], *operands: Any) -> Tensor:
-        return product(
-            *(operand.bfloat16().to(operand.dtype) if isinstance(operand, Tensor) else operand for operand in operands)
-        )
-
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and name_of(node) in PRODUCTS:
-            node.target = functools.partial(rounded, node.target)
-    graph.recompile()
-    return graph
-
-
 class CapturedError(Exception):
     """Ends a call whose graph alone was wanted."""
 
@@ -205,7 +154,7 @@ class Captured:
     routes: tuple[Callable[..., Any], ...]
 
     @classmethod
-    def of_call(cls, model: Any, named: dict[str, Any], routes: Sequence[str], without: str) -> Captured:
+    def of_call(cls, model: Any, named: dict[str, Any], routes: Sequence[str]) -> Captured:
         """What torch.compile(fullgraph=True) makes of one call; `model` is not run."""
         captured: list[Captured] = []
 
@@ -215,7 +164,7 @@ class Captured:
         def backend(graph: GraphModule, examples: list[Any]) -> Any:
             sources = (node.meta["grapharg"].source.name for node in graph.graph.find_nodes(op="placeholder"))
             inputs = tuple(compile(name, "input", "eval") for name in sources)
-            captured.append(cls(graph, inputs, tuple(route(kind, graph, examples, without) for kind in routes)))
+            captured.append(cls(graph, inputs, tuple(route(kind, graph, examples) for kind in routes)))
             return stop
 
         def call(model: Any, named: dict[str, Any]) -> Any:
@@ -246,16 +195,13 @@ class Captured:
         return results[0][: len(outputs)]
 
 
-def route(kind: str, graph: GraphModule, examples: list[Any], without: str) -> Callable[..., Any]:
-    """How a graph runs: `aot`, or by the `earlier` or the `later` pass, without a rewrite if one is named."""
+def route(kind: str, graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """How a graph runs: by `aot`, or by the passes of `fx`."""
     if kind == "aot":
         compiled: Callable[..., Any] = aot_eager(GraphModule(graph, copy.deepcopy(graph.graph)), examples)
-        if without == "epilogue":  # which carries writes over to the inputs
-            return lambda *arguments: compiled(*[argument.clone() for argument in arguments])
         return compiled
-    rewritten, replaced, count = functional(graph, later=kind == "later", without=without)
-    with_device_casts(rewritten)
-    return _overlaid(with_auto_cast(rewritten) if without == "precision" else rewritten, replaced, count)
+    rewritten, replaced, count = functional(graph)
+    return _overlaid(with_device_casts(rewritten), replaced, count)
 
 
 class Lowering:
@@ -263,15 +209,13 @@ class Lowering:
 
     Args:
         routes: of `route`, the first of which gives the results.
-        without: a rewrite to leave out, see `functional`; also AOTAutograd's `epilogue`, and the `precision` that
-            --auto-cast=none keeps.
 
     Attributes:
         graphs: by what tells the calls apart: shapes, and the values of what is no tensor.
     """
 
-    def __init__(self, routes: Sequence[str] = ("earlier", "later", "aot"), without: str = "") -> None:
-        self.routes, self.without, self.graphs, self.lock = routes, without, {}, threading.Lock()  # type: ignore[var-annotated]
+    def __init__(self, routes: Sequence[str] = ("fx", "aot")) -> None:
+        self.routes, self.graphs, self.lock = routes, {}, threading.Lock()  # type: ignore[var-annotated]
 
     def __call__(self, model: Any) -> Callable[..., list[Any]]:
         """The model's call on all routes; its results in a list."""
@@ -280,7 +224,7 @@ class Lowering:
             key = repr((tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), named), model.aux_layers))
             with self.lock, torch.no_grad():
                 if key not in self.graphs:
-                    self.graphs[key] = Captured.of_call(model, named, self.routes, self.without)
+                    self.graphs[key] = Captured.of_call(model, named, self.routes)
             with torch.no_grad():
                 return self.graphs[key](model, named)  # type: ignore[no-any-return]
 

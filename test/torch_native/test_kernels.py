@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import line
 import pytest
 import torch
+from line import SLOW
 from lowering import Lowering, name_of
 
 from kimi_k2.errors import KimiK2Error
@@ -24,7 +24,6 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3, "n_routed_experts": 128, "num_experts_per_tok": 8, "q_lora_rank": 128, "kv_lora_rank": 256,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "num_attention_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
-SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 
 
 def checkpoint(directory: Path, tp: int, ep: int, cores: int) -> Path:
@@ -51,13 +50,10 @@ def test_kernels_give_the_plain_models_tokens(
 ) -> None:
     """Lines of a step, a preemption, prefix hits and segments; each MoE layer of a step is one call."""
     directory = checkpoint(tmp_path, tp, ep, cores)
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(cores))
-    line.put(monkeypatch, line.stand_ins(kernels=True))
-    drawn = line.prompts(directory)[:3]
-    monkeypatch.setattr(line, "prompts", lambda directory, seed=5: drawn)
-    lowering = Lowering(("earlier", "aot"))
+    line.with_kernels(monkeypatch, cores)
+    lowering = Lowering(("fx", "aot"))
     deployment = {"tp": tp, "ep": ep, "held": "tiles", "width": 64, "buckets": ((32,), (3,)), **options}
-    for rank in line.served(directory, compile_with=lowering, **deployment):
+    for rank in line.served(directory, count=3, compile_with=lowering, **deployment):
         wrong, off = line.differences(directory, rank)
         assert wrong == 0
         assert off < 2e-5
@@ -75,9 +71,8 @@ def test_drafts_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
     Its layers end a kernel's run of layers.
     """
     directory = checkpoint(tmp_path, 1, 1, 1)
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    line.put(monkeypatch, line.stand_ins(kernels=kernels))
-    lowering = Lowering(("earlier",))
+    line.with_kernels(monkeypatch, 1, run=kernels)
+    lowering = Lowering(("fx",))
     runner = line.alone(
         directory, quantization="tiles", width=64, buckets=((32,), (2,)), compile_with=lowering, **line.SAMPLED
     )
@@ -90,7 +85,7 @@ def test_drafts_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
             states = theirs(torch.tensor([request.prompt]), output_hidden_states=True).hidden_states
         wanted = torch.cat((states[0], states[2]), dim=-1)[0]
         assert (runner.aux[-1][: len(wanted)] - wanted).abs().max() < 2e-5
-    assert line.verify(runner, requests, line.plain(directory)[0][:2], tokens, 6) < 6
+    assert line.verify(runner, requests, line.plain(directory, count=2)[0], tokens, 6) < 6
     calls = [called(graph.graph)["line.decode_layer"] for graph in lowering.graphs.values()]
     assert calls == [0, 2 * kernels]
     with pytest.raises(KimiK2Error, match="aux_hidden_state_layers"):
@@ -104,8 +99,7 @@ def called(graph: Any) -> Counter[str]:
 @pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (2, torch.float32), (2, line.FP8)])
 def test_only_rows_of_real_slots_are_written(monkeypatch: pytest.MonkeyPatch, cores: int, dtype: torch.dtype) -> None:
     """More rows than partitions, in any order, some of them padding; both orders of a page's dimensions; FP8 to 240."""
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(cores))
-    line.put(monkeypatch, line.stand_ins(kernels=True))
+    line.with_kernels(monkeypatch, cores)
     generator = torch.Generator().manual_seed(cores)
     pages = torch.rand(2, 64, 1, 4, 6, generator=generator).to(dtype)
     slots = torch.randperm(256, generator=generator)[:150]

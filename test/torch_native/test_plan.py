@@ -47,7 +47,7 @@ def captured(preset: str, tokens: int, lines: int, slots: int, kernels: bool = F
     runner.width = slots // runner.block
     with torch.device("meta"):
         named = runner.inputs([], [0] * tokens, [0] * tokens, [0] * tokens, [0] * lines, tokens // lines)
-    graph = Captured.of_call(runner.model, named, (), "").graph
+    graph = Captured.of_call(runner.model, named, ()).graph
     assert stale_readers(graph) == []  # no reader of pages behind a write has them from before
     return graph
 

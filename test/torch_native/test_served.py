@@ -11,7 +11,7 @@ from typing import Any
 import line
 import pytest
 import torch
-from line import alone, hf_config, prompts, served
+from line import SLOW, alone, hf_config, prompts, served
 from lowering import Lowering
 from transformers import DynamicCache
 
@@ -21,7 +21,6 @@ from kimi_k2.parity.reference import load_transformers_model
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder
 
-SLOW = pytest.mark.skipif(not os.environ.get("KIMI_K2_SLOW"), reason="slow: runs with KIMI_K2_SLOW=1")
 FILES = Layout(1, 2, experts="bf16", dtype=torch.float32)
 FULL = {"buckets": line.ALL_BUCKETS}
 
@@ -45,7 +44,7 @@ def test_every_route_gives_the_plain_models_tokens(
 ) -> None:
     """Ragged requests at different times, a preemption, prefix hits, padding in both spellings, ranks, their files.
 
-    Each step is run as AOTAutograd, the earlier and the later pass make it, which must agree.
+    Each step is run as AOTAutograd and as the FX passes make it, which must agree.
     """
     lowering, weights, given = Lowering(), checkpoints[name], dict(options)
     if (layout := given.pop("converted", None)) is not None:
