@@ -187,7 +187,7 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
 def test_a_film_of_too_many_tokens() -> None:
     frame = np.zeros((448, 448, 3), np.uint8)
     with pytest.raises(MediaError, match="tokens"):
-        chunks_of_frames([frame] * 5000, 1.0, CONFIG)
+        chunks_of_frames([frame] * (4 * MEDIA_TOKENS // 256 + 1), 1.0, CONFIG)  # one chunk too many
 
 
 def test_a_picture_of_too_many_tokens() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -117,14 +118,28 @@ def test_drawn_videos(seed: int) -> None:
         assert chunk.seconds is not None and timestamp(chunk.seconds) == said
 
 
-@pytest.mark.parametrize("suffix", [".mp4", ".avi", ".webm", ".mov", ".mkv"])
-def test_files_of_videos_are_their_frames(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "matrix", "turns"),
+    [
+        *((suffix, (), 0) for suffix in (".mp4", ".avi", ".webm", ".mov", ".mkv")),
+        (".mp4", (0, 1, 0, -1, 0), -1), (".mov", (0, -1, 0, 1, 0), 1), (".mp4", (-1, 0, 0, 0, -1), 2),
+    ],
+)  # fmt: skip
+def test_files_of_videos_are_their_frames(tmp_path: Path, suffix: str, matrix: tuple[int, ...], turns: int) -> None:
+    """As a phone marks how it was held: a, b, u, c, d of a track's matrix (ISO 14496-12); quarters counterclockwise."""
     frames = np.stack([drawn(120, 88, seed) for seed in range(30)])
     path = write_video(tmp_path / f"video{suffix}", frames, 25, "libvpx-vp9" if suffix == ".webm" else "mpeg4")
+    data = path.read_bytes()
+    held = data.find(b"tkhd") + 44  # in 16.16, behind the version and 36 bytes
+    path.write_bytes(
+        data[:held]
+        + struct.pack(f">{len(matrix)}i", *(65536 * value for value in matrix))
+        + data[held + 4 * len(matrix) :]
+    )
     import av
 
     with av.open(str(path)) as container:
-        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        decoded = [np.rot90(frame.to_ndarray(format="rgb24"), turns) for frame in container.decode(video=0)]
     assert len(decoded) == 30
     config = MediaConfig()
     for found, wanted in zip(process_video(path, config), chunks_of_frames(decoded, 25, config), strict=True):
