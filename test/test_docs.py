@@ -61,6 +61,14 @@ def test_links(path: Path) -> None:
             assert anchor in anchors(linked.read_text(encoding="utf-8")), target
 
 
+def test_tests_that_documents_name_are_there() -> None:
+    """By its file, and what -k chooses by a word of its source."""
+    for path in DOCS:
+        for name, chosen in re.findall(r"\b(test_\w+[.]py)`?(?: -k (\w+))?", path.read_text(encoding="utf-8")):
+            there = [file for folder in ("test", "contrib") for file in (ROOT / folder).glob(f"**/{name}")]
+            assert any(chosen in file.read_text(encoding="utf-8") for file in there), (path.name, name, chosen)
+
+
 @pytest.fixture(scope="module")
 def tables() -> Json:
     return runpy.run_path(str(ROOT / "scripts" / "tables.py"))

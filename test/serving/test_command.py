@@ -50,8 +50,8 @@ torch_native:
         ("thinking", {"backend": "cpu", "experts": "w2_bf16"}, ["KIMI_K2_EXPERTS=w2_bf16 "], [], None),
         ("thinking", {"backend": "cpu", "max_model_len": 512}, ["--max-model-len 512"], ["KIMI_K2_EXPERTS"], None),
         (
-            "fp8", {"backend": "neuron", "preset": "trn2-tp64-ep1-b8", "compiled": Path("at")},
-            ["NEURON_COMPILED_ARTIFACTS=at ", "--tensor-parallel-size 64", "--max-num-seqs 8"], [],
+            "fp8", {"backend": "neuron", "preset": "trn2-tp64-ep1-b8", "compiled": Path("where it is")},
+            ["NEURON_COMPILED_ARTIFACTS='where it is' ", "--tensor-parallel-size 64", "--max-num-seqs 8"], [],
             {"override_neuron_config": {"preset": "trn2-tp64-ep1-b8"}},
         ),
         (

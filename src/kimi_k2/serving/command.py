@@ -44,7 +44,9 @@ class Command:
     @property
     def line(self) -> str:
         """As a shell takes it."""
-        return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(self.words)])
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.words)]
+        )
 
     def run(self) -> None:
         """Become it."""
