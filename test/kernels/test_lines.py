@@ -147,7 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
         [{"G": 448}, {"G": 384, "swiglu": True}, {"terms": 3}, {"G": 8320, "with": "norm_weight"}],
     ),
     "query_and_entry": (
-        {**ENTRY, "q_eps": 1e-6, "kv_eps": 1e-6, "with": "q_b_scale_inv"}, [(2, 4, 576)], [{"B": 5}, {"with": ""}]
+        {**ENTRY, "q_eps": 1e-6, "kv_eps": 1e-6, "with": "q_b_scale_inv"}, [(2, 4, 576)], [{"B": 17}, {"with": ""}]
     ),
     "rotate_pairs": ({"B": 2, "S": 5, "H": 3, "D": 64}, [(2, 5, 3, 64)], [{"D": 96}]),
     "route_norm": (TOKENS, [(3, 512), (3, 512), (3, 512), ((3,), F32)], [{"H": 7424}]),

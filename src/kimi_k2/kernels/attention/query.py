@@ -15,9 +15,7 @@ from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 
-MAX_TOKENS = 4
-# Of a BF16 q_b, which each token's blocks read anew, more are faster one launch after the other.
-MAX_BF16_TOKENS = 2
+MAX_TOKENS = 16
 Arguments = structure("attention/csrc/query.cu", "QueryArguments")
 AbsorbArguments = structure("attention/csrc/absorb.cu", "AbsorbArguments")
 
@@ -31,7 +29,7 @@ def _takes(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
 def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """A few BF16 tokens on a Hopper GPU, an e4m3 or BF16 q_b and the real sizes, a BF16 cache in one piece."""
     return (
-        0 < qkv_a.shape[0] <= (MAX_BF16_TOKENS if q_b.dtype == torch.bfloat16 else MAX_TOKENS)
+        0 < qkv_a.shape[0] <= MAX_TOKENS
         and query_and_entry.fits(qkv_a=qkv_a, q_b=q_b, w_uk=w_uk)
         and _takes(qkv_a, w_uk, cache)
     )
@@ -52,7 +50,7 @@ ENTRY = (
 @kernel_operation(
     "query_and_entry",
     "qkv_a bf16[B,2112], q_norm bf16[1536], q_b e4m3|bf16[192*H,1536], q_b_scale_inv f32[192*H/128,12]?, "
-    f"{ENTRY}; 0 < B <= 4; (q_b.dtype == bf16) == (q_b_scale_inv is None)",
+    f"{ENTRY}; 0 < B <= {MAX_TOKENS}; (q_b.dtype == bf16) == (q_b_scale_inv is None)",
     mutates_args=("cache",),
 )
 def query_and_entry(
