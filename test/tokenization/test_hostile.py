@@ -189,6 +189,8 @@ def test_many_required_names() -> None:
 
 def test_long_names() -> None:
     name = "n" * 5000
+    number = f"functions.f:{'9' * 5000}"
+    assert number in apply_chat_template([*USER, {"role": "tool", "tool_call_id": number, "content": "x"}])
     message = parse_message(section(call(f"functions.{name}:0"), call(name * 40)), tools=[tool(name, "a")])
     assert [found.name for found in message.tool_calls] == [name]
     assert message.content == name * 40 + '{"a": 1}'
