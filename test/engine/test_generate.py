@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers.generation import TopPLogitsWarper
 
 from kimi_k2.engine.batch import new_cache
 from kimi_k2.engine.decode_step import DecodeStep
@@ -22,6 +23,13 @@ def test_presence_and_frequency_count_the_reply_alone() -> None:
     assert [int(frequent(logits)) for _ in range(5)] == [0, 0, 1, 0, 1]  # 1, 0.85, 0.70; 0.75; 0.70; 0.60
     present = Sampler(SamplingParams(presence_penalty=0.3), [[0]])
     assert [int(present(logits)) for _ in range(4)] == [0, 1, 0, 0]  # 1; 0.7 < 0.75; 0.7 > 0.45
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.51, 0.75])
+def test_tokens_of_one_probability_are_cut_where_transformers_cuts_them(top_p: float) -> None:
+    logits = torch.zeros(1, 4)
+    kept = Sampler(SamplingParams(temperature=1.0, top_p=top_p), [[0]]).probabilities(logits) > 0
+    assert int(kept.sum()) == int(TopPLogitsWarper(top_p)(torch.zeros(1, 0), logits).isfinite().sum())
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

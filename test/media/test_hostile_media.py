@@ -157,6 +157,24 @@ def test_truncated_videos(tmp_path: Path) -> None:
             process_video(data, CONFIG, name="film")
 
 
+def test_a_frame_that_is_larger_than_its_film(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before it becomes a picture."""
+    av = pytest.importorskip("av", reason="videos need PyAV")
+    path = tmp_path / "film.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=1)
+        stream.height, stream.width, stream.pix_fmt = 40, 60, "yuvj420p"
+        for number, side in enumerate((1, 1, 5)):
+            packet = av.Packet(encoded("JPEG", 40 * side, 60 * side))
+            packet.stream, packet.pts, packet.dts = stream, number, number
+            container.mux(packet)
+    with pytest.raises(MediaError, match="changes its size"):
+        process_video(path, CONFIG)
+    monkeypatch.setattr("kimi_k2.media.video.FRAME_PIXELS", 40 * 60)
+    with pytest.raises(MediaError, match="a frame of 300 x 200 pixels"):
+        process_video(path, CONFIG)
+
+
 def test_sound_alone(tmp_path: Path) -> None:
     av = pytest.importorskip("av", reason="videos need PyAV")
     path = tmp_path / "sound.mp4"

@@ -116,7 +116,7 @@ IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
 @pytest.mark.parametrize("part", [
     {"type": "image"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"image": "x.png"},
-    {"image_url": "x.png"},
+    {"image_url": "x.png"}, {"type": "image_url", "image_url": {"url": b"GIF89a"}},
 ])  # fmt: skip
 @pytest.mark.parametrize("style", ChatStyle)
 def test_images_are_media_tokens(part: dict[str, Any], style: ChatStyle) -> None:

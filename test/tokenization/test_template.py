@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.messages import REASONING_FIELDS
 from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.template import ChatTemplate, Segment
 
@@ -66,6 +67,13 @@ def test_a_special_token_is_the_templates_as_a_whole(source: str, own: str) -> N
         assert template.render_segments([{"role": "user", "content": "x"}], tools=tools) == [
             Segment("<|im_user|>", markup=True)
         ]
+
+
+@pytest.mark.parametrize("name", REASONING_FIELDS)
+def test_reasoning_has_the_names_that_templates_read(name: str) -> None:
+    template = ChatTemplate("{{ messages[0].thinking }}, {{ messages[0].reasoning_content }}", SPECIAL)
+    said = template.render_segments([{"role": "assistant", "content": "x", name: "why"}])
+    assert said == [Segment("why, why", markup=False)]
 
 
 def test_what_is_drawn_is_drawn_once() -> None:
