@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pictures import drawn, write_video
 from PIL import Image
 
 from kimi_k2.errors import ConfigError, MediaError, TokenizerError
 from kimi_k2.media.config import MediaConfig
 from kimi_k2.media.image import open_image, to_rgb
+from kimi_k2.media.patches import Media
 from kimi_k2.media.prompt import MediaProcessor, taken_out
+from kimi_k2.tokenization.special_tokens import special_tokens
 from kimi_k2.tokenization.tokenizer import KimiTokenizer
+from kimi_k2.vision_config import Grid
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,16 @@ def test_a_videos_own_token(processor: MediaProcessor, tmp_path: Path) -> None:
     other = MediaProcessor(processor.tokenizer, processor.vision.model_copy(update={"video_token_id": 768}))
     ids = other(ask({"video": str(film)})).ids
     assert ids.count(768) == 1 and processor.vision.image_token_id not in ids
+
+
+def test_a_videos_first_time_continues_the_text(processor: MediaProcessor) -> None:
+    """Its figures and those before it may be one token."""
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"10": 256, b"100": 257}
+    tokenizer = KimiTokenizer(ranks, special_tokens(258))
+    film = Media(Grid(1, 2, 2), torch.zeros(4, 3, 14, 14, dtype=torch.uint8), 0.0)
+    ids = MediaProcessor(tokenizer, processor.vision).video_tokens([film], "at 1")
+    time = tokenizer.encode("at 100:00:00.000")
+    assert ids[: len(time)] == time and 257 in time
 
 
 def test_text_forges_no_media(processor: MediaProcessor, picture: Path) -> None:
@@ -177,3 +191,10 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     levels = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
     image = open_image(saved(Image.fromarray(levels), "PNG"))
     assert np.asarray(to_rgb(image))[..., 0].tolist() == (levels >> 8).tolist()
+
+
+def test_wide_levels_that_fit_a_byte_are_bytes() -> None:
+    """And shares of one are of 255, rounded."""
+    whole, shares = np.array([[0, 7, 255]], np.int32), np.array([[0, 0.5, 1]], np.float32)
+    for levels, wanted in ((whole, [0, 7, 255]), (shares, [0, 128, 255])):
+        assert np.asarray(to_rgb(Image.fromarray(levels)))[0, :, 0].tolist() == wanted
