@@ -95,7 +95,9 @@ def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
     """Compiled, saved, loaded and run by NxDI's own code with the compiler mocked; two prefill graphs, three calls."""
     prompts, media = drawn(checkpoint)
     text: Any = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9], [7] * 30], [[]] * 4
-    cases: dict[str, Any] = {"media": (prompts, media), "text alone": text}
+    # In no order of their lines, with as many rows of media as there are prompts: which have no order of theirs.
+    few: Any = [*(prompt[:3] for prompt in prompts[:3]), [7, *[prompts[1][3]] * 4]], [[], [], [], media[2][2:]]
+    cases: dict[str, Any] = {"media": (prompts, media), "text alone": text, "lines": few}
     shape, large = (4, 40), Grid(1, 40, 40)
     too_many = {
         "input_ids": torch.zeros(shape, dtype=torch.int64), "attention_mask": torch.ones(shape, dtype=torch.int32),
@@ -109,7 +111,9 @@ def test_compiled_through_the_image_to_text_base(checkpoint: Path) -> None:
         "media tokens": ("prefill", ([prompts[1], *prompts[1:]], [[], *media[1:]]), {}),
     }
     options = neuron_config(1, 1, 4, enable_bucketing=True, context_encoding_buckets=[24, 48])
-    scripts = {name: script_of(*case) for name, case in cases.items()}
+    scripts = {name: script_of(*case) for name, case in cases.items()} | {
+        "lines": Script([["media", *few, [2, 0, 3, 1]]], few[0])
+    }
     found = launch(through_compile, checkpoint, options, [*scripts.values()], calls)
     for (name, script), logits in zip(scripts.items(), found["logits"], strict=True):
         check(name, logits, script.expected(model_of(checkpoint, *cases[name])))

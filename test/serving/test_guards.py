@@ -269,7 +269,6 @@ def noted(what: str, *said: str) -> dict[str, Any]:
     ("changed", "reason"),
     [
         ({}, None),
-        ({"tensor_parallel_size": 8}, None),
         ({"tensor_parallel_size": 16}, None),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, None),
         (FILTERED | {"expert_placement_strategy": "linear"}, None),

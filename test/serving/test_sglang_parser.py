@@ -11,7 +11,7 @@ from typing import Any
 import engines
 import pytest
 from parser_cases import cut
-from peer_cases import REPORTED, SGLANG, VLLM
+from peer_cases import OF_PEERS
 from vllm_parsing import ANY
 
 from kimi_k2.serving.paged.support import PARSER
@@ -29,7 +29,6 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 print(parser.parse_args(["--model-path", "model", "--tool-call-parser", "kimi_k2_stream"]).tool_call_parser)
 """
-CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +49,9 @@ def parser() -> Any:
     return new
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_PEERS)
 def test_peers_case(name: str, parser: Any) -> None:
-    case = CASES[name]
+    case = OF_PEERS[name]
     if case.reasoning or case.prefilled:
         pytest.skip("SGLang takes the reasoning away before")
     wanted = [(call[1], call[2]) for call in case.calls]

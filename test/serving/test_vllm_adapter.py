@@ -7,7 +7,6 @@ import importlib.util
 import re
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import engines
 import pytest
@@ -108,12 +107,3 @@ def test_a_renamed_name_is_seen(root: Path, tmp_path: Path) -> None:
     (tmp_path / version).write_text((root / version).read_text(encoding="utf-8"), encoding="utf-8")
     wanted = {f"{module}: {name}" for module, names in tables for name in names}
     assert wanted <= set(adapter.lacking(tmp_path))
-
-
-def test_a_name_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(adapter.NAMES, "Gone", adapter.Row("a test", ("json.decoder", "json.nowhere")))
-    with pytest.raises(ImportError, match=r"vLLM has no Gone in json\.decoder or json\.nowhere"):
-        vars(adapter)["__getattr__"]("Gone")
-    unknown: Any = adapter
-    with pytest.raises(AttributeError, match="no attribute Unknown"):
-        unknown.Unknown  # noqa: B018

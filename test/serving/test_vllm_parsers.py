@@ -13,7 +13,7 @@ import engines
 import pytest
 import vllm_parsing
 from parser_cases import as_tuples, call, section, tool
-from peer_cases import REPORTED, SGLANG, VLLM
+from peer_cases import OF_PEERS
 
 from kimi_k2.serving.vllm.plugin import register_parsers
 from kimi_k2.tokenization.special_tokens import CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK, THINK_END
@@ -23,7 +23,6 @@ for _ in range(2):  # vLLM may load plugins twice in a process
     register_parsers()
 vllm = importlib.import_module("vllm")
 
-CASES = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
 BEHIND = ("why", "so <b> it is <", 0)
 TEXT = f"{THINK}why{THINK_END}{BEHIND[1]}"
 
@@ -37,9 +36,9 @@ def test_vllms_name_is_ours() -> None:
         assert composed.reasoning_parser_cls.__name__ == "KimiK2StreamReasoningParser"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", OF_PEERS)
 def test_peers_case(name: str) -> None:
-    case = CASES[name]
+    case = OF_PEERS[name]
     message = vllm_parsing.check_cuts(case.text, 20, tools=case.tools, prefilled=case.prefilled)
     assert (message.reasoning_content, message.content) == (case.reasoning, case.content)
     assert as_tuples(message) == case.calls
@@ -118,6 +117,9 @@ ALONE: dict[str, Any] = {"reasoning": None}
         (["Let me", " <|tool_call"], True, {}, {}, ("Let me <|tool_call", "", 0)),
         # One parser alone; newer versions ask that <think> tags stay content then, 0.24 cannot.
         ([f"{THINK}why{THINK_END}so" + section(call())], False, {}, ALONE, ("", f"{THINK}why{THINK_END}so", 1)),
+        # Either of two words that differ, as vLLM's own takes them; a tag in a call's id is dropped.
+        ([TEXT], False, {}, OFF | {"enable_thinking": True}, BEHIND),
+        (["so" + section(call(f"functions.f{THINK}:0"))], False, {}, ALONE, ("", "so", 1)),
         *((cut, False, {}, {"tools": None}, BEHIND) for cut in ([TEXT], list(TEXT), [TEXT[:20], TEXT[20:]])),
         (["A" + section(call("functions.f:0", "{}")) + "B"], False, {"tool_choice": "none"}, ALONE,
          ("", "Afunctions.f:0{}B", 0)),
@@ -135,6 +137,16 @@ def test_reply(
         wanted = (wanted[0], wanted[1].replace(THINK, "").replace(THINK_END, ""), wanted[2])
     for message in found:
         assert (message.reasoning_content, message.content, len(message.tool_calls)) == wanted
+
+
+def test_ids_are_told_apart_as_vllms_own_parser_does() -> None:
+    engine, tokenizer = pytest.importorskip("vllm.parser.engine.registered_adapters"), vllm_parsing.Tokenizer()
+    ours = vllm_parsing.new_parser(tokenizer, vllm_parsing.request()).reasoning_parser
+    theirs = engine.KimiK2ParserReasoningAdapter(tokenizer)
+    for behind in (f"{THINK_END}so", f"a{THINK}b{THINK_END}so", f"why{SECTION_BEGIN}", f"{THINK_END}{THINK}a"):
+        ids = vllm_parsing.TOKENIZER.encode(THINK + behind, allow_special=True)
+        assert ours.extract_content_ids(ids) == theirs.extract_content_ids(ids)
+        assert ours.count_reasoning_tokens(ids) == theirs.count_reasoning_tokens(ids)
 
 
 def test_a_prompt_that_opened_no_reasoning_is_believed() -> None:

@@ -161,6 +161,8 @@ REPORTED = [
          f"{CALL_END} {SECTION_END}{THINK_END} Then {section(weather(1))}", " Then ",
          [weathers(0, " {} "), weathers(1)], "Look around. "),
 ]  # fmt: skip
+# What engines' own parsers are held to.
+OF_PEERS = {f"{case.name} {at}": case for at, case in enumerate((*VLLM, *SGLANG, *REPORTED))}
 
 F, G = ("functions.f:0", "f", '{"a": 1}'), ("functions.g:1", "g", "")
 CALL_G = call("functions.g:1", "")

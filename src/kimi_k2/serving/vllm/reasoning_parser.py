@@ -82,7 +82,7 @@ class KimiK2StreamReasoningParser(ParserEngineReasoningAdapter):  # type: ignore
         count, is_open = 0, bool(self._prefilled)
         for token in token_ids:
             marker = self._markers.get(token)
-            if marker is Marker.THINK and not count:
+            if marker is Marker.THINK:
                 is_open = True
             elif marker in _ENDS:
                 return count

@@ -140,7 +140,7 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
         super().__init__(tokenizer, tools, **keywords)
         self._lexer = aligned_lexer(tokenizer, self.vocab)
         self._machine: ToolCallMachine | _NoCalls | None = None
-        self._is_open = self._by_grammar = False
+        self._by_grammar = False
         self._quotes = _Quotes()
 
     def adjust_request(self, request: Any) -> Any:
@@ -184,16 +184,14 @@ class KimiK2StreamToolParser(ParserEngineToolAdapter):  # type: ignore[misc]  # 
         """What these tokens add to the message; None if nothing yet."""
         if self._machine is None:
             self._machine, self._by_grammar = self._new_machine(request), _has_grammar(request)
-        self._is_open = True
         # A grammar takes markers by their text, so the model may spell them with ordinary tokens.
         self._lexer.feed(delta_text, () if self._by_grammar else delta_token_ids)
         return delta_message(**openai_delta(merged(self._push(self._machine, self._lexer.lexemes()))))
 
     def finish_streaming(self) -> Any:
         """What was held back, at the end of the reply; None if nothing."""
-        if not self._is_open or self._machine is None:
+        if self._machine is None:
             return None
-        self._is_open = False
         last = self._push(self._machine, self._lexer.flush())
         return delta_message(**openai_delta(merged([*last, *self._machine.finish()])))
 
