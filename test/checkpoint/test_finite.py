@@ -84,10 +84,16 @@ LAYOUTS += [Layout(1, target="cuda", experts="stored")]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.experts))
-@pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
-def test_every_conversion_refuses_unless_told_otherwise(fp8: Path, tmp_path: Path, layout: Layout, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "values"),
+    [("weight", b"\xff" * 4), ("weight_scale_inv", b"\xff" * 4), ("weight_scale_inv", b"\0\0\x80\xbf")],
+)
+def test_every_conversion_refuses_unless_told_otherwise(
+    fp8: Path, tmp_path: Path, layout: Layout, suffix: str, values: bytes
+) -> None:
+    """NaN in either dtype, and a scale of -1."""
     directory, name = private_copy(fp8, tmp_path / "source"), f"{EXPERT}.{suffix}"
-    damaged(name, b"\xff" * 4)(directory)  # NaN in either dtype
+    damaged(name, values)(directory)
     with pytest.raises(NonfiniteError) as caught:
         Presharder(directory, tmp_path / "out", layout).run()
     assert (caught.value.file, caught.value.tensor) == (str(directory / SHARD), name)

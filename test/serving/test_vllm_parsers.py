@@ -155,8 +155,9 @@ def test_a_prompt_that_opened_no_reasoning_is_believed() -> None:
     parser = vllm_parsing.new_parser(tokenizer, vllm_parsing.request()).reasoning_parser
     text = f"As you wrote, {THINK_END} ends it"
     assert parser.extract_reasoning(text, vllm_parsing.request())[0] == "As you wrote, "  # nobody told the prompt
-    parser.set_prompt_token_ids(tokenizer.prompt())
-    assert parser.extract_reasoning(text, vllm_parsing.request())[0] is None
+    for behind, wanted in (("", None), (f"{THINK}\n", "As you wrote, ")):  # a template may end in a line break
+        parser.set_prompt_token_ids(tokenizer.prompt() + vllm_parsing.TOKENIZER.encode(behind, allow_special=True))
+        assert parser.extract_reasoning(text, vllm_parsing.request())[0] == wanted
 
 
 def test_a_vocabulary_without_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
