@@ -15,7 +15,7 @@ from paged import LENGTHS, SCALE, paged_case, reference
 from torch import Tensor
 
 from kimi_k2.kernels.attention.mla_cuda import capacity_of, choose_splits, run
-from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths, supports
+from kimi_k2.kernels.attention.mla_decode import folding, mla_decode, request_lengths
 from kimi_k2.kernels.attention.mla_plan import mla_plan
 from kimi_k2.kernels.attention.mla_sizes import CACHE_DTYPES, HEADS, LATENT, PAGE
 from kimi_k2.ops import mla as ops_mla
@@ -89,7 +89,7 @@ def test_decode(form: str, dtype: torch.dtype, lengths: list[int], capacity: int
     """The same bits in pages and in one piece, and again by a plan made anew; NaN wherever no sequence has a row."""
     q, rows, cache, table, seq_lens = paged_case(lengths, heads, capacity)
     rows, cache, scale, cache_scale = rows.to(dtype), cache.to(dtype), SCALE, HALF if dtype == E4M3 else 1.0
-    assert supports(q, cache, seq_lens, table)
+    assert mla_decode.takes(q, cache, seq_lens, SCALE, table)
     if form == "rounded exactly":
         q, scale = exact_case(rows, cache, (len(lengths), heads))
     form, empty = form.split()[0] if "exactly" in form else form, seq_lens == 0

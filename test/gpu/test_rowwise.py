@@ -10,7 +10,7 @@ from exact import E4M3, ROUNDED_ONCE, distance, turned
 from machines import Machine, rows
 
 from kimi_k2.kernels.router.entries import route
-from kimi_k2.kernels.rowwise import next_step, pairs
+from kimi_k2.kernels.rowwise import pairs, step_inputs
 from kimi_k2.kernels.rowwise.prefill import (
     fp8_block_to_bf16,
     held_rows,
@@ -21,6 +21,7 @@ from kimi_k2.kernels.rowwise.prefill import (
 )
 from kimi_k2.kernels.vision.rowwise import add_layer_norm
 from kimi_k2.ops import mla
+from kimi_k2.ops.embedding import rotary_cos_sin
 from kimi_k2.ops.experts import noaux_tc_gate
 
 
@@ -139,20 +140,29 @@ def test_sums_and_products_of_two(machine: Machine, shape: tuple[int, int]) -> N
 
 @rows("batch", gpu=[(1,), (64,), (300,)], cpu=[(1,), (7,), (300,)])
 def test_next_step_of_sequences_in_pages(machine: Machine, batch: int) -> None:
-    """The bits of the plain function, again and again; rows of no sequence among the others."""
+    """What the plain functions give, again and again; rows of no sequence among the others."""
     lengths = torch.randint(1, 300, (batch,), dtype=torch.int32)
     lengths[1::3] = 0
     ids, table = torch.arange(1, batch + 1, dtype=torch.int32), torch.randint(1, 99, (batch, 7), dtype=torch.int32)
     wanted = lengths, ids, torch.full((batch,), 77), torch.full((batch,), 77), table
     given: Any = tuple(tensor.clone().to(machine.device) for tensor in wanted)
-    one, two, three, four, five = given
-    assert machine.name == "cpu" or next_step.supports(one, two, three, four, five, 64)
-    step = machine.recorded(lambda: next_step.next_step(*given, 64))
+    assert machine.name == "cpu" or mla.next_step.entries[0].takes(*given, 64)
+    step = machine.recorded(lambda: step_inputs.places(*given, 64))
     for number in range(3):
         if number or machine.name != "gpu":  # the first is what comes before a capture
             step()
         mla.next_step.plain.call(*wanted, 64)
         assert all(torch.equal(found.cpu(), one) for found, one in zip(given, wanted, strict=True))
+    places = given[2].view(1, -1) - 1, given[4][:1], 64  # of one sequence
+    assert all(map(torch.equal, step_inputs.token_places(*places), mla.token_places.plain.call(*places)))
+
+
+@rows("tokens", gpu=[(700,)], cpu=[(5,)])
+def test_cosines_and_sines(machine: Machine, tokens: int) -> None:
+    """Of positions as far as a model has them; on a GPU the bits of PyTorch."""
+    given = torch.arange(tokens, device=machine.device) * 374, machine.normal(32).float(), 1.25, torch.bfloat16
+    both = zip(step_inputs.rotary(*given), rotary_cos_sin.plain.call(*given), strict=True)
+    assert all(distance(*two) <= (0 if machine.name == "gpu" else ROUNDED_ONCE) for two in both)
 
 
 @rows("tokens size", gpu=[(1000, 1152)], triton=[(4, 1152), (3, 33), (1, 8)])

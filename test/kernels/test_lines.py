@@ -132,8 +132,8 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
          {"k": 16, "F": 1024, "D": 64, "S": 16}, {"T": 5}, {"with": "down_proj_scale shared_down"},
          {"with": "down_proj_scale shared_gate_up shared_down", "J": 40}],
     ),
-    "next_step": ({"B": 3, "W": 5, "page": 64}, [], []),
     "norm_apart": (TOKENS, [(3, 512), ((3,), F32)], WHOLE),
+    "places": ({"B": 3, "T": 6, "W": 5, "page": 64, "with": "input_ids"}, [], [{"T": 5}, {"T": 0}]),
     "push_all_reduce": (
         {"S": (3, 8), "capacity": 512, "mail": [0, 0], "rank": 1}, [(3, 8)],
         [{"S": (3, 3)}, {"capacity": 514}, {"S": (3, 256)}, {"mail": [0]}, {"rank": 2}],
@@ -148,6 +148,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] = {
     ),
     "query_and_entry": (
         {**ENTRY, "q_eps": 1e-6, "kv_eps": 1e-6, "with": "q_b_scale_inv"}, [(2, 4, 576)], [{"B": 17}, {"with": ""}]
+    ),
+    "rotary": (
+        {"P": (2, 5), "D": 32, "multiplier": 1.5, "dtype": torch.bfloat16}, [(2, 5, 32)] * 2, [{"dtype": F32}]
     ),
     "rotate_pairs": ({"B": 2, "S": 5, "H": 3, "D": 64}, [(2, 5, 3, 64)], [{"D": 96}]),
     "route_norm": (TOKENS, [(3, 512), (3, 512), (3, 512), ((3,), F32)], [{"H": 7424}]),

@@ -24,7 +24,7 @@ def test_without_a_compiler_the_kernel_takes_nothing(monkeypatch: pytest.MonkeyP
     with FakeTensorMode():
         q, cache = (torch.empty(*shape, dtype=BF16, device="cuda") for shape in ((2, 64, 576), (10, 64, 576)))
         lengths, table = (torch.empty(*shape, dtype=INT32, device="cuda") for shape in ((2,), (2, 5)))
-        assert mla.supports(q, cache, lengths, table) is (nvcc is not None)
+        assert mla.mla_decode.takes(q, cache, lengths, 0.1, table) is (nvcc is not None)
 
 
 def test_a_benchmarks_case_counts_what_must_move(monkeypatch: pytest.MonkeyPatch) -> None:

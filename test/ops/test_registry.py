@@ -46,8 +46,6 @@ def test_the_order_is_the_tables() -> None:
         "all_reduce": ["push", "plain"],
         "apply_rotary_interleaved": ["triton", "plain"],
         "attend_values": ["cuda", "uniform", "plain"],
-        "chunk_slots": ["plain"],
-        "decode_places": ["plain"],
         "attention_plan": ["e4m3", "mla_plan", "plain"],
         "dense_linear": ["dense_gemm", "plain"],
         "dequantize_fp8_block": ["triton", "plain"],
@@ -65,7 +63,7 @@ def test_the_order_is_the_tables() -> None:
         "project": ["fused_linear", "block_gemm", "e4m3", "dense_gemm", "plain"],
         "query_and_entry": ["cuda", "plain"],
         "rms_norm": ["triton", "plain"],
-        "rotary_cos_sin": ["plain"],
+        "rotary_cos_sin": ["cuda", "plain"],
         "rotate_and_store": ["triton", "plain"],
         "route": ["router", "plain"],
         "routed_experts": ["moe_decode", "moe_fp8", "moe_w4a16", "moe_bf16", "plain"],
@@ -81,6 +79,7 @@ def test_the_order_is_the_tables() -> None:
         "rotated_attention": ["wgmma", "plain"],
         "swiglu": ["block_gemm", "e4m3", "plain"],
         "store_entries": ["triton", "plain"],
+        "token_places": ["cuda", "plain"],
         "value_rows": ["cuda", "batched", "plain"],
     }
 

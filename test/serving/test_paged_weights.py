@@ -152,7 +152,7 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(directory: Path, config: KimiK2Config, heads: int) -> PagedModel:
     held: Any = [None] * config.num_hidden_layers
     group: Any = None
-    model = PagedModel(config, Share(ONE, 0, group), held, 64, torch.bfloat16, torch.device("cpu"))
+    model = PagedModel(config, Share(ONE, 0, group), held, torch.bfloat16, torch.device("cpu"))
     model.load(weights(directory, config))
     for step in model.steps:
         pad_heads(step, heads)

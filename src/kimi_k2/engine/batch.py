@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from kimi_k2.engine.spread import Gathered, Spread
 from kimi_k2.model.cache import LatentCache, pages_of
 from kimi_k2.model.decoder import KimiK2ForCausalLM
-from kimi_k2.ops.mla import Ragged
+from kimi_k2.ops.mla import Ragged, attention_plan
+from kimi_k2.ops.registry import PLAIN
+from kimi_k2.ops.streams import fork
 
 
 def new_cache(
@@ -94,6 +96,22 @@ class Single(NamedTuple):
     block_table: Tensor | None
 
 
+# Called where attention first reads it.
+Plan = Callable[[], Tensor | None]
+
+
+def unplanned() -> None:
+    """Where attention wants no plan."""
+
+
+def planned(seq_lens: Tensor, cache: Tensor, heads: int, block_table: Tensor | None) -> Plan:
+    """`attention_plan`, which one block makes: the rest of the GPU goes on, and the first attention joins it."""
+    inputs = seq_lens, cache, heads, block_table
+    if attention_plan.choose(*inputs).name == PLAIN:
+        return unplanned
+    return fork(partial(attention_plan, *inputs), seq_lens.device)
+
+
 @dataclass
 class Batch:
     """New tokens [T] of several sequences: one each of the first `decodes`, then those of the chunks, then padding.
@@ -108,7 +126,7 @@ class Batch:
         block_table: int32 [B, pages], of each sequence; None where sequence b has page b alone.
         chunks: of the sequences with several new tokens.
         rotation: cos and sin of each new token's position, each [T, qk_rope_head_dim / 2].
-        plan: of `attention_plan` for the decodes.
+        plan: gives that of `planned` for the decodes.
         spread: the ranks that hold the sequences together; `seq_lens` and `block_table` are then of what is here.
         before_attention, after_attention: called with a layer's number, as engines that move caches ask.
     """
@@ -120,7 +138,7 @@ class Batch:
     block_table: Tensor | None
     chunks: Sequence[Chunk | RaggedChunk] = ()
     rotation: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
-    plan: Tensor | None = None
+    plan: Plan = unplanned
     spread: Spread | None = None
     before_attention: Callable[[int], object] | None = None
     after_attention: Callable[[int], object] | None = None
@@ -148,7 +166,11 @@ class Batch:
             replace(self, tokens=count, slots=self.slots[:count], chunks=(), rotation=(cos[:count], sin[:count])),
         )
         chunks = [each._replace(rows=slice(each.rows.start - count, each.rows.stop - count)) for each in self.chunks]
-        rest = {"slots": self.slots[count:], "rotation": (cos[count:], sin[count:]), "chunks": chunks, "plan": None}
+        rest = {
+            "slots": self.slots[count:],
+            "rotation": (cos[count:], sin[count:]),
+            "chunks": chunks,
+        }
         yield slice(count, None), replace(self, tokens=self.tokens - count, decodes=0, **rest)  # type: ignore[arg-type]
 
     @classmethod

@@ -8,12 +8,11 @@ arithmetic is that of one token a sequence; in batch-invariant mode so are its b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.batch import Batch, planned
 from kimi_k2.engine.graphs import Captured, GraphRecorder, Recorder, give_up
 from kimi_k2.engine.layer_step import LayerStep, Reduce, alone, through
 from kimi_k2.errors import KernelError
@@ -22,9 +21,8 @@ from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.model.moe import MoE
 from kimi_k2.ops.experts import routed_experts
 from kimi_k2.ops.linear import Weight, add_project
-from kimi_k2.ops.mla import attention_plan, chunk_slots, decode_places
+from kimi_k2.ops.mla import token_places
 from kimi_k2.ops.registry import PLAIN, computing
-from kimi_k2.ops.streams import beside
 
 
 def capturable(model: KimiK2ForCausalLM, batch: int) -> bool:
@@ -125,21 +123,12 @@ class DecodeStep:
 
     def batch(self, positions: Tensor, dtype: torch.dtype) -> Batch:
         """Rows of one new token each at int64 [B] or [B, S] positions; cos and sin in `dtype`."""
-        cache, count = self.cache, positions.numel()
-        if positions.ndim == 1:
-            seq_lens, slots = decode_places(positions, cache.block_table, cache.page)
-            table = cache.table
-        else:
-            slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
+        cache, count, table = self.cache, positions.numel(), self.cache.table
+        seq_lens, slots = token_places(positions, cache.block_table, cache.page)
+        if positions.ndim > 1:
             table = cache.block_table.repeat_interleave(positions.shape[1], dim=0)
-            seq_lens = (positions + 1).flatten().to(torch.int32)
-            positions = positions.flatten().clamp(min=0)
-        plan_inputs = seq_lens, cache.data[0], len(self.layers[0].w_uk), table
-        rotary, plan = partial(self.model.model.rotary, positions, dtype), None
-        if attention_plan.choose(*plan_inputs).name == PLAIN:
-            rotation = rotary()
-        else:  # One block makes the plan: the rest of the GPU goes on beside it.
-            plan, rotation = beside(partial(attention_plan, *plan_inputs), rotary, positions.device)
+        plan = planned(seq_lens, cache.data[0], len(self.layers[0].w_uk), table)
+        rotation = self.model.model.rotary(positions.flatten(), dtype)
         return Batch(count, count, seq_lens, slots, table, rotation=rotation, plan=plan)
 
     def head(self, x: Tensor, delta: Tensor) -> Tensor:

@@ -216,11 +216,11 @@ class LayerStep:
         """Values [B, H * v_head_dim] of the sequences with one new token, which is stored."""
         query, (_, _, _, seq_lens, table) = self.query(qkv_a, batch, cache), batch.single
         if batch.spread is None:
-            return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan, table)
+            return attend_values(query, cache, seq_lens, self.w_uv, self.softmax_scale, batch.plan(), table)
         query = batch.spread.queries(query)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         rank = self.attention.config.kv_lora_rank
-        summed = mla_decode(query, cache, seq_lens, self.softmax_scale, rank, batch.plan, table, lse)
+        summed = mla_decode(query, cache, seq_lens, self.softmax_scale, rank, batch.plan(), table, lse)
         return value_rows(batch.spread.join(summed, lse), self.w_uv)
 
     def query(self, qkv_a: Tensor, batch: Batch, cache: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from kimi_k2.engine.layer_step import through
 from kimi_k2.errors import GenerationError
 from kimi_k2.model.decoder import HiddenStates
 from kimi_k2.ops.embedding import place_embeddings
-from kimi_k2.ops.mla import chunk_slots
+from kimi_k2.ops.mla import token_places
 
 # Tokens of all sequences up to which a graph is made: beyond, the GPU is busy while the host launches.
 MAX_CAPTURED = 4096
@@ -149,10 +149,10 @@ class PromptStep:
     def batch(self, positions: Tensor, dtype: torch.dtype, length: int, whole: bool = False) -> Batch:
         """A chunk of each prompt at int64 [B, S] positions; cos and sin in `dtype`, the rest as `run` takes it."""
         cache, count = self.cache, positions.numel()
-        slots = chunk_slots(positions, cache.block_table, cache.page).flatten()
-        cos, sin = (part.flatten(0, 1) for part in self.model.model.rotary(positions.clamp(min=0), dtype))
+        _, slots = token_places(positions, cache.block_table, cache.page)
+        rotation = self.model.model.rotary(positions.flatten(), dtype)
         chunk = Chunk(slice(0, count), slice(0, len(positions)), positions, length, whole)
-        return Batch(count, 0, slots[:0], slots, cache.table, [chunk], (cos, sin))
+        return Batch(count, 0, slots[:0], slots, cache.table, [chunk], rotation)
 
     def close(self) -> None:
         """Give the graphs up, as `DecodeStep.close`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.errors import ConfigError, GenerationError
-from kimi_k2.ops.mla import chunk_slots, gather_pages, store_slots
+from kimi_k2.ops.mla import gather_pages, store_slots, token_places
 
 PAGE = 64  # slots, as the kernels take them
 
@@ -136,5 +136,5 @@ class LatentCache:
 
     def stored(self, data: Tensor, entries: Tensor, positions: Tensor, length: int) -> Tensor:
         """`update` of a layer's `data` [N, page, width] that lies in the pages of this cache."""
-        store_slots(data, entries.flatten(0, 1), chunk_slots(positions, self.block_table, self.page).flatten())
+        store_slots(data, entries.flatten(0, 1), token_places(positions, self.block_table, self.page)[1])
         return data[:, :length] if self.pages is None else gather_pages(data, self.block_table, length)

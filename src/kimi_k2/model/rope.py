@@ -54,7 +54,3 @@ class RotaryEmbedding:
         """Positions [B, S] to (cos, sin), each [B, S, qk_rope_head_dim / 2], angles in float32, result in `dtype`."""
         self.inv_freq = self.inv_freq.to(positions.device)
         return rotary_cos_sin(positions, self.inv_freq, self.multiplier, dtype)
-
-    def table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of all positions below `length`, each [length, qk_rope_head_dim / 2]."""
-        return self(torch.arange(length, device=device), dtype)

@@ -79,24 +79,20 @@ def slots_of(positions: Tensor, block_table: Tensor, page: int) -> Tensor:
 
 
 @operation(batch_invariant=ELEMENTWISE)
-def decode_places(positions: Tensor, block_table: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Where one new token a sequence goes.
+def token_places(positions: Tensor, block_table: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Where the new tokens of B sequences go.
 
     Args:
-        positions: int64 [B], none negative.
+        positions: int64 [B] or [B, S]; negative ones are padding.
         block_table: int32 [B, pages].
         page: slots a page.
 
     Returns:
-        int32 [B], slots in use once the tokens are stored, and int64 [B], the slots to store them in.
+        int32 [B * S], slots of its sequence in use once a token is stored, of padding 0, and int64 [B * S], the slots
+        to store them in, of padding -1.
     """
-    return (positions + 1).to(torch.int32), slots_of(positions, block_table, page)
-
-
-@operation(batch_invariant=ELEMENTWISE)
-def chunk_slots(positions: Tensor, block_table: Tensor, page: int) -> Tensor:
-    """Slots int64 [B, S] of tokens at positions int64 [B, S]; negative ones are padding, whose slot is -1."""
-    return torch.where(positions >= 0, slots_of(positions.clamp(min=0), block_table, page), -1)
+    slots = torch.where(positions >= 0, slots_of(positions.clamp(min=0), block_table, page), -1)
+    return (positions + 1).clamp(min=0).flatten().to(torch.int32), slots.flatten()
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

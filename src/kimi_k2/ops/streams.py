@@ -1,4 +1,4 @@
-"""Two pieces of work beside each other: one on a second CUDA stream, forked from the current one and joined to it."""
+"""Work on a second CUDA stream, forked from the current one, beside what that goes on with until it joins it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _side_stream(device_index: int, priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index, priority=priority)
 
 
-def beside(aside: Callable[[], S], here: Callable[[], T], device: torch.device, priority: int = 0) -> tuple[S, T]:
-    """Results of both: of `aside` on a second stream, of `here` on the current one, which then waits for `aside`.
+def fork(work: Callable[[], S], device: torch.device, priority: int = 0) -> Callable[[], S]:
+    """Begin work on a second stream, where the current one is; what joins it gives the result.
 
-    The memory of `aside`'s result belongs to the second stream, whose next work takes it once the last reference is
+    The memory of the result belongs to the second stream, whose next work takes it once the last reference is
     gone. Launch by launch this may be the work of a fork from a third stream, which does not wait for the current one.
     So the memory is held until the current stream has read it (`record_stream`).
 
@@ -30,23 +30,43 @@ def beside(aside: Callable[[], S], here: Callable[[], T], device: torch.device, 
     allocator gives held memory to nobody, and the graph of a prompt would have every layer's result beside the others.
 
     Args:
-        aside: launched first; writes nothing that `here` touches.
-        here: what runs beside it.
-        device: of both. Without CUDA one runs after the other.
-        priority: of the second stream, -1 if its blocks go first. A fork within `here` needs another priority, or it
-            waits for `aside`.
+        work: launched at once; writes nothing that is touched before it is joined.
+        device: of it. Without CUDA it runs at once.
+        priority: of the second stream, -1 if its blocks go first. A fork meanwhile needs another priority, or it waits
+            for this one.
+
+    Returns:
+        Of which the first call lets the current stream wait.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
-        return aside(), here()
+        done = work()
+        return lambda: done
     main = torch.cuda.current_stream(device)
     side = _side_stream(main.device_index, priority)
     side.wait_stream(main)
     try:
         with torch.cuda.stream(side):
-            result, captured = aside(), torch.cuda.is_current_stream_capturing()
+            result, captured = work(), torch.cuda.is_current_stream_capturing()
+    except BaseException:
+        main.wait_stream(side)  # else a capture could not end
+        raise
+
+    @functools.cache
+    def joined() -> S:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(side)
+        if result is not None and not captured:
+            result.record_stream(current)
+        return result
+
+    return joined
+
+
+def beside(aside: Callable[[], S], here: Callable[[], T], device: torch.device, priority: int = 0) -> tuple[S, T]:
+    """Results of both: of `aside`, which is forked, and of `here` on the current stream, which then joins it."""
+    joined = fork(aside, device, priority)
+    try:
         other = here()
     finally:
-        main.wait_stream(side)
-    if result is not None and not captured:
-        result.record_stream(main)
+        result = joined()
     return result, other

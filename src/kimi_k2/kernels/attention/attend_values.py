@@ -5,27 +5,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from kimi_k2.kernels.attention import mla_cuda, mla_decode, mla_plan, value_rows
-from kimi_k2.kernels.attention.mla_sizes import LATENT, ROW
+from kimi_k2.kernels.attention.mla_sizes import ROW
 from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
 
-def supports(
-    query: Tensor, cache: Tensor, seq_lens: Tensor, w_uv: Tensor, softmax_scale: float, plan: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> bool:  # fmt: skip
-    """What both take, and the kernel of a BF16 cache; values of 128."""
-    return (
-        value_rows.supports(query[..., :LATENT], w_uv)
-        and attend_values.fits(w_uv=w_uv)
-        and mla_decode.supports(query, cache, seq_lens, block_table)
-        and cache.dtype == torch.bfloat16
-    )
+def supports(query: Tensor, *others: Any, **named: Any) -> bool:
+    """As many tokens as `value_rows` is chosen for."""
+    return len(query) <= value_rows.MAX_TOKENS and attend_values.takes(query, *others, **named)
 
 
 @kernel_operation(

@@ -69,7 +69,7 @@ def _supports_mla_decode(
     query: Tensor, cache: Tensor, seq_lens: Tensor, softmax_scale: float, rank: int, plan: Tensor | None = None,
     block_table: Tensor | None = None, lse: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    if rank != LATENT or not mla_decode.supports(query, cache, seq_lens, block_table):
+    if rank != LATENT or not mla_decode.mla_decode.takes(query, cache, seq_lens, softmax_scale, block_table):
         return False
     # In batch-invariant mode by a plan alone, which serves no empty cache; no engine asks for the logarithms there.
     planned = lse is None and 0 < len(query) <= mla_plan.MAX_BATCH and mla_cuda.capacity_of(cache, block_table) > 0
@@ -98,7 +98,8 @@ ops_mla.mla_decode.entry("e4m3", takes=_supports_mla_decode, optional=True)(part
 
 
 def _supports_values(latent: Tensor, w_uv: Tensor) -> bool:
-    return value_rows.supports(latent, w_uv, mla_plan.MAX_BATCH if batch_invariant() else value_rows.MAX_TOKENS)
+    most = mla_plan.MAX_BATCH if batch_invariant() else value_rows.MAX_TOKENS
+    return len(latent) <= most and value_rows.value_rows.takes(latent, w_uv)
 
 
 ops_mla.value_rows.entry("cuda", takes=_supports_values, batch_invariant=BY_ROW)(value_rows.value_rows)
@@ -126,18 +127,19 @@ ops_mla.attend_values.entry(
 
 ops_mla.absorb_and_store.entry(
     "absorb",
-    takes=lambda q, kv_a, kv_norm, cos, sin, slots, w_uk, cache, eps: (
-        batch_invariant() and query_kernel.supports_absorb(q, kv_a, w_uk, cache)
-    ),
+    takes=lambda *given: batch_invariant() and query_kernel.absorb.takes(*given),
     batch_invariant="64 columns of a head together, always",
 )(query_kernel.absorb)
+
+
+def _stored(q_b: Weight) -> tuple[Tensor, Tensor | None]:
+    return q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
 
 
 def _supports_query(qkv_a: Tensor, q_norm: Tensor, q_b: Weight, *others: Any) -> bool:
     """FP8 blocks, or BF16."""
     known = q_b.fp8_block == (128, 128) or q_b.quantization is None
-    w_uk, cache = others[4:6]
-    return known and query_kernel.supports(qkv_a, q_b.tensors["weight"], w_uk, cache)
+    return known and query_kernel.query_and_entry.takes(qkv_a, q_norm, *_stored(q_b), *others)
 
 
 @ops_mla.query_and_entry.entry(
@@ -148,5 +150,6 @@ def query_and_entry(
     w_uk: Tensor, cache: Tensor, q_eps: float, kv_eps: float,
 ) -> Tensor:  # fmt: skip
     """`query_and_entry` of an FP8 or BF16 q_b."""
-    stored = q_b.tensors["weight"], q_b.tensors.get("weight_scale_inv")
-    return query_kernel.query_and_entry(qkv_a, q_norm, *stored, kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps)
+    return query_kernel.query_and_entry(
+        qkv_a, q_norm, *_stored(q_b), kv_norm, cos, sin, slots, w_uk, cache, q_eps, kv_eps
+    )

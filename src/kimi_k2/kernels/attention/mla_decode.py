@@ -16,7 +16,7 @@ from torch import Tensor
 from kimi_k2.errors import KernelError
 from kimi_k2.kernels.attention import mla_cuda, mla_plan, tuning
 from kimi_k2.kernels.attention.mla_sizes import HEADS, LATENT, PAGE, ROW
-from kimi_k2.kernels.common.hardware import hopper, runs_cuda
+from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.line import Line
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -24,12 +24,6 @@ from kimi_k2.kernels.common.operation import kernel_operation
 CACHED = f"cache bf16|e4m3[N,R,{ROW}], seq_lens i32[B], block_table i32[B,W]?"
 LIMITS = f"H in {HEADS}; N == B if block_table is None else R == {PAGE}; N * R < 2**31"
 PLAN = Line(f"q bf16[B,H,{ROW}], plan i32[L,4]; L >= rows")
-
-
-def supports(q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None = None) -> bool:
-    """Whether `mla_decode` takes these arguments: a Hopper GPU, nvcc, dtypes, sizes within the limits."""
-    tensors = {"q": q, "cache": cache, "seq_lens": seq_lens, "block_table": block_table}
-    return runs_cuda(q.device) and mla_decode.fits(**tensors)
 
 
 def check_plan(q: Tensor, plan: Tensor) -> None:

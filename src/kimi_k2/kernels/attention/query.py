@@ -7,37 +7,14 @@ in one order, for batch-invariant mode (csrc/absorb.cu).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.kernels.common.structure import structure
 
-MAX_TOKENS = 16
 Arguments = structure("attention/csrc/query.cu", "QueryArguments")
 AbsorbArguments = structure("attention/csrc/absorb.cu", "AbsorbArguments")
-
-
-def _takes(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
-    """What both want: BF16 on a Hopper GPU with nvcc, the real head sizes, a BF16 cache in one piece."""
-    fits = x.dtype == torch.bfloat16 and absorb.fits(w_uk=w_uk, cache=cache)
-    return fits and runs_cuda(x.device)
-
-
-def supports(qkv_a: Tensor, q_b: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
-    """A few BF16 tokens on a Hopper GPU, an e4m3 or BF16 q_b and the real sizes, a BF16 cache in one piece."""
-    return (
-        0 < qkv_a.shape[0] <= MAX_TOKENS
-        and query_and_entry.fits(qkv_a=qkv_a, q_b=q_b, w_uk=w_uk)
-        and _takes(qkv_a, w_uk, cache)
-    )
-
-
-def supports_absorb(q: Tensor, kv_a: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
-    """BF16 on a Hopper GPU with nvcc, a BF16 cache in one piece, the real head sizes."""
-    return absorb.fits(kv_a=kv_a) and _takes(q, w_uk, cache)
 
 
 # Behind q_b or its input; a new entry lies in a slot numbered through all N * P, one outside writes nothing.
@@ -50,7 +27,7 @@ ENTRY = (
 @kernel_operation(
     "query_and_entry",
     "qkv_a bf16[B,2112], q_norm bf16[1536], q_b e4m3|bf16[192*H,1536], q_b_scale_inv f32[192*H/128,12]?, "
-    f"{ENTRY}; 0 < B <= {MAX_TOKENS}; (q_b.dtype == bf16) == (q_b_scale_inv is None)",
+    f"{ENTRY}; 0 < B <= 16; (q_b.dtype == bf16) == (q_b_scale_inv is None)",
     mutates_args=("cache",),
 )
 def query_and_entry(

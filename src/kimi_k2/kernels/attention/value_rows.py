@@ -5,22 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
-RANK = 512
 MAX_TOKENS = 8  # beyond, a batched GEMM of cuBLAS is faster
-
-
-def supports(latent: Tensor, w_uv: Tensor, most: int = MAX_TOKENS) -> bool:
-    """Up to `most` BF16 tokens on a Hopper GPU, latents of 512."""
-    return (
-        latent.dtype == w_uv.dtype == torch.bfloat16
-        and latent.shape[0] <= most
-        and latent.shape[-1] == RANK
-        and runs_cuda(latent.device)
-    )
 
 
 @kernel_operation("value_rows", "latent bf16[B,H,512], w_uv bf16[H,V,512] -> out bf16[B,H*V]")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.line import Line, Result, recall, remember
 
 # By name all that have been registered.
@@ -74,6 +75,11 @@ class Operation:
         if self._also is not None:
             sizes |= self._also(*(sizes.get(name) for name in self._asked)) or {}
         return self.line.made(sizes)
+
+    def takes(self, *arguments: Any, **keywords: Any) -> bool:
+        """Whether these are what the line takes, on a Hopper GPU with nvcc; the last ones may be left out."""
+        named = dict(zip(self._names, arguments, strict=False))
+        return runs_cuda(arguments[0].device) and self.fits(**named, **keywords)
 
     @staticmethod
     def _given(made: list[Tensor]) -> Any:

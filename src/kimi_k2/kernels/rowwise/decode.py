@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.hardware import has_triton, runs_cuda
+from kimi_k2.kernels.common.hardware import has_triton
 from kimi_k2.kernels.common.launch import launch, triton_kernels
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -23,11 +23,6 @@ ABSORB_WIDTH = 32  # columns of a program
 def supports(x: Tensor, w_uk: Tensor, cache: Tensor) -> bool:
     """BF16 on a GPU with Triton, a BF16 or e4m3 cache, and the real head sizes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and has_triton() and absorb_and_store.fits(w_uk=w_uk, cache=cache)
-
-
-def supports_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> bool:
-    """Whether `add_norm` takes them: BF16 on a Hopper GPU with nvcc."""
-    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and x.shape[1] <= 8192 and runs_cuda(x.device)
 
 
 @kernel_operation(

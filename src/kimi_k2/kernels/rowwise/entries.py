@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.rowwise import decode, next_step, pairs, prefill
+from kimi_k2.kernels.rowwise import decode, pairs, prefill, step_inputs
 from kimi_k2.ops import experts as ops_experts
 from kimi_k2.ops import linear as ops_norm
 from kimi_k2.ops import mla as ops_mla
-from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding
+from kimi_k2.ops.embedding import apply_rotary_interleaved, embedding, rotary_cos_sin
 from kimi_k2.ops.linear import dequantize_fp8_block
 from kimi_k2.ops.registry import BY_ROW, ELEMENTWISE, batch_invariant
 
@@ -33,12 +33,16 @@ ops_experts.silu_and_mul.entry("cuda", takes=pairs.supports_silu_and_mul, batch_
     pairs.silu_and_mul
 )
 
-ops_mla.next_step.entry("cuda", takes=next_step.supports, batch_invariant=ELEMENTWISE)(next_step.next_step)
+ops_mla.next_step.entry("cuda", takes=step_inputs.places.takes, batch_invariant=ELEMENTWISE)(step_inputs.places)
+ops_mla.token_places.entry("cuda", takes=step_inputs.supports_token_places, batch_invariant=ELEMENTWISE)(
+    step_inputs.token_places
+)
+rotary_cos_sin.entry("cuda", takes=step_inputs.rotary.takes, batch_invariant=ELEMENTWISE)(step_inputs.rotary)
 
 embedding.entry("triton", takes=prefill.supports_embedding, batch_invariant=ELEMENTWISE)(prefill.held_rows)
 
 
-ops_norm.add_norm.entry("fused", takes=decode.supports_sum, batch_invariant=BY_ROW)(decode.add_norm)
+ops_norm.add_norm.entry("fused", takes=decode.add_norm.takes, batch_invariant=BY_ROW)(decode.add_norm)
 
 
 @ops_mla.absorb_and_store.entry(

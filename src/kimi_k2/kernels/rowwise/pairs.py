@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_k2.kernels.common.hardware import runs_cuda
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 
@@ -17,13 +16,12 @@ MOST = 2**31
 
 def supports_add(a: Tensor, b: Tensor) -> bool:
     """Whether `add` takes them, on a Hopper GPU."""
-    return a.is_cuda and 0 < a.numel() < MOST and add.fits(a=a, b=b) and runs_cuda(a.device)
+    return 0 < a.numel() < MOST and add.takes(a, b)
 
 
 def supports_silu_and_mul(gate_up: Tensor) -> bool:
     """Whether `silu_and_mul` takes it, on a Hopper GPU."""
-    few = gate_up.is_cuda and 0 < gate_up.numel() < MOST
-    return few and silu_and_mul.fits(gate_up=gate_up) and runs_cuda(gate_up.device)
+    return 0 < gate_up.numel() < MOST and silu_and_mul.takes(gate_up)
 
 
 @kernel_operation(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k2.kernels.common.hardware import hopper, runs_cuda
+from kimi_k2.kernels.common.hardware import hopper
 from kimi_k2.kernels.common.launch import launch
 from kimi_k2.kernels.common.operation import kernel_operation
 from kimi_k2.ops.vision import Segments, uploaded
@@ -124,11 +124,7 @@ SUMS = QUERIES * (HEAD + 2)
 
 def supports(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments, softmax_scale: float) -> bool:
     """BF16 heads of 72 values on compute capability 9.0, nvcc, nothing to differentiate."""
-    return (
-        runs_cuda(qkv.device)
-        and rotate_and_pack.fits(qkv=qkv, cos=cos, sin=sin)
-        and not (torch.is_grad_enabled() and qkv.requires_grad)
-    )
+    return rotate_and_pack.takes(qkv, cos, sin) and not (torch.is_grad_enabled() and qkv.requires_grad)
 
 
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, segments: Segments, softmax_scale: float) -> Tensor:

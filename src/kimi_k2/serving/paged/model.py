@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k2.config import KimiK2Config
-from kimi_k2.engine.batch import Batch
+from kimi_k2.engine.batch import Batch, planned
 from kimi_k2.engine.layer_step import Exchange, LayerStep, Place, through
 from kimi_k2.model.decoder import DecoderLayer, HiddenStates, KimiK2ForCausalLM
 from kimi_k2.ops import registry
 from kimi_k2.ops.collective import gather_last
-from kimi_k2.ops.embedding import embedding
 from kimi_k2.ops.linear import add_norm, float32_linear
-from kimi_k2.ops.mla import attention_plan
 from kimi_k2.parallel.apply import AllReduce, VocabParallelEmbedding, parallelize
 from kimi_k2.serving.paged.heads import kernel_heads, pad_heads
 from kimi_k2.serving.paged.support import held_by_ranks
@@ -68,7 +66,6 @@ class PagedModel:
         config: of the language model.
         share: of the rank.
         held: the cache of each layer that it has.
-        positions: that a step can ask for.
         dtype: of what no format quantizes.
         device: of the weights.
 
@@ -81,7 +78,6 @@ class PagedModel:
         config: KimiK2Config,
         share: Share,
         held: Sequence[Held],
-        positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -96,12 +92,11 @@ class PagedModel:
         for number in set(range(config.num_hidden_layers)).difference(self.layers):
             self.plain.model.layers[number] = nn.Identity()
         self.loader = RankLoader(self.plain, replace(make_plan(held_config, layout), config=config), rank, layers)
-        self.group, self.held, self.positions = share.group, held, positions
+        self.group, self.held = share.group, held
         self.reduce, self.exchange = AllReduce(share.group, layout.dense > 1), share.exchange
         self.places: Mapping[int, Place] = {}
         self.make_step: Callable[[DecoderLayer, int], LayerStep] = self._make_step
         self._steps: list[LayerStep] | None = None
-        self._angles: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()  # in which the steps' tensors were made
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -175,17 +170,14 @@ class PagedModel:
         """
         if self.loader.emptied:
             self.loader.check()
-        if self._angles is None:  # from here on a step looks angles up, which takes a fifth of the launches
-            self._angles = self.plain.model.rotary.table(self.positions, x.dtype, x.device)
-        cos, sin = (embedding(positions, angles, 0) for angles in self._angles)
         batch = self.held[0].batch()
         if batch is None:
             return None
-        step = replace(batch, rotation=(cos, sin))
+        step = replace(batch, rotation=self.plain.model.rotary(positions, x.dtype))
         if step.decodes:
             lengths, table = step.single.seq_lens, step.single.block_table
             heads = len(self.steps[0].w_uk) * (1 if step.spread is None else step.spread.ranks)
-            step.plan = attention_plan(lengths, self.held[0].cache, heads, table)
+            step.plan = planned(lengths, self.held[0].cache, heads, table)
         return step
 
     def run(self, x: Tensor, batch: Batch | None, states: HiddenStates | None = None) -> Tensor:

@@ -293,7 +293,7 @@ _SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     },
     ("vllm.config.compilation", "compilation_config.cudagraph_mode"): {"graphs": "name"},
     ("vllm.config.model", "model_config"): {
-        "dtype": "dtype", "eager": "enforce_eager", "hf": "hf_text_config", "longest": "max_model_len",
+        "dtype": "dtype", "eager": "enforce_eager", "hf": "hf_text_config",
         "routed_of_old": "enable_return_routed_experts",
     },
     ("vllm.config.aux_output", "aux_output_config"): {"routed": "enable_return_routed_experts"},

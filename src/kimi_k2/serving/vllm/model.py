@@ -86,8 +86,7 @@ class _KimiK2:
                 stage if self._pp.size > 1 else None, redundant_experts(it),
             ),
             cast(Sequence[Held], self.held),
-            # Positions that vLLM can ask for, its own trial runs included.
-            max(it.longest, it.most_tokens), it.dtype, torch.get_default_device(),
+            it.dtype, torch.get_default_device(),
         )  # fmt: skip
         self.plain.batch_invariant = invariant()
         if it.balanced:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kimi_k2.engine.batch import Batch
 from kimi_k2.engine.graphs import CANNOT, Recorded, Recorder
-from kimi_k2.ops.mla import chunk_slots
+from kimi_k2.ops.mla import token_places
 from kimi_k2.serving.vllm.decode_steps import DecodeSteps, Forward
 from kimi_k2.serving.vllm.runner import Runner
 from kimi_k2.serving.vllm.verifying_runner import VerifyingRunner
@@ -113,9 +113,10 @@ class VerifySteps(DecodeSteps):
             at = torch.where(there, lengths.unsqueeze(1) + self.places, -1)
             torch.mul(held.pages, there, out=pages)  # page 0 is nobody's
             row_pages.copy_(pages.repeat_interleave(width, dim=0, output_size=rows))
-            held.slots.copy_(chunk_slots(at, pages, held.page).flatten())
+            lens, slots = token_places(at, pages, held.page)
+            row_lens.copy_(lens)
+            held.slots.copy_(slots)
             held.positions.copy_(at.clamp(min=0).flatten())
-            row_lens.copy_((at + 1).flatten())
             held.seq_lens.copy_(at[:, -1] + 1)
             held.ids.view(size, width).mul_(there)
             drafted.view(size, width - 1).copy_(held.ids.view(size, width)[:, 1:])

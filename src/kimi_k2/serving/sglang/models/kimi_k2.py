@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.models import deepseek_v2
-from sglang.srt.runtime_context import attention_backends, get_model, get_parallel
+from sglang.srt.runtime_context import attention_backends, get_parallel
 from torch import Tensor, nn
 
 from kimi_k2.serving.paged.model import PagedModel, Share, started
@@ -52,11 +52,10 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):  # type: ignore[
         nn.Module.__init__(self)
         self.config, self.quant_config = config, quant_config
         ours, parallel, dtype = config_of(config, ADDED), get_parallel(), torch.get_default_dtype()
-        positions = max(ours.max_position_embeddings, get_model().context_length or 0)
         self.paged = PagedModel(
             ours, Share(layout_of(parallel), parallel.tp_rank, parallel.tp_group.device_group),
             [PoolCache(number) for number in range(ours.num_hidden_layers)],
-            positions, dtype, torch.get_default_device(),
+            dtype, torch.get_default_device(),
         )  # fmt: skip
         self.plain = self.paged.plain
         self.logits_processor = LogitsProcessor(config)
