@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kimi_k2.config import KimiK2Config, published, raw_preset
@@ -129,6 +129,7 @@ json_values = st.recursive(
 
 
 @given(field=st.sampled_from(sorted(raw_preset())), value=json_values)
+@example(field="eos_token_id", value=[5, 6])
 @settings(max_examples=300, deadline=None)
 def test_any_json_in_any_field_is_accepted_or_a_config_error(field: str, value: object) -> None:
     try:
@@ -137,3 +138,4 @@ def test_any_json_in_any_field_is_accepted_or_a_config_error(field: str, value: 
         assert str(error)
     else:
         assert math.isfinite(config.softmax_scale)
+        hash(config)  # what is computed of it is kept by it

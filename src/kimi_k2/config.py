@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    Strict,
     ValidationError,
     model_validator,
 )
@@ -128,7 +129,7 @@ class KimiK2Config(BaseModel):
     attention_bias: Literal[False] = False
     tie_word_embeddings: Literal[False] = False
     bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | Annotated[tuple[int, ...], Strict(False)] | None = None  # a list in the file
     pad_token_id: int | None = None
     num_nextn_predict_layers: NonNegativeInt = 0
     initializer_range: PositiveFloat = 0.02
@@ -178,7 +179,7 @@ class KimiK2Config(BaseModel):
             raise ConfigError(f"expected below {self.vocab_size}, got {token_id}", field="media_placeholder_token_id")
         for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
             tokens = getattr(self, field)
-            tokens = tokens if isinstance(tokens, list) else [tokens]
+            tokens = tokens if isinstance(tokens, tuple) else [tokens]
             known = all(token is None or 0 <= token < self.vocab_size for token in tokens)
             require(field, known, f"expected below {self.vocab_size}")
         return self

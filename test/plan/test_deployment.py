@@ -107,6 +107,7 @@ def test_what_does_not_fit_has_a_line_below_the_table() -> None:
         ("seq_len: 1024", "seq_len: 1024\nenvironment: {A: b}", "environment.*expected none on h200"),
         ("seq_len: 1024", "seq_length: 1024", "seq_len"),
         ("batch_size: 1", "batch_size: 2147483648", "batch_size.*less than or equal to 2147483647"),
+        ("batch_size: 1", "batch_size: true", "batch_size.*valid integer"),
         ("seq_len: 1024", "seq_len: [", "not valid YAML"),
         (GPU, "- 1", "expected a mapping"),
         ("instance: h200", "like: h300", r"like.*one of h200-ep4.*got 'h300'"),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kimi_k2.errors import ConfigError
 from kimi_k2.limits import MOST
 
-Count = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 
 # Rows of one expert that are multiplied at a time at prefill, and columns of all experts that one operation takes:
 # fewer make graphs of thousands of operations, more hold more experts' weights at a time.
