@@ -37,8 +37,9 @@ SIZES: dict[str, int] = {
     "moe_intermediate_size": 64, "n_routed_experts": 24, "num_experts_per_tok": 8, "vocab_size": 1024,
     "num_hidden_layers": 2, "max_position_embeddings": 131072,
 }  # fmt: skip
-# Tiles hold 32 or 64 columns of an expert a rank, and want a wider hidden state than the experts.
-TILES = {"moe_intermediate_size": 2048, "hidden_size": 2176}
+# Tiles hold 32 or 64 columns of an expert a rank, and want a wider hidden state than the experts; the router's product
+# has 128 experts at a time.
+TILES = {"moe_intermediate_size": 2048, "hidden_size": 2304, "n_routed_experts": 128}
 ON_GPUS = {"moe_intermediate_size": 1024}  # eight ranks cut it at blocks of 128
 TOWER = {"vt_num_attention_heads": 16, "vt_hidden_size": 256, "mm_hidden_size": 256}
 REAL, RANKS = "/models/MODEL", "/presharded"
@@ -55,6 +56,8 @@ SLICE: dict[str, int] = {
     "num_hidden_layers": 3,
 }  # fmt: skip
 SMALL_SLICE = {**SLICE, "q_lora_rank": 128, "kv_lora_rank": 128, "hidden_size": 256, "n_routed_experts": 128}
+# The kernel of whole layers has at most 128 columns of the residual a rank.
+SLICES = {"xla": SLICE, "layers": {**SLICE, "hidden_size": 128 * CORES}}
 
 
 @dataclass(frozen=True)
@@ -151,13 +154,14 @@ def steps(name: str, preset: Deployment, work: Path) -> Iterator[Step]:
 
 def chip_steps(work: Path, presets: dict[str, Path], *, device: bool) -> Iterator[Step]:
     """Of one chip, both forms in turn; without `device` lowered, and loaded in NxD's CPU mode."""
-    checkpoint, golden, logits = _in(work, "checkpoint", "golden", "logits")
+    source, golden, logits = _in(work, "checkpoint-xla", "golden", "logits")
     missing = _missing()
     yield Step("doctor", "doctor", skip=None if device else "the device's packages are not needed here")
-    yield Step(PLAIN, f"generate {checkpoint} {HELLO}")
-    yield Step("parity capture", f"parity capture {checkpoint} {golden} {TOKENS}")
+    yield Step(PLAIN, f"generate {source} {HELLO}")
+    yield Step("parity capture", f"parity capture {source} {golden} {TOKENS}")
     for form, file in presets.items():
-        ranks, graphs, sweep = _in(work, f"ranks-{form}", f"graphs-{form}", f"sweep-{form}")
+        own = (f"checkpoint-{form}", f"ranks-{form}", f"graphs-{form}", f"sweep-{form}")
+        checkpoint, ranks, graphs, sweep = _in(work, *own)
         chosen = f"--preset {shlex.quote(str(file))}"
         yield Step(f"{form}: plan", f"plan {checkpoint} {chosen}")
         yield Step(f"{form}: convert", f"convert {checkpoint} {ranks} {chosen}")
@@ -174,11 +178,11 @@ def chip_steps(work: Path, presets: dict[str, Path], *, device: bool) -> Iterato
         )  # fmt: skip; no `same`: FP8 a channel is 2.6 % off the checkpoint, which may choose another token
         yield Step(f"{form}: sweep", f"bench {running} --out {sweep}", 1, None if device else "no Neuron device")
     preset, ranks, graphs = _in(work, "chip-logits.yaml", "ranks-logits", "graphs-logits")
-    judged = f"parity compare {golden} {checkpoint} --backend neuron --preset {preset} --out {logits}"
+    judged = f"parity compare {golden} {source} --backend neuron --preset {preset} --out {logits}"
     if device:
-        yield Step("logits: convert", f"convert {checkpoint} {ranks} --preset {preset}")
+        yield Step("logits: convert", f"convert {source} {ranks} --preset {preset}")
         kept = f"--weights {ranks} --capture-layers 0,1,2"
-        yield Step("logits: compile", f"compile {checkpoint} --preset {preset} --out {graphs} {kept}", 1, missing)
+        yield Step("logits: compile", f"compile {source} --preset {preset} --out {graphs} {kept}", 1, missing)
         judged += f" --compiled {graphs} --dtype bfloat16"
     yield Step("logits beside the CPU", judged, 1, missing)
 
@@ -223,13 +227,16 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
             replace_file(file, _of_one_chip(FORMS[form]))
         like, experts = LOGITS
         replace_file(work / "chip-logits.yaml", f"{_of_one_chip(like)}experts: {experts}\n")
-        config = tiny_config("kimi-k2-instruct-0905", **(SLICE if device else SMALL_SLICE))
+        sizes = SLICES if device else dict.fromkeys(FORMS, SMALL_SLICE)
+        configs = {form: tiny_config("kimi-k2-instruct-0905", **sizes[form]) for form in FORMS}
         way = list(chip_steps(work, files, device=device))
     else:
         preset = Deployment.load(name)
-        config, way = small_config(preset), list(steps(name, preset, work))
-    size = write_synthetic_checkpoint(work / "checkpoint", config)
-    say(f"wrote a {config.num_hidden_layers}-layer checkpoint of random weights: {size / 1e6:.0f} MB")
+        configs, way = {name: small_config(preset)}, list(steps(name, preset, work))
+    for form, config in configs.items():
+        directory = work / (f"checkpoint-{form}" if on_device else "checkpoint")
+        size = write_synthetic_checkpoint(directory, config)
+        say(f"wrote {directory.name}: {config.num_hidden_layers} layers of random weights, {size / 1e6:.0f} MB")
     results, outputs = list[Json](), dict[str, str]()
     for number, step in enumerate(way, 1):
         say(f"[{number}/{len(way)}] {step.name} ... ", nl=False)
@@ -243,7 +250,7 @@ def _rehearse(name: str, work: Path, on_device: bool, *, keep: bool) -> None:
     real = [step.real for step in way if step.real]
     if keep:
         logits = work / "logits" / "parity.json"
-        report = _report(config, files, results, work if device else None) | {"real": real}
+        report = _report(configs, files, results, work if device else None) | {"real": real}
         report["logits"] = json.loads(logits.read_text()) if logits.is_file() else None
         replace_file(work / "report.json", json.dumps({**report, "checksum": checksum(report)}, indent=1))
         say(f"report: {work / 'report.json'}")
@@ -258,14 +265,16 @@ def _of_one_chip(like: str) -> str:
     return f"like: {like}\ntp_degree: {CORES}\nmoe_tp_degree: {CORES}\n"
 
 
-def _report(config: KimiK2Config, files: dict[str, Path], results: list[Json], measured: Path | None) -> Json:
+def _report(
+    configs: dict[str, KimiK2Config], files: dict[str, Path], results: list[Json], measured: Path | None
+) -> Json:
     """Sizes, versions, steps, what is expected of each preset, and what the device took; None without one."""
     from kimi_k2.neuron import requirements
     from kimi_k2.plan.deployment import load_target
     from kimi_k2.plan.measured import REHEARSAL
     from kimi_k2.plan.report import make_answer
 
-    plans = {name: make_answer(load_target(str(file), config)) for name, file in files.items()}
+    plans = {name: make_answer(load_target(str(file), configs[name])) for name, file in files.items()}
     device, found = None, requirements.states()
     if measured is not None:
         sweeps = {name: measured / f"sweep-{name}" / "sweep.json" for name in files}
@@ -276,7 +285,7 @@ def _report(config: KimiK2Config, files: dict[str, Path], results: list[Json], m
         }
     return {
         "schema": REHEARSAL,
-        "model": config.model_dump(mode="json", include={*SLICE}),
+        "models": {name: config.model_dump(mode="json", include={*SLICE}) for name, config in configs.items()},
         "versions": {state.package: state.found for state in found if state.found},
         "steps": results,
         "expected": {
