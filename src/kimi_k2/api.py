@@ -39,10 +39,10 @@ from kimi_k2.model.decoder import KimiK2ForCausalLM
 from kimi_k2.model.turns import TIMEOUT
 from kimi_k2.model.vision.model import VisionModel
 from kimi_k2.neuron.application import NeuronApplication, cpu_deployment
-from kimi_k2.neuron.compile import draft_options
 from kimi_k2.parallel.ranks import load_ranks
 from kimi_k2.parallel.vision import data_parallel
 from kimi_k2.plan.deployment import Deployment, OnDeviceSampling
+from kimi_k2.plan.nxdi import draft_options
 from kimi_k2.progress import ByteProgress
 from kimi_k2.sharding.layout import Layout
 from kimi_k2.sharding.presharder import Presharder

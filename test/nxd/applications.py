@@ -64,7 +64,8 @@ def of_options(directory: str, source: Any, options: Mapping[str, Any], folder: 
 def of_preset(job: Job, directory: str) -> Any:
     """The same of a preset."""
     from kimi_k2.neuron.application import cpu_deployment
-    from kimi_k2.neuron.compile import build_application, draft_options
+    from kimi_k2.neuron.compile import build_application
+    from kimi_k2.plan.nxdi import draft_options
 
     preset, executed = Deployment.load(job["preset"]), environment.executed()
     given = {"length": 64, "batch_size": preset.batch_size, **job.get("deployment", {})}

@@ -31,7 +31,8 @@ def _lowered(app: Any, stages: Sequence[str]) -> list[Any]:
 
 def of_preset(name: str, member: str, layers: int, stages: Sequence[str], draft: Path | None, drafts: int) -> list[Any]:
     """A job: graphs of a preset, with a draft in them."""
-    from kimi_k2.neuron.compile import build_application, draft_options
+    from kimi_k2.neuron.compile import build_application
+    from kimi_k2.plan.nxdi import draft_options
 
     preset = Deployment.load(name)
     options = draft_options(drafts) if draft else {}

@@ -40,7 +40,7 @@ def test_folded_weights_keep_their_dtype() -> None:
         ("n_routed_experts", {"n_routed_experts": 64}),
         ("hidden_size", {"hidden_size": 512}),
         ("norm_topk_prob", {"norm_topk_prob": False}),
-        ("decode", {"n_shared_experts": 3}),
+        ("experts", {"n_shared_experts": 3}),
         ("num_attention_heads", {"num_attention_heads": 4}),
     ],
 )

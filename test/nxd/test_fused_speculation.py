@@ -31,7 +31,7 @@ from kimi_k2.engine.sampler import SamplingParams
 from kimi_k2.errors import ConfigError
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
-from kimi_k2.neuron.compile import draft_options
+from kimi_k2.plan.nxdi import draft_options
 from kimi_k2.synthetic.draft import draft_fields, write_synthetic_head
 
 PROMPTS = DRAWS or 3

@@ -1,9 +1,15 @@
-"""Every option that is inherited from NxDI has an effect that is seen, or is refused by its name; and combinations."""
+"""Every option that is inherited from NxDI has an effect that is seen, or is refused by its name; and combinations.
+
+Of a deployment's the planner refuses what the class refuses, and nothing else.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +18,12 @@ import pytest
 import torch
 from applications import of_options
 from cases import BLOCKS, CASES, FLASH, SEQUENCE, SLOTS, config_of, format_of, layers
-from harness import neuron_config
+from harness import DRAWS, neuron_config
 
-from kimi_k2.config import raw_preset
+from kimi_k2.config import KimiK2Config, raw_preset
 from kimi_k2.errors import ConfigError
+from kimi_k2.neuron.compile import build_application
+from kimi_k2.plan.deployment import Deployment, make_target, preset_names
 
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
@@ -225,21 +233,16 @@ def test_all_others_are_refused(kind: str) -> None:
     """A value other than NxDI's default, of the folder's class and of the package's."""
     upstream = importlib.import_module("neuronx_distributed_inference.models.config").MoENeuronConfig
     chosen = package() if kind == "folder" else environment.contrib("config")
-    refused, names = set(), vars(upstream())
-    fields = {name: value for name, value in vars(chosen.KimiK2NeuronConfig()).items() if name in names}
-    for name, value in fields.items():
-        if name in chosen.KimiK2NeuronConfig.FOLLOWED:
+    names = {*vars(upstream())} - chosen.KimiK2NeuronConfig.FOLLOWED
+    for name, value in vars(chosen.KimiK2NeuronConfig()).items():
+        if name not in names:
             continue
         with pytest.raises(ValueError, match=name) as caught:
             chosen.KimiK2NeuronConfig(**{name: other(value)})
         assert getattr(caught.value, "field", None) == name
-        refused.add(name)
-    print(f"\n{kind}: {len(fields)} options: {len(EFFECTS)} with an effect, {len(FIXED)} fixed, {len(refused)} refused")
 
 
 @pytest.mark.parametrize(("given", "field"), [
-    ({"no_such_option": 1}, "no_such_option"),
-    ({"output_logits": True}, "output_logits"),
     ({"tp_degree": 2, "world_size": 4}, "world_size"),
     ({"async_mode": True}, "async_mode"),
     ({"is_continuous_batching": True, "batch_size": 2, "apply_seq_ids_mask": False}, "apply_seq_ids_mask"),
@@ -252,7 +255,6 @@ def test_all_others_are_refused(kind: str) -> None:
     ({**DRAFT, "output_logits": True}, "output_logits"),
     ({**DRAFT, "async_mode": True}, "async_mode"),
     ({"blockwise_matmul_config": {"use_shard_on_block_dynamic_while": True}}, "use_shard_on_block_dynamic_while"),
-    ({"capacity_factor": 1.0}, "capacity_factor"),
     # NxDI tells a prompt and drafts apart by the number of tokens alone.
     ({**SHORT, "speculation_length": 1}, "speculation_length"),
     (
@@ -311,5 +313,43 @@ def test_combinations_that_are_refused(given: dict[str, Any], field: str) -> Non
 
 
 def test_what_combinations_begin_with_is_taken() -> None:
-    for given in (SHORT, PREFIXES, {**SPLIT, **FLASH, **SEQUENCE}, LAYERS):
-        environment.contrib("config").KimiK2NeuronConfig(**given)
+    for given in (SHORT, PREFIXES, {**SPLIT, **FLASH, **SEQUENCE}, LAYERS, {**LAYERS, **BUCKETS, "seq_len": 1536}):
+        made = environment.contrib("config").KimiK2NeuronConfig(**given)
+    assert made.token_generation_buckets == [768, 1536]  # NxDI's begin with 128
+
+
+MODEL, PRESETS = (
+    "kimi-k2-instruct-0905",
+    [name for name in preset_names() if (preset := Deployment.load(name)).on_nxdi and not preset.vision],
+)
+# What draws change of a preset's neuron_config.
+CHANGES: dict[str, list[Any]] = {
+    "decode_layers_per_kernel": [None, 5], "flash_decoding_enabled": [True, False],
+    "num_cores_per_group": [None, 1, 3, 8, 16], "is_continuous_batching": [True, False], "ctx_batch_size": [None, 1, 8],
+    "speculation_length": [None, 2, 4, 256], "logical_nc_config": [2, 3], "save_sharded_checkpoint": [True, False],
+    "on_device_sampling_config": [None, {"do_sample": True, "global_topk": 4096}],
+    "lora_config": [None, {"target_modules": ["q_b_proj"]}],
+}  # fmt: skip
+
+
+def taken(use: Callable[..., Any], *given: Any) -> bool:
+    try:
+        use(*given)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_plan_and_class_take_the_same(tmp_path: Path) -> None:
+    """Both ends have only the preset's schema in common: the class is built of a deployment that was not checked."""
+    draw, path, seen = random.Random(DRAWS), tmp_path / "drawn.yaml", list[bool]()
+    for _ in range(max(DRAWS, 150)):
+        options = {name: draw.choice(CHANGES[name]) for name in draw.sample([*CHANGES], draw.choice([0, 0, 1, 2, 4]))}
+        path.write_text(json.dumps({"like": draw.choice(PRESETS), "neuron_config": options}))
+        lengths = (draw.choice(choices) for choices in ([None, 384, 1000, 2048], [None, 2, 8, 33], [None, 100, 256]))
+        with mock.patch.object(Deployment, "check"):
+            preset = Deployment.load(path).with_lengths(*lengths)
+        config = KimiK2Config.from_preset(MODEL, n_shared_experts=draw.choice([1, 1, 1, 3]))
+        seen.append(taken(build_application, preset, config, MODEL))
+        assert taken(make_target, preset, config) == seen[-1], preset
+    assert 30 < sum(seen) < 120

@@ -107,13 +107,3 @@ def test_experts_and_presets_by_choice(registered: dict[str, Any], fp8: Path) ->
         served_config(directory, model_class, experts="int3")
     with pytest.raises(ConfigError, match="tensor-parallel-size"):
         served_config(directory, model_class, preset="trn2-tp64-ep1", tp_degree=32)
-
-
-def test_a_preset_fills_what_the_server_does_not_say(registered: dict[str, Any]) -> None:
-    model_class = registered["deepseekv3"]["causal-lm"]
-    neuron = model_class.get_neuron_config_cls()(
-        preset="trn2-tp64-ep1", tp_degree=64, batch_size=2, seq_len=1024, max_context_length=1024, quantized=False
-    )
-    assert (neuron.experts, neuron.logical_nc_config, neuron.seq_len) == ("per_channel", 2, 1024)
-    assert neuron.save_sharded_checkpoint
-    assert neuron.context_encoding_buckets is None or max(neuron.context_encoding_buckets) <= 1024

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.drafts.config import Form
-from kimi_k2.neuron.compile import draft_options
+from kimi_k2.plan.nxdi import draft_options
 from kimi_k2.synthetic.config import TINY_VISION
 from kimi_k2.synthetic.draft import write_synthetic_head
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,11 @@ def test_trainium_presets_fit_or_say_why_not(member: str) -> None:
         slots = preset.seq_len // preset.cache_ranks
         if preset.neuron_config.is_continuous_batching or preset.cache_ranks > 1:
             slots += 128
+        cache = 61 * 576 * 2 * preset.batch_size * slots
+        assert preset.torch_native or row["rank_memory"]["parts"]["KV cache"] == cache
         # Folded matrices of decode's kernels: 384 experts' q_a and kv_a in BF16.
         folded = 59 * 384 * 2048 * 2112 * 2 // 64 if preset.experts == "tiles" else 0
-        known = 60 * 384 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * slots + folded
+        known = 60 * 384 * 3 * 7168 * 2048 // 64 + cache + folded
         assert 0 < row["rank_memory"]["resident"] - known < 2.2 * 2**30, name
         reads = 60 * 8 * 3 * 7168 * 2048 // 64 + 61 * 576 * 2 * preset.batch_size * preset.seq_len // preset.cache_ranks
         assert row["decode"]["bytes_read"] + row["decode"]["bytes_moved"] > reads
@@ -155,24 +156,6 @@ def test_what_the_line_without_nxdi_would_not_take_is_named(tmp_path: Path, old:
         Deployment.load("trn2-native-tp4-ep16").neuron_arguments()
 
 
-@pytest.mark.parametrize("context", [512, 1024, 2048, 2176, 8192])
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("preset", [name for name in preset_names() if "native" in name])
-def test_lengths_are_taken_where_a_preset_with_them_is(preset: str, batch: int, context: int, tmp_path: Path) -> None:
-    def fault(use: Callable[[], object]) -> tuple[str, str | None] | None:
-        try:
-            use()
-        except ConfigError as error:
-            return error.message, error.field
-        return None
-
-    chosen, config = Deployment.load(preset), KimiK2Config.from_preset("kimi-k2-instruct-0905")
-    prompt = min(chosen.max_context_length, context)
-    text = f"like: {preset}\nbatch_size: {batch}\nseq_len: {context}\nmax_context_length: {prompt}"
-    refused = fault(lambda: read(text, tmp_path))
-    assert refused == fault(lambda: make_target(chosen, config).with_lengths(context, batch, None))
-
-
 def test_environment_of_a_process() -> None:
     expected = {
         "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2", "NEURON_RT_EXEC_TIMEOUT": "1800",
@@ -190,7 +173,7 @@ def test_environment_of_a_process() -> None:
         ({"token_generation_buckets": (512, 1024, 2048)}, r"token_generation_buckets.*last .* seq_len \(4096\)"),
         ({"context_encoding_buckets": (512, 4096)}, r"context_encoding_buckets.*last .* max_context_length \(2048\)"),
         ({"token_generation_buckets": (1024, 512, 4096)}, "token_generation_buckets.*ascending"),
-        ({"enable_bucketing": False}, "context_encoding_buckets.*none without enable_bucketing"),
+        ({"enable_bucketing": False}, "context_encoding_buckets.*needs enable_bucketing"),
     ],
 )
 def test_buckets_that_no_length_fits_are_refused(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
@@ -218,7 +201,6 @@ def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
     preset = Deployment.load("trn2-tp64-ep1-128k")
     whole = preset.model_copy(update={"neuron_config": NeuronOptions()})
     split, full = (memory_plan(make_target(each, config)) for each in (preset, whole))
-    assert split.parts["KV cache"] == 61 * 576 * 2 * (131072 // 8 + 128)
     assert full.parts["KV cache"] == 61 * 576 * 2 * 131072
     assert split.fits
     assert not full.fits
@@ -235,16 +217,6 @@ def test_flash_decoding_splits_the_cache_of_a_preset(tmp_path: Path) -> None:
     assert groups == {
         ("all-gather", 8 * 576 * 2): 61, ("all-gather", 8 * 8 * 4): 61, ("reduce-scatter", 512 * 4): 61,
     }  # fmt: skip
-    text = GPU.replace("h200", "trn2.48xlarge").replace("experts: stored", "experts: blockwise")
-    with pytest.raises(ConfigError, match="num_cores_per_group"):
-        read(text + "neuron_config: {flash_decoding_enabled: true, num_cores_per_group: 3}\n", tmp_path)
-
-
-@pytest.mark.parametrize(("name", "lines"), [("trn2-tp64-ep1-b8", 8), ("trn2-tp64-ep1-b32", 32)])
-def test_continuous_batching_holds_128_slots_more_a_line(name: str, lines: int) -> None:
-    config = KimiK2Config.from_preset("kimi-k2-instruct-0905")
-    preset = Deployment.load(name)
-    assert memory_plan(make_target(preset, config)).parts["KV cache"] == 61 * 576 * 2 * lines * (preset.seq_len + 128)
 
 
 def test_a_preset_with_images(tmp_path: Path) -> None:
@@ -275,19 +247,6 @@ def test_a_preset_with_images(tmp_path: Path) -> None:
         build_application(Deployment.load(name), KimiK2Config.from_preset("kimi-k2-instruct"), "kimi-k2-instruct")
 
 
-def test_whole_layers_need_the_shared_expert_in_tiles() -> None:
-    """INT4 checkpoints have it in BF16, and so are its tiles; three linears are none."""
-    preset = Deployment.load("trn2-tp64-ep1-nki-layers")
-    for name in ("kimi-k2-instruct-0905", "kimi-k2-thinking"):
-        config = KimiK2Config.from_preset(name)
-        assert preset.layout(config).attention_tiles(config) == "bf16"
-    with pytest.raises(ConfigError, match="shared expert in tiles") as caught:
-        preset.layout(KimiK2Config.from_preset("kimi-k2-thinking", n_shared_experts=3))
-    assert caught.value.field == "experts"
-    split = Deployment.load("trn2-tp64-ep1-nki-layers-128k").layout(config)
-    assert split.attention_tiles(config) == "bf16"  # as INT4 checkpoints have attention
-
-
 def test_adapters_take_decode_to_xla(tmp_path: Path) -> None:
     """Kernels and tiles go, the adapters' bytes and a line in the plan come; their batch is the deployment's."""
     lora = {"max_loras": 4, "max_lora_rank": 16, "target_modules": ["q_b_proj", "o_proj"]}
@@ -303,5 +262,5 @@ def test_adapters_take_decode_to_xla(tmp_path: Path) -> None:
     print_answer(report, console)
     assert "LoRA: decode runs on PyTorch operations" in console.export_text()
     options["save_sharded_checkpoint"] = True
-    with pytest.raises(ConfigError, match=r"save_sharded_checkpoint.*expected false with lora_config"):
+    with pytest.raises(ConfigError, match=r"save_sharded_checkpoint.*expected False with lora_config"):
         read(json.dumps(raw), tmp_path)

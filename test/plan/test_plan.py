@@ -50,7 +50,7 @@ def config() -> KimiK2Config:
 
 
 def target_of(config: KimiK2Config, layout: Layout) -> Target:
-    return replace(load_target("trn2-tp32-ep2", config), layout=layout, context=64, prompt=64)
+    return replace(load_target("h200-tp1", config), layout=layout, context=64, prompt=64)
 
 
 def test_scratch_is_the_reported_one_at_the_reported_lengths_and_marked_beyond() -> None:
@@ -212,6 +212,7 @@ def test_index_is_read_without_its_shards(thinking: Path, tmp_path: Path) -> Non
         ("trn2-tp32-ep2", {"context": 0}, "max_model_len"),
         ("trn2-tp32-ep2", {"batch": 2**31}, "batch_size.*from 1 to 2147483647"),
         ("trn2-tp32-ep2", {"context": 128, "prompt": 256}, "prompt_length.*at most the context"),
+        ("trn2-tp32-ep2-nki-layers", {"context": 1000}, "seq_len.*1000 tokens do not divide into 256"),
     ],
 )
 def test_wrong_requests_are_named(

@@ -88,8 +88,12 @@ def test_what_does_not_fit_or_go_together_is_refused(checkpoints: dict[str, Path
         with pytest.raises(ConfigError) as refused:
             command.vllm_command(checkpoints[name], backend, experts="w2_bf16")
         assert refused.value.field == named
-    with pytest.raises(ConfigError, match=r"num_batched_tokens_buckets.*up to 512, got \[512, 2048\]"):
-        command.vllm_command(checkpoints["fp8"], "neuron", preset="trn2-native-tp32-ep2", max_model_len=512)
+    for preset, says in (
+        ("trn2-native-tp32-ep2", r"num_batched_tokens_buckets.*up to 600, got \[512, 2048\]"),
+        ("trn2-tp64-ep1-nki-layers", "seq_len.*600 tokens do not divide into 256"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            command.vllm_command(checkpoints["fp8"], "neuron", preset=preset, max_model_len=600)
 
 
 def test_four_bits_outside_the_experts_take_bf16s_room() -> None:

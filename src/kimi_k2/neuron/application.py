@@ -27,10 +27,10 @@ from kimi_k2.neuron import contrib, cpu
 from kimi_k2.neuron.compile import build_application, environment
 from kimi_k2.plan.deployment import BlockwiseMatmul, Deployment, NeuronOptions, OnDeviceSampling
 from kimi_k2.sharding.manifest import MANIFEST, check_source
+from kimi_k2.sharding.whole_layers import slots_at_once
 
 # Tokens a block of the routed experts in CPU mode: more would be mostly padding for short prompts.
 CPU_BLOCK = 16
-ATTENTION_TILE = 256  # slots that the attention kernel's two cores take at least
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def cpu_deployment(
     cores = math.gcd(preset.cache_ranks, ranks)
     decode = preset.neuron_config.decode
     # Positions divide among the ranks of a group, and on kernels a rank's among the tiles of both cores.
-    step = cores * ATTENTION_TILE if decode == "layers" else cores
+    step = slots_at_once(preset.neuron_config.logical_nc_config, cores) if decode == "layers" else cores
     length = -(-length // step) * step
     options = NeuronOptions(
         flash_decoding_enabled=cores > 1,

@@ -53,11 +53,7 @@ def runtime_environment(logical_nc_config: int, ranks: int) -> dict[str, str]:
 
 def compile_digest(deployment: Deployment) -> str:
     """Changes when anything that compilation depends on does."""
-    # Deployments keep the digest that they had before there were these fields.
-    absent: dict[str, Any] = {field: True for field in ("vision", "torch_native") if getattr(deployment, field) is None}
-    if deployment.neuron_config.speculation_length is None:
-        absent["neuron_config"] = {"speculation_length"}
-    content = [deployment.model_dump(exclude=absent), environment(deployment)]
+    content = [deployment.model_dump(), environment(deployment)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -66,14 +62,6 @@ Say = Callable[[str], None]
 
 class CompileError(KimiK2Error):
     """The job cannot run here, or its result cannot fit."""
-
-
-def plan_lines(plan: MemoryPlan) -> list[str]:
-    """The memory plan as a table; `kimi-k2 plan` prints more."""
-    rows = [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in plan.parts.items()]
-    if plan.scratch is not None:
-        rows.append(f"  {'scratch (modelled)':<24}{plan.scratch.nbytes / GIB:8.2f} GiB")
-    return [*rows, plan.verdict]
 
 
 def check_fit(
@@ -125,12 +113,6 @@ def check_sdk(line: sdk.Line = "neuron") -> sdk.Release:
     return release
 
 
-def draft_options(draft_tokens: int) -> dict[str, Any]:
-    """NxDI's options of a step that drafts so many tokens and verifies them; its length counts the last token too."""
-    flags = ("enable_fused_speculation", "enable_eagle_speculation", "is_eagle3")
-    return {**dict.fromkeys(flags, True), "speculation_length": draft_tokens + 1}
-
-
 def build_application(
     preset: Deployment, config: KimiK2Config, model: str, *, draft: str | Path | None = None, **overrides: Any
 ) -> Any:
@@ -140,7 +122,7 @@ def build_application(
         preset: what is built.
         config: of the model.
         model: checkpoint directory, or name of a published configuration.
-        draft: directory of an Eagle3 head, with `draft_options` among the overrides.
+        draft: directory of an Eagle3 head, with `plan.nxdi.draft_options` among the overrides.
         overrides: further arguments of KimiK2NeuronConfig.
 
     Raises:
@@ -151,8 +133,9 @@ def build_application(
 
     if preset.vision is not None:
         check_vision(preset.vision, config)
+    if draft is not None:
+        preset.check(**overrides)
     config_module = contrib.load("config")
-    preset.layout(config)  # refuses what the model cannot be
     experts = expert_formats()[preset.experts]
     options = {**preset.neuron_arguments(), **experts.neuron_options(), **overrides}
     options["torch_dtype"] = getattr(torch, options["torch_dtype"])
@@ -160,12 +143,6 @@ def build_application(
     source = model if Path(model).exists() else config
     load = config_module.load_kimi_config(source)
     if preset.vision is not None:
-        if draft is not None:
-            raise ConfigError(
-                "expected none beside a vision tower, whose class in NxDI takes no fused speculation"
-                " (models/image_to_text_model_base.py, NeuronBaseForImageToText)",
-                field="draft",
-            )
         media = contrib.load("image_to_text")
         tower = media.KimiK25VisionNeuronConfig(
             vision_buckets=preset.vision.buckets,

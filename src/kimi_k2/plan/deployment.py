@@ -14,17 +14,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kimi_k2.config import KimiK2Config, changed
 from kimi_k2.config_fields import first_fault
+from kimi_k2.contrib_model.checks import check_sizes
 from kimi_k2.errors import ConfigError, KimiK2Warning
 from kimi_k2.files import Json, parse_yaml, read_data
 from kimi_k2.limits import MOST, YAML_BYTES
+from kimi_k2.plan import nxdi
 from kimi_k2.plan.machines import INSTANCES, Instance, Machine, Memory
-from kimi_k2.plan.torch_native import BLOCK, Count, TorchNativeOptions, ascending, blocks_at_once
+from kimi_k2.plan.torch_native import BLOCK, Count, TorchNativeOptions, blocks_at_once
 from kimi_k2.plan.vision import tower_ranks
 from kimi_k2.sharding.experts import expert_formats, without_tiles
 from kimi_k2.sharding.layout import Decode, Layout, ShardingPlan
@@ -38,7 +41,7 @@ LINE = (
     "LoRA: decode runs on PyTorch operations, experts without tiles: our kernels read weights that are folded at"
     " conversion, where an adapter is not"
 )
-_ALONE = ("save_sharded_checkpoint", "flash_decoding_enabled", "is_continuous_batching")
+_BUCKETS = ("context_encoding_buckets", "token_generation_buckets")
 
 
 class _Fields(BaseModel):
@@ -77,17 +80,10 @@ class LoraServing(_Fields):
 
 
 def in_xla_form(raw: Any) -> Any:
-    """A deployment's fields; with adapters on kernels, those of the same deployment on PyTorch operations.
-
-    Raises:
-        ConfigError: what the class does not follow together with adapters (`kimi_k2.neuron.nxdi.lora`).
-    """
+    """A deployment's fields; with adapters on kernels, those of the same deployment on PyTorch operations."""
     options = raw.get("neuron_config") if isinstance(raw, dict) else None
     if not isinstance(options, dict) or not options.get("lora_config"):
         return raw
-    for name in _ALONE:
-        if options.get(name, name == "save_sharded_checkpoint"):
-            raise ConfigError("expected false with lora_config", field=f"neuron_config.{name}")
     if options.get("decode", "xla") == "xla" or raw.get("experts") not in expert_formats():
         return raw
     kept = {name: value for name, value in options.items() if name not in ("decode", "decode_layers_per_kernel")}
@@ -232,44 +228,61 @@ class Deployment(_Fields):
                 raise ConfigError(f"expected none on {self.instance}", field=field)
             if self.torch_native and field in nxdis and field in self.model_fields_set:
                 raise ConfigError("expected none beside torch_native, which has no NxDI", field=field)
-        if self.tp_degree % self.cache_ranks:
-            raise ConfigError(
-                f"expected a divisor of tp_degree ({self.tp_degree}), got {self.cache_ranks}",
-                field="neuron_config.num_cores_per_group",
-            )
-        self._check_buckets()
         if self.vision and self.vision.tp_degree > self.tp_degree:
             raise ConfigError(
                 f"expected at most {self.tp_degree}, got {self.vision.tp_degree}", field="vision.tp_degree"
             )
-        if self.torch_native:
-            self.torch_native.check(self.batch_size, self.seq_len, self.max_context_length)
         # Refuses a format of the other target, or of another form of decode.
         layout = Layout(self.moe_tp_degree, self.moe_ep_degree, target, self.experts, decode=self._decode)
         if self.torch_native and layout.layers and self.torch_native.kv_cache_dtype != "auto":
             expected = f"expected auto with experts in {self.experts}, whose kernels read pages of the model's dtype"
             raise ConfigError(expected, field="torch_native.kv_cache_dtype")
+        self.check()
         return self
 
     @property
     def _decode(self) -> Decode | None:
         return None if self.torch_native else self.neuron_config.decode
 
-    def _check_buckets(self) -> None:
-        """NxDI takes the first bucket that holds a prompt or a cache, so the last one must hold the longest."""
-        options = self.neuron_config
-        for field, longest in (
-            ("context_encoding_buckets", "max_context_length"),
-            ("token_generation_buckets", "seq_len"),
-        ):
-            buckets, most = getattr(options, field), getattr(self, longest)
-            if buckets is None:
-                continue
-            if not options.enable_bucketing:
-                raise ConfigError("expected none without enable_bucketing", field=f"neuron_config.{field}")
-            if not ascending(buckets, most):
-                expected = f"ascending lengths, the last of which is {longest} ({most})"
-                raise ConfigError(f"expected {expected}, got {list(buckets)}", field=f"neuron_config.{field}")
+    @property
+    def on_nxdi(self) -> bool:
+        """Whether the NxDI class runs it."""
+        return self.hardware.target == "neuron" and self.torch_native is None
+
+    def check(self, config: KimiK2Config | None = None, **more: Any) -> None:
+        """Whether what runs it takes its options, batch and lengths together.
+
+        Args:
+            config: of a model, whose sizes are to divide among the ranks.
+            more: NxDI's further options, of drafts in the graph (`kimi_k2.plan.nxdi.draft_options`).
+
+        Raises:
+            ConfigError: naming the field, an option's as NxDI has it.
+        """
+        if more and self.vision is not None:
+            raise ConfigError(
+                "expected none beside a vision tower, whose class in NxDI takes no fused speculation"
+                " (models/image_to_text_model_base.py, NeuronBaseForImageToText)",
+                field="draft",
+            )
+        if self.torch_native:
+            self.torch_native.check(self.batch_size, self.seq_len, self.max_context_length)
+        elif self.on_nxdi:
+            held = expert_formats()[self.experts].neuron_options()
+            options = SimpleNamespace(**{**nxdi.UNSAID, **dict(self), **dict(self.neuron_config), **held, **more})
+            with nxdi.typed():
+                nxdi.check_together(options)
+                if config is not None:
+                    check_sizes(config, options)
+
+    def with_lengths(self, context: int | None, batch: int | None, prompt: int | None) -> Deployment:
+        """The same with other lengths, unchecked, a prompt cut to the context. Other lengths' buckets are NxDI's."""
+        slots, most = context or self.seq_len, self.max_context_length
+        update: Json = {"batch_size": batch or self.batch_size, "seq_len": slots}
+        update["max_context_length"] = min(prompt or most, slots)
+        if (slots, update["max_context_length"]) != (self.seq_len, most):
+            update["neuron_config"] = self.neuron_config.model_copy(update=dict.fromkeys(_BUCKETS))
+        return self.model_copy(update=update)
 
     @classmethod
     def load(cls, name_or_path: str | Path, *, to_plan: bool = False) -> Deployment:
@@ -303,7 +316,7 @@ class Deployment(_Fields):
         """How the weights of a model lie on the ranks; `stored` of a checkpoint without quantization is BF16.
 
         Raises:
-            ConfigError: the kernel of whole layers, and a checkpoint whose shared expert does not become tiles.
+            ConfigError: what runs it does not take the model.
         """
         layout = Layout(
             self.moe_tp_degree,
@@ -313,9 +326,8 @@ class Deployment(_Fields):
             decode=self._decode,
             query_group=self.cache_ranks if self.neuron_config.decode == "layers" and self.cache_ranks > 1 else 0,
         )
-        if layout.layers and layout.expert_format(config).shared is None:
-            expected = "the shared expert in tiles, of 32 or 64 columns a rank"
-            raise ConfigError(f"decode 'layers' needs {expected}", field="experts")
+        if layout.target == "neuron":
+            nxdi.check_kept(config, layout, self.neuron_config.logical_nc_config, native=not self.on_nxdi)
         return layout
 
     def neuron_arguments(self) -> Json:
@@ -382,7 +394,6 @@ class Target:
         batch: sequences.
         context: cache slots a sequence.
         prompt: tokens a sequence of the prefill that is modelled.
-        prefill_batch: sequences of it; `batch` if None.
         cache_ranks: ranks that share one latent cache (flash decoding); 1 where each holds it whole.
         reserved_slots: cache slots a sequence behind the last position, which NxDI adds.
         continuous: NxDI's continuous batching.
@@ -394,6 +405,7 @@ class Target:
         tower_buckets: patches and frames of each compiled graph of the tower.
         prefill_rows_at_once: tokens of the experts' blocks that one operation of the PyTorch prefill takes.
         torch_native: options of vllm-neuron's torch-native line; None on NxDI and on GPUs.
+        deployment: whose target it is; None for one of layouts alone.
         positions: tokens of a sequence in a decode step, drafts among them.
         head: that drafts them; None: none, or something without weights.
         lora: adapters beside the base weights.
@@ -409,7 +421,6 @@ class Target:
     prompt: int
     block_size: int | None = None
     published_port: bool = False
-    prefill_batch: int | None = None
     cache_ranks: int = 1
     reserved_slots: int = 0
     continuous: bool = False
@@ -417,6 +428,7 @@ class Target:
     tower_buckets: tuple[tuple[int, int], ...] = ()
     prefill_rows_at_once: int = 16384
     torch_native: TorchNativeOptions | None = None
+    deployment: Deployment | None = None
     positions: int = 1
     head: Head | None = None
     lora: LoraServing | None = None
@@ -445,7 +457,7 @@ class Target:
     @cached_property
     def prefill_sequences(self) -> int:
         """Sequences of one prefill."""
-        return self.batch if self.prefill_batch is None else self.prefill_batch
+        return 1 if self.torch_native or self.continuous else self.batch
 
     @cached_property
     def is_neuron(self) -> bool:
@@ -456,18 +468,20 @@ class Target:
         """The same with other lengths; a prompt longer than the context is cut to it.
 
         Raises:
-            ConfigError: a length is no integer of that range, the prompt is longer than the context, or the buckets of
-                the torch-native preset are of others. NxDI's run leaves the preset's buckets then.
+            ConfigError: a length is no integer of that range, the prompt is longer than the context, or the run does
+                not take them (`Deployment.check`); on NxDI it has a graph for the prompt.
         """
         for field, value in (("max_model_len", context), ("batch_size", batch), ("prompt_length", prompt)):
             if value is not None and (type(value) is not int or not 1 <= value <= MOST):
                 raise ConfigError(f"expected an integer from 1 to {MOST}, got {value!r:.100}", field=field)
-        slots, batch = context or self.context, batch or self.batch
-        if self.torch_native:
-            self.torch_native.check(batch, slots, self.prompt)
+        slots = context or self.context
         if prompt is not None and prompt > slots:
             raise ConfigError(f"expected at most the context ({slots}), got {prompt}", field="prompt_length")
-        return replace(self, context=slots, batch=batch, prompt=min(prompt or self.prompt, slots))
+        assert self.deployment is not None
+        changed = self.deployment.with_lengths(context, batch, None if self.torch_native else prompt)
+        changed.check(self.config)
+        most = min(prompt or self.prompt, slots)
+        return replace(self, deployment=changed, context=slots, batch=changed.batch_size, prompt=most)
 
 
 @lru_cache(16)
@@ -480,9 +494,10 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
     """What the planner computes from, of a deployment; of a model without a tower, its text alone.
 
     Raises:
-        ConfigError: it is not for LNC=2, of which alone the memory and rates are known here, or the model's tower has
-            no such ranks or buckets.
+        ConfigError: it is not for LNC=2, of which alone the memory and rates are known here, the model's tower has no
+            such ranks or buckets, or what runs it does not take it or the model.
     """
+    deployment.check(config)
     if deployment.neuron_config.logical_nc_config != 2:
         raise ConfigError("expected 2: two ranks share a bank at LNC=1", field="neuron_config.logical_nc_config")
     images = deployment.vision if config.vision else None
@@ -507,7 +522,6 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         context=deployment.seq_len,
         prompt=deployment.max_context_length,
         block_size=BLOCK if line else options.blockwise_matmul_config.block_size if neuron else None,
-        prefill_batch=1 if line else options.ctx_batch_size,
         cache_ranks=deployment.cache_ranks,
         reserved_slots=RESERVED_SLOTS if neuron and reserved else 0,
         continuous=options.is_continuous_batching,
@@ -515,6 +529,7 @@ def make_target(deployment: Deployment, config: KimiK2Config) -> Target:
         tower_buckets=images.buckets if images else (),
         prefill_rows_at_once=BLOCK * blocks_at_once(columns) if line else options.prefill_rows_at_once,
         torch_native=line,
+        deployment=deployment,
         positions=options.speculation_length or 1,
         lora=options.lora_config,
     )

@@ -14,6 +14,7 @@ from kimi_k2.plan.cost import SAMPLED_BYTES, Collective, GraphCounts, roofline
 from kimi_k2.plan.deployment import Target
 from kimi_k2.plan.kernels import Rates
 from kimi_k2.plan.memory import BF16
+from kimi_k2.plan.nxdi import check_head, draft_options
 
 # Tokens a step of published MLA heads: K2.5 2.8 to 3.0, K2.6 2.5 to 3.2, K2.7 2.1 to 2.9 (reported by their users).
 ACCEPTED = 2.8
@@ -111,7 +112,15 @@ class Head:
 
 
 def with_drafts(target: Target, head: DraftConfig, tokens: int) -> Target:
-    """A target whose steps verify so many tokens that a head drafted; ConfigError if it was made for another model."""
+    """A target whose steps verify so many tokens that a head drafted.
+
+    Raises:
+        ConfigError: the head was made for another model, or the deployment's run takes no such drafts.
+    """
+    if target.deployment is not None:
+        target.deployment.check(**draft_options(tokens))
+        if target.deployment.on_nxdi:
+            check_head(head, target.config, target.layout.ranks)
     return replace(target, positions=tokens + 1, head=Head.of(head, target.config))
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kimi_k2.contrib_model.checks import ascending
 from kimi_k2.errors import ConfigError
 from kimi_k2.limits import MOST
 
@@ -40,11 +41,6 @@ def blocks_at_once(columns: int) -> int:
 
 Segment = Literal[512, 1024, 2048, 4096, 8192]
 Buckets = tuple[Count, ...]
-
-
-def ascending(buckets: Buckets, last: int) -> bool:
-    """Whether buckets ascend to this one."""
-    return list(buckets) == sorted(set(buckets)) and buckets[-1:] == (last,)
 
 
 class TorchNativeOptions(BaseModel):

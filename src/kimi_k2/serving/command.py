@@ -138,10 +138,11 @@ def vllm_command(
         chosen = Deployment.load(preset)
         flags += ["--tensor-parallel-size", str(chosen.tp_degree), "--max-num-seqs", str(chosen.batch_size)]
         length, line = max_model_len or chosen.seq_len, chosen.torch_native
+        prompt = length if chosen.on_nxdi else None  # for which vllm-neuron's older line has a graph
+        chosen.with_lengths(length, None, prompt).check()
         flags += ["--max-model-len", str(length)]
         options = {"override_neuron_config": {"preset": preset}}
         if line is not None:
-            line.check(chosen.batch_size, length, chosen.max_context_length)
             options = {"neuron_config": line.neuron_config(chosen.experts, chosen.moe_ep_degree)}
             flags += ["--max-num-batched-tokens", str(chosen.max_context_length), "--block-size", str(line.block_size)]
             flags += ["--kv-cache-dtype", "fp8"] if line.kv_cache_dtype == "fp8" else []

@@ -142,8 +142,7 @@ def check_decode(decode: str | None) -> None:
         ConfigError: `decode` is no `Decode`.
     """
     if decode is not None and decode not in get_args(Decode):
-        gone = ", which runs all kernels as one" if decode == "kernels" else ""
-        raise ConfigError(f"expected {' or '.join(get_args(Decode))}{gone}; got {decode!r}", field="decode")
+        raise ConfigError(f"expected {' or '.join(get_args(Decode))}, got {decode!r}", field="decode")
 
 
 def served_experts() -> str:

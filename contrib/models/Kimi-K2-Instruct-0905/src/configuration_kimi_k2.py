@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
+from .checks import SIZES, check_batches, check_buckets, check_lengths, check_sizes
 from .quantization import BLOCKWISE, CHANNELWISE, ConfigError, StoredForm, held_block, require, stored_form
 
 # Options of NxDI that this model or NxDI's host code follows at any value that the checks below let through.
@@ -35,12 +36,6 @@ UNTOUCHED = ("embed_tokens", "layers", "norm", "lm_head")
 WITHOUT_ATTRIBUTE = {"disable_normalize_top_k_affinities": True}
 
 # Fields of config.json that the mathematics here reads ...
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "max_position_embeddings",
-)  # fmt: skip
 READ = (*SIZES, "rms_norm_eps", "rope_theta", "norm_topk_prob", "routed_scaling_factor")
 OPTIONAL = ("rope_scaling", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # ... those that say what it computes anyway ...
@@ -178,40 +173,17 @@ class KimiK2NeuronConfig(MoENeuronConfig):
         require(
             tp * ep == self.tp_degree, "moe_tp_degree", f"{tp} x {ep} (moe_ep_degree) is not {self.tp_degree} ranks"
         )
-        self.check_batches()
+        check_batches(self)
         sampling = self.on_device_sampling_config is not None
         require(not self.async_mode or sampling, "async_mode", "needs on_device_sampling_config")
         require(not self.output_logits or sampling, "output_logits", "they are the output without on-device sampling")
-        for name in ("context_encoding_buckets", "token_generation_buckets"):
-            require(self.enable_bucketing or not getattr(self, name), name, "needs enable_bucketing")
+        check_buckets(self)
         if self.sequence_parallel_enabled:
-            self.check_lengths(("max_context_length", "context_encoding_buckets"), self.tp_degree)
+            check_lengths(self, ("max_context_length", "context_encoding_buckets"), self.tp_degree)
         unknown = set(self.compiler_args) - self.SUBMODELS
         require(not unknown, "compiler_args", f"no such submodel: {', '.join(sorted(unknown))}")
         if self.quantized:
             self.check_quantization()
-
-    def check_batches(self) -> None:
-        """Refuse what NxDI would do wrong with the lines of a batch."""
-        single, batched = self.is_continuous_batching, self.batch_size
-        contexts = 1 if single else batched
-        require(self.ctx_batch_size == contexts, "ctx_batch_size", f"expected {contexts}, got {self.ctx_batch_size}")
-        require(
-            not single or batched == 1 or self.apply_seq_ids_mask, "apply_seq_ids_mask",
-            "expected True: a step of some sequences would overwrite the others' caches",
-        )  # fmt: skip
-        require(
-            not self.output_logits or single or batched == 1, "output_logits",
-            "needs is_continuous_batching: NxDI's ModelWrapper cannot take a part of a batch otherwise",
-        )  # fmt: skip
-
-    def check_lengths(self, names: Sequence[str], divisor: int, of: str = "ranks") -> None:
-        """Refuse lengths, and buckets (NxDI makes them from 128 on), that do not divide by `divisor`."""
-        default = [128] if self.enable_bucketing else []
-        for name in names:
-            stated = getattr(self, name) or default
-            for length in stated if isinstance(stated, list) else [stated]:
-                require(length % divisor == 0, name, f"{length} tokens do not divide into {divisor} ({of})")
 
     def check_quantization(self) -> None:
         """Refuse forms of experts that there are not."""
@@ -269,32 +241,7 @@ class KimiK2InferenceConfig(InferenceConfig):
 
     def check_sizes(self) -> None:
         """Refuse sizes that make no model or do not divide among the ranks."""
-        neuron = self.neuron_config
-        for name in SIZES:
-            value, least = getattr(self, name), 0 if name in ("n_shared_experts", "first_k_dense_replace") else 1
-            require(type(value) is int and value >= least, name, f"expected a number from {least}, got {value!r}")
-        heads = self.num_attention_heads
-        require(self.num_key_value_heads == heads, "num_key_value_heads", f"expected {heads}: one latent for all heads")
-        require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "expected an even number")
-        require(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok", "more than n_routed_experts")
-        require(neuron.seq_len <= self.max_position_embeddings, "seq_len", "more than max_position_embeddings")
-        divided = dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), neuron.tp_degree)
-        if self.first_k_dense_replace:
-            divided["intermediate_size"] = neuron.tp_degree
-        divided |= {"moe_intermediate_size": neuron.moe_tp_degree, "n_routed_experts": neuron.moe_ep_degree}
-        sampling = neuron.on_device_sampling_config
-        if sampling is not None and sampling.do_sample:
-            most = self.vocab_size // neuron.tp_degree  # a rank's part, of which NxDI's sampler takes the best
-            fits = sampling.global_topk <= most
-            require(
-                fits, "on_device_sampling_config.global_topk", f"expected at most {most}, got {sampling.global_topk}"
-            )
-        sizes = [(name, getattr(self, name), ranks) for name, ranks in divided.items()]
-        down = self.q_lora_rank + self.kv_lora_rank + self.qk_rope_head_dim  # columns of both down projections
-        sizes.append(("q_lora_rank", down, neuron.tp_degree))
-        sizes.append(("n_shared_experts", self.moe_intermediate_size * self.n_shared_experts, neuron.tp_degree))
-        for name, size, ranks in sizes:
-            require(size % ranks == 0, name, f"{size} does not divide among {ranks} ranks")
+        check_sizes(self, self.neuron_config)
 
     @property
     def stored_form(self) -> StoredForm:

@@ -22,7 +22,7 @@ class Graphs:
 
     Attributes:
         capture_layers: Graphs for `parity --compiled`, which also return these layers' outputs, e.g. 0,1,30,60.
-        dry_run: Print the memory plan and stop.
+        dry_run: Print whether it fits, and stop.
         hlo_only: Write HLO text; needs NxD's source, no Neuron device.
         draft: Directory of an Eagle3 head, which drafts in the graph.
     """
@@ -47,7 +47,7 @@ def compile_model(
         Path | None, typer.Option(help="Directory of `convert`'s files, linked into --out.", file_okay=False)
     ] = None,
 ) -> None:
-    """Compile for Trainium: print the memory plan, then write a NEFF a graph (or its HLO text).
+    """Compile for Trainium: print whether it fits, then write a NEFF a graph (or its HLO text).
 
     A preset of vllm-neuron's torch-native line: prints the command by which vLLM compiles on this CPU, and becomes it.
     """
@@ -55,6 +55,7 @@ def compile_model(
     from kimi_k2.errors import ConfigError
     from kimi_k2.neuron import compile as job
     from kimi_k2.plan.deployment import Deployment
+    from kimi_k2.plan.nxdi import draft_options
 
     if graphs.draft is None:
         refuse(context, "goes with --draft", "draft_tokens")
@@ -65,8 +66,7 @@ def compile_model(
         raise ConfigError(f"expected a Trainium deployment, {chosen.name} is for {chosen.instance}", field="preset")
     config = KimiK2Config.load(model)
     plan = job.check_fit(config, chosen, graphs.draft, graphs.draft_tokens)
-    say(f"{chosen.name} on {chosen.instance}, memory a logical core:")
-    say("\n".join(job.plan_lines(plan)))
+    say(f"{chosen.name} on {chosen.instance}: {plan.verdict}")
     if chosen.torch_native is not None:
         others = ("capture_layers", "hlo_only", "weights", "draft")
         refuse(context, "vllm-neuron compiles this preset, and reads converted files as the model", *others)
@@ -76,7 +76,7 @@ def compile_model(
         return
     options: dict[str, Any] = {}
     if graphs.draft is not None:
-        options = {"draft": str(graphs.draft), **job.draft_options(graphs.draft_tokens)}
+        options = {"draft": str(graphs.draft), **draft_options(graphs.draft_tokens)}
     if graphs.hlo_only:
         from kimi_k2.neuron import standins
 

@@ -11,15 +11,23 @@ from neuronx_distributed_inference.models.config import InferenceConfig
 
 from kimi_k2.config import KimiK2Config
 from kimi_k2.contrib_model import configuration_kimi_k2 as base
-from kimi_k2.contrib_model.quantization import StoredForm, require
-from kimi_k2.neuron import layer_arguments
+from kimi_k2.contrib_model.quantization import StoredForm
+from kimi_k2.plan import nxdi
 from kimi_k2.quantization.stored import parse_quantization
-from kimi_k2.sharding.attention_tiles import check_sizes
-from kimi_k2.sharding.experts import PARTITIONS, ExpertFormat, check_width, shared_width
+from kimi_k2.sharding.experts import PARTITIONS, ExpertFormat, shared_width
 from kimi_k2.sharding.layout import Decode, Layout
+from kimi_k2.sharding.whole_layers import slots_at_once, token_buckets
 
-from . import lora, options
+from . import lora
 from .presharding import layout_of
+
+# NxDI's options beyond the hand-written class's, with tests in test/nxd, and this class's own.
+FOLLOWED = frozenset((
+    "disable_kv_cache_tiling", "enable_eagle_speculation", "enable_fused_speculation", "flash_decoding_enabled",
+    "is_block_kv_layout", "is_eagle3", "is_eagle_draft", "is_prefix_caching", "lora_config", "pa_block_size",
+    "pa_num_blocks", "prefix_buckets", "speculation_length", "tensor_capture_config",
+    "decode", "decode_layers_per_kernel", "num_cores_per_group",
+))  # fmt: skip
 
 # The Hugging Face fields that are carried along; enough to rebuild a KimiK2Config from a saved neuron config.
 HF_FIELDS = tuple(name for name in KimiK2Config.model_fields if name not in ("quantization", "tensor_prefix"))
@@ -39,10 +47,11 @@ class KimiK2NeuronConfig(base.KimiK2NeuronConfig):
         kwargs: the hand-written class's arguments.
 
     Raises:
-        ConfigError: an option that the model does not follow, see options.py.
+        ConfigError: an option that the model does not follow, see `kimi_k2.plan.nxdi`.
     """
 
-    FOLLOWED = base.FOLLOWED | options.FOLLOWED
+    FOLLOWED = base.FOLLOWED | FOLLOWED
+    token_generation_buckets: list[int] | None
 
     def __init__(
         self,
@@ -59,22 +68,16 @@ class KimiK2NeuronConfig(base.KimiK2NeuronConfig):
             kwargs.setdefault("apply_seq_ids_mask", False)  # a sequence has blocks, and no line
         self.decode, self.decode_layers_per_kernel = decode, decode_layers_per_kernel
         self.num_cores_per_group = num_cores_per_group
-        with options.typed():
+        with nxdi.typed():
             super().__init__(**kwargs)
 
     def check_together(self) -> None:
-        """The base's, and options.py's."""
+        """The base's, and `kimi_k2.plan.nxdi`'s."""
         super().check_together()
-        options.check_together(self)
         lora.check(self)
-        self.num_cores_per_group = options.cores_per_group(self, self.num_cores_per_group)
-        if self.layers:
-            options.check_slots(self, self.num_cores_per_group)
-
-    def check_batches(self) -> None:
-        """The base's, of lines."""
-        if not self.is_block_kv_layout:
-            super().check_batches()
+        self.num_cores_per_group = group = nxdi.check_together(self)
+        if self.layers and self.enable_bucketing and not self.token_generation_buckets:
+            self.token_generation_buckets = token_buckets(self.seq_len, slots_at_once(self.logical_nc_config, group))
 
     @property
     def layers(self) -> bool:
@@ -113,7 +116,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
     """The hand-written configuration of a model that kimi_k2 has checked; `hf` is that KimiK2Config."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with options.typed():
+        with nxdi.typed():
             super().__init__(*args, **kwargs)
 
     def add_derived_config(self) -> None:
@@ -121,10 +124,7 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
         super().add_derived_config()
         hf, neuron = self.hf, self.neuron_config
         self.num_cores_per_group = neuron.num_cores_per_group
-        for field in ("n_group", "moe_layer_freq"):
-            require(getattr(hf, field) == 1, field, f"expected 1, got {getattr(hf, field)}")
-        if neuron.layers:
-            self._check_layers()
+        nxdi.check_kept(hf, self.layout, neuron.logical_nc_config)
 
     @property
     def hf(self) -> KimiK2Config:
@@ -168,14 +168,6 @@ class KimiK2InferenceConfig(base.KimiK2InferenceConfig):
             return None
         tile_dtype: torch.dtype = dtype if shared.quantization_type is None else torch.float8_e4m3fn
         return tile_dtype
-
-    def _check_layers(self) -> None:
-        hf, neuron = self.hf, self.neuron_config
-        check_width(hf, self.layout.moe_tp)
-        check_sizes(hf)
-        layer_arguments.check_sizes(hf, neuron.tp_degree, neuron.logical_nc_config, neuron.query_group)
-        needed = "decode 'layers' needs the shared expert in tiles, of 32 or 64 columns a rank"
-        require(self.shared_width > 0, "decode", needed)
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[KimiK2NeuronConfig]:

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from kimi_k2.drafts.config import DraftConfig
 from kimi_k2.drafts.head import read_head, warn_of_other_member
-from kimi_k2.errors import ConfigError
+from kimi_k2.plan.nxdi import check_head
 
 from .config import KimiK2InferenceConfig, load_kimi_config
-
-AUX_LAYERS = 3  # whose hidden states NxDI keeps from a step to the next (NeuronFusedSpecModel, rolling buffer)
 
 
 class KimiK2DraftConfig(KimiK2InferenceConfig):
@@ -41,22 +39,7 @@ class KimiK2DraftConfig(KimiK2InferenceConfig):
         path = Path(directory) / "config.json"
         draft, hf = DraftConfig.from_pretrained(directory), target.hf
         draft.fit(hf, path)
-        layers = draft.layers(hf)
-        if len(set(layers)) != AUX_LAYERS:
-            raise ConfigError(
-                f"expected {AUX_LAYERS} layers, as many as NxDI's rolling buffer holds (models/model_base.py,"
-                f" NeuronFusedSpecModel), got {list(layers)}",
-                field="eagle_aux_hidden_state_layer_ids",
-                file=path,
-            )
-        sizes = {"num_key_value_heads": draft.num_key_value_heads} if draft.form == "llama" else {}
-        sizes |= {
-            name: getattr(draft, name) for name in ("num_attention_heads", "draft_vocab_size", "intermediate_size")
-        }
-        ranks = target.neuron_config.tp_degree
-        for field, size in sizes.items():
-            if size % ranks:
-                raise ConfigError(f"{size} does not divide among {ranks} ranks", field=field, file=path)
+        layers = check_head(draft, hf, target.neuron_config.tp_degree, path)
         if warned := getattr(target, "_name_or_path", None):
             warn_of_other_member(Path(directory), Path(warned))
         head = {"head": json.loads(draft.model_dump_json()), "aux_layers": list(layers)}

@@ -19,10 +19,11 @@ from kimi_k2.contrib_model.attention import masked
 from kimi_k2.contrib_model.layers import dot_float32, make_rms_norm
 from kimi_k2.contrib_model.modeling_kimi_k2 import KimiK2DecoderLayer
 from kimi_k2.drafts.head import rotate_halves
+from kimi_k2.plan.nxdi import AUX_LAYERS
 
 from .attention import KimiK2Attention
 from .config import KimiK2InferenceConfig
-from .draft_config import AUX_LAYERS, KimiK2DraftConfig
+from .draft_config import KimiK2DraftConfig
 from .kv_cache import LatentKVCacheManager
 from .modeling_kimi_k2 import NeuronKimiK2Model
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from neuronx_distributed_inference.modules.lora_serving import is_lora_module
 from torch import Tensor, nn
 
-from kimi_k2.checkpoint.adapter import adapter_scale
 from kimi_k2.contrib_model.quantization import require
 from kimi_k2.sharding.layout import Decode
-
-from .options import check_beside
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,24 +26,13 @@ _WHY_NOT = {
     "lm_head": "NxDI calls it without adapter ids (models/model_base.py, NeuronBaseModel.forward)",
     "embed_tokens": "was not tested, as it is split over the hidden dimension",
 }
-_ALONE = {
-    **dict.fromkeys(("is_continuous_batching", "speculation_length"), ((False,), "not tested together")),
-    **dict.fromkeys(
-        (
-            "async_mode", "flash_decoding_enabled", "is_prefix_caching", "save_sharded_checkpoint",
-            "sequence_parallel_enabled",
-        ),
-        ((False,), "not followed together"),
-    ),
-}  # fmt: skip
 
 
 def check(config: Any) -> None:
     """Refuse what NxDI's LoRA serving cannot wrap in this model; `config` is the whole neuron config.
 
     Raises:
-        ConfigError: naming the field and, of a target module, why it is not adapted; or a field of an adapter's file,
-            of which NxDI reads three.
+        ConfigError: naming the field and, of a target module, why it is not adapted.
     """
     lora = config.lora_config
     if lora is None:
@@ -56,13 +41,10 @@ def check(config: Any) -> None:
     for name in sorted(named - set(ADAPTED)):
         reason = _WHY_NOT.get(name, "the model has no such module")
         require(False, "lora_config.target_modules", f"expected {' or '.join(ADAPTED)}, got {name}: {reason}")
-    for path in filter(os.path.isdir, (lora.lora_ckpt_paths or {}).values()):
-        adapter_scale(path)
     many, lines = lora.dynamic_multi_lora, config.batch_size
     require(not many, "lora_config.dynamic_multi_lora", "expected False: adapters are loaded with the model")
     batch = lora.batch_size
     require(batch == lines, "lora_config.batch_size", f"expected batch_size ({lines}), got {batch}")
-    check_beside(config, "lora_config", _ALONE)
 
 
 def in_xla_form(decode: Decode, options: dict[str, Any]) -> Decode:

@@ -24,8 +24,6 @@ from .config import KimiK2InferenceConfig, KimiK2NeuronConfig
 from .modeling_kimi_k2 import NeuronKimiK2ForCausalLM
 
 FROM_CHECKPOINT = "checkpoint"
-# Lists of lengths that belong to a preset's own sequence length; NxDI makes others for other lengths.
-BUCKETS = ("context_encoding_buckets", "token_generation_buckets")
 
 
 class ServedNeuronConfig(KimiK2NeuronConfig):
@@ -63,18 +61,14 @@ class ServedNeuronConfig(KimiK2NeuronConfig):
 
 
 def _with_preset(preset: Deployment, options: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = preset.neuron_arguments()
     ranks = options.get("tp_degree", preset.tp_degree)
     if ranks != preset.tp_degree:
         raise ConfigError(
             f"{preset.name} is for {preset.tp_degree} ranks (vLLM's --tensor-parallel-size), got {ranks}",
             field="tp_degree",
         )
-    lengths = ("seq_len", "max_context_length")
-    if any(options.get(name, defaults[name]) != defaults[name] for name in lengths if name in defaults):
-        for name in BUCKETS:
-            defaults.pop(name, None)
-    return {"compiler_args": preset.compiler_args, **defaults, **options}
+    resized = preset.with_lengths(*(options.get(name) for name in ("seq_len", "batch_size", "max_context_length")))
+    return {"compiler_args": preset.compiler_args, **resized.neuron_arguments(), **options}
 
 
 def checkpoint_experts(config: KimiK2Config, decode: Decode = "xla") -> str:

@@ -19,6 +19,7 @@ from kimi_k2.neuron.torch_native.kernels import Kernels
 from kimi_k2.neuron.torch_native.loading import rank_tensors
 from kimi_k2.neuron.torch_native.settings import DEFAULT_FORMAT, Ranks, check_neuron_config, planned_tensors
 from kimi_k2.ops.embedding import rotary_cos_sin
+from kimi_k2.sharding import whole_layers
 from kimi_k2.sharding.experts import expert_formats
 
 FP8 = torch.float8_e4m3fn
@@ -171,7 +172,7 @@ class KimiK2ForVllmNeuron(nn.Module):
         self.ranks = Ranks.of_process(neuron_config)
         self.kernels, self.whole = Kernels.find(), expert_formats()[self.experts].tiles
         if self.whole:
-            layer_arguments.check_sizes(config, int(self.ranks.tp.world_size), self.kernels.cores, halves=True)
+            whole_layers.check_model(config, int(self.ranks.tp.world_size), self.kernels.cores, halves=True)
         self.planned = planned_tensors(config, self.ranks, self.experts, self.dtype)
         if any(tensor.dtype == FP8 for tensor in self.planned) and neuron_config is not None:
             # The runner reads this word once the model is made, and tells the compiler of Trainium2 by it that its
@@ -358,7 +359,7 @@ class KimiK2ForVllmNeuron(nn.Module):
     def _whole_layers(self, x: Tensor, positions: Tensor, metadata: Any) -> WholeLayers | None:
         """The kernels of a step of [T, H]; None where they do not run, and PyTorch computes with their weights."""
         kernels, table = self.kernels, metadata["block_table_tensor"]
-        if not self.whole or len(x) > layer_arguments.MOST_TOKENS or not kernels.can_run(x):
+        if not self.whole or len(x) > whole_layers.MOST_TOKENS or not kernels.can_run(x):
             return None
         runs = kernels.runs(table, int(metadata["block_size"]))
         if runs is None:
