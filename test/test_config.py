@@ -119,6 +119,8 @@ def test_each_wrong_field_is_named(change: dict[str, Any], field: str, says: str
 def test_no_such_preset() -> None:
     with pytest.raises(ConfigError, match=r"unknown preset 'gpt-5'; expected one of: kimi-k2-instruct"):
         KimiK2Config.from_preset("gpt-5")
+    with pytest.raises(ConfigError, match=r"^field 'vocab_size'"):  # which is the caller's, and not the file's
+        KimiK2Config.from_preset("kimi-k2-thinking", vocab_size=0)
 
 
 json_values = st.recursive(

@@ -271,7 +271,7 @@ class KimiK2Config(BaseModel):
             joined = {"text_hidden_size": overrides.get("hidden_size", text["hidden_size"])}
             raw["vision_config"].update({**joined, **(vision or {})})
         text.update(overrides)
-        return cls.from_dict(raw, file=path)
+        return cls.from_dict(raw, file=None if overrides else path)  # of which an override may be wrong
 
     @classmethod
     def load(cls, model: str | Path) -> KimiK2Config:
