@@ -111,7 +111,8 @@ def test_a_run_against_a_reference(serve: Callable[..., str], tmp_path: Path) ->
 
 def test_no_openai_server(serve: Callable[..., str], tmp_path: Path) -> None:
     asked = requests_file(tmp_path / "asked.jsonl", "hello")
-    for url in (serve(lambda *_: (200, "<html>")), "http://127.0.0.1:9"):
+    nameless = serve(lambda *_: (200, '{"data": [{"id": null}]}'))
+    for url in (serve(lambda *_: (200, "<html>")), nameless, "http://127.0.0.1:9"):
         refused = kimi("bench", "tools", url, asked, "--out", tmp_path / "out", status=1).exception
         assert isinstance(refused, SweepError) and "expected OpenAI's list of models" in str(refused)
 

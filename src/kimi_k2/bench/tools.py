@@ -66,7 +66,10 @@ class Endpoint:
             SweepError: it does not answer as OpenAI's API does.
         """
         try:
-            return str(json.loads(self.ask("models", timeout=30)[1])["data"][0]["id"])
+            name = json.loads(self.ask("models", timeout=30)[1])["data"][0]["id"]
+            if not isinstance(name, str):
+                raise TypeError(f"its id is {name!r}")
+            return name
         except (*FAILED, ValueError, LookupError, TypeError) as error:
             raise SweepError(f"{self.url}/models: expected OpenAI's list of models: {error!r}") from None
 
