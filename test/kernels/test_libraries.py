@@ -23,14 +23,6 @@ def test_every_library_that_a_module_loads_is_listed() -> None:
         assert 'extern "C"' in build.source_of(library).read_text()
 
 
-def test_all_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[str] = []
-    monkeypatch.setattr(libraries, "build_library", built.append)
-    times = libraries.build_all(2)
-    assert sorted(built) == sorted(libraries.LIBRARIES)
-    assert all(seconds >= 0 for seconds in times.values())
-
-
 @pytest.mark.parametrize(
     ("folder", "file", "owner", "says"),
     [
@@ -94,18 +86,17 @@ def test_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         build.load_library("experts/fp8")
 
 
-def test_ahead_of_a_gpu_libraries_are_built_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_built_and_not_loaded_ahead_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image is made where there is no driver: what the compiler writes cannot be loaded there, and is kept."""
     monkeypatch.setenv("KIMI_K2_CACHE", str(tmp_path))
     compiler = tmp_path / "nvcc"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho damaged > "$2"\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(build, "find_nvcc", lambda: str(compiler))
-    monkeypatch.setattr(libraries, "LIBRARIES", ["attention/query"])
-    libraries.build_all(1)
-    (made,) = tmp_path.glob("*.so")
+    assert sorted(libraries.build_all(2)) == sorted(libraries.LIBRARIES)
+    assert len(list(tmp_path.glob("*.so"))) == len(libraries.LIBRARIES)
     build.load_library.cache_clear()
-    with pytest.raises(KernelError, match=f"{made}: cannot be loaded: .*remove it"):
+    with pytest.raises(KernelError, match=f"{tmp_path}/attention-query-.*so: cannot be loaded: .*remove it"):
         build.load_library("attention/query")
 
 
