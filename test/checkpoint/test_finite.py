@@ -79,6 +79,15 @@ def test_scales_that_no_quantizer_makes(name: str) -> None:
     assert 0.8 * count < lost <= count
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4-packed"])
+def test_an_exponent_that_is_no_number(name: str) -> None:
+    held = formats()[name]()
+    stored = held.quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
+    assert held.contradiction(stored) is None
+    stored["weight_scale"][1, 1] = 255
+    assert held.contradiction(stored) == ("weight_scale", "1 of 8 exponents are NaN (255)")
+
+
 LAYOUTS = [Layout(2, experts=experts) for experts in ("bf16", "blockwise", "per_channel")]
 LAYOUTS += [Layout(1, target="cuda", experts="stored")]
 

@@ -57,6 +57,19 @@ def test_a_next_turn_reads_what_is_new(wide: Path, tmp_path: Path, monkeypatch: 
         reply, alone = both([*prompt[:10], 3, 2])
         assert reply == alone
         assert read[-1] == 2
+        again = [*prompt[:10], 3, 2]
+        reply, alone = both(again)
+        assert (reply, read[-1]) == (alone, 1)  # the last token's logits are wanted
+
+        def fails(*given: Any) -> torch.Tensor:
+            original(*given)
+            raise GenerationError("behind what it wrote")
+
+        monkeypatch.setattr(module, "prefill", fails)
+        with pytest.raises(GenerationError, match="behind"):
+            next(generator.stream([[1] * 15], params))
+        reply, alone = both(again)
+        assert (reply, read[-1]) == (alone, 12)
 
 
 RAGGED = [list(range(5, 165)), [9, 10], [7], [3, 4, 5, 6], [8]]

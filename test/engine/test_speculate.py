@@ -8,7 +8,9 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from kimi_k2.engine.draft_length import DraftLength, DraftStats
 from kimi_k2.engine.drafters import Accepted, Choose, Drafter, HeadDrafter, NgramDrafter, lookup
 from kimi_k2.engine.generate import Generator, generate
 from kimi_k2.engine.sampler import Proposal, Sampler, SamplingParams, Step, keep
-from kimi_k2.engine.speculate import speculative_steps
+from kimi_k2.engine.speculate import PromptReader, speculative_steps
 from kimi_k2.errors import KimiK2Warning
 from kimi_k2.model.cache import LatentCache
 from kimi_k2.model.decoder import HiddenStates, KimiK2ForCausalLM
@@ -340,6 +342,16 @@ def test_a_head_that_is_never_accepted_is_told(model: KimiK2ForCausalLM, tmp_pat
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     with pytest.warns(KimiK2Warning, match="most likely another model's"):
         speak(Generator(model, drafter=drafter, draft_tokens=1), [[5, 6], [7, 8], [9, 3], [4]], params)
+
+
+def test_a_drafter_is_given_tokens_of_the_vocabulary_alone() -> None:
+    """An image's or a video's may lie beyond it."""
+    read: list[list[int]] = []
+    step: Any = MagicMock(aux=None)
+    drafter: Any = SimpleNamespace(read=lambda following, *_: read.extend(following.tolist()))
+    ids = torch.tensor([[5, 500, 499, 501]])
+    PromptReader(step, drafter, ids.tolist(), 500)(ids, torch.arange(4)[None], torch.tensor([3]))
+    assert read == [[0, 499, 0, 0]]
 
 
 def test_a_next_turn_is_read_from_where_it_parts(model: KimiK2ForCausalLM) -> None:

@@ -294,10 +294,14 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         ({"prefill_context_parallel_size": 2}, "context parallelism of prompts"),
         ({"use_ubatching": True}, "microbatches"),
         (BALANCED | redundant(16), None),
-        (BALANCED | redundant(4), "4 redundant experts, which do not divide among the ranks"),
+        (
+            REPLICAS | BALANCED | {"tensor_parallel_size": 4} | redundant(4),
+            "4 redundant experts, which do not divide among the ranks",
+        ),
         (BALANCED | redundant(0) | PIPELINE, "expert load balancing with pipeline parallelism"),
         (BALANCED | redundant(0) | {"enable_ep_weight_filter": True}, OTHER_EXPERTS),
         (FILTERED | {"expert_placement_strategy": "round_robin"}, OTHER_EXPERTS),
+        (FILTERED | {"expert_placement_strategy": "round_robin", "enable_expert_parallel": False}, None),
         (LORA, None),
         (
             {"lora_config": SimpleNamespace(target_modules=[], fully_sharded_loras=True)},
@@ -326,7 +330,6 @@ def noted(what: str, *said: str) -> dict[str, Any]:
         (noted("quantization", "fp8"), None),
         (noted("quantization", "mxfp8"), "--quantization mxfp8"),
         (at(support.MLA_DISABLE), f"{support.MLA_DISABLE}=1"),
-        (at(support.BATCH_INVARIANT), None),
         (at(support.BATCH_INVARIANT, **NGRAM), f"{support.BATCH_INVARIANT} with drafts"),
         (at(support.BATCH_INVARIANT, **PIPELINE), f"{support.BATCH_INVARIANT} with pipeline parallelism"),
         (at(support.BATCH_INVARIANT, **LORA), f"{support.BATCH_INVARIANT} with LoRA"),

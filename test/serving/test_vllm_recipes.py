@@ -566,7 +566,7 @@ NAMED: list[Row] = [
     *((name, (flag,)) for name in ("fp8", "thinking") for flag in (pieces, invariant)),
     *(("thinking", (flag,)) for flag in (one_left, cut_pages, sampled, processors, connector, replicas, adapters)),
     *(("thinking", (flag,)) for flag in (elsewhere, *REFUSED)),
-    *(("bf16", (flag,)) for flag in (stock, ngram, eagle3, dflash, adapters, routed)),
+    *(("bf16", (flag,)) for flag in (stock, fp8_cache, ngram, eagle3, dflash, adapters, routed)),
     *((name, (flag,)) for name in ("wide", "thinking", "bf16") for flag in (tensor, experts)),
     ("bf16", (mla_head, ahead)), ("tokenizer", (structured,)), ("tokenizer", (structured, ahead)),
     *(("thinking", (flag, pieces)) for flag in (tensor, experts)), ("wide", (balanced,)),
