@@ -23,11 +23,6 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
 from torch.utils._pytree import tree_map_only
 
-# Operations whose result shares memory with their first argument.
-VIEWS = {
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "transpose", "permute", "select",
-    "narrow", "expand", "chunk", "split", "detach", "getitem", "getattr",
-}  # fmt: skip
 KERNEL = "line.write_pages"  # a kernel that gives its operands back: in the graph as `view_as` of themselves
 
 
@@ -47,41 +42,10 @@ def written_by(node: Node) -> list[Node]:
     return [node.args[0]] if in_place or node.target is operator.setitem else []  # type: ignore[list-item]
 
 
-def root_of(node: Node) -> Node:
-    """The tensor whose memory a node has: an input of the graph, or what first made it."""
-    while node.op != "placeholder" and (name_of(node) in VIEWS or written_by(node)) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
 def results_of(write: Node, operand: Node) -> list[Node]:
     """What a kernel gave for an operand that it wrote."""
     whole = (user for user in operand.users if name_of(user) == "view_as" and user.args == (operand, operand))
     return [user for user in whole if write < user]
-
-
-def stale_readers(graph: GraphModule) -> list[str]:
-    """Readers of memory behind a write that is neither the written tensor nor derived from what the write gave.
-
-    Eager PyTorch shows them the write; a pass that rewires the written tensor's later uses alone does not.
-    """
-    nodes, found = list(graph.graph.nodes), []
-    for at, write in enumerate(nodes):
-        for written in written_by(write):
-            fresh = {write, written}
-            if name_of(write) == KERNEL:
-                fresh = set(results_of(write, written))
-            for later in nodes[at + 1 :]:
-                if later in fresh or later.op == "output":
-                    continue
-                inputs = [
-                    node for node in later.all_input_nodes if node not in fresh and root_of(node) is root_of(written)
-                ]
-                if inputs:
-                    found.append(f"{later.name} reads {inputs[0].name} behind {write.name}")
-                elif fresh.intersection(later.all_input_nodes):
-                    fresh.add(later)
-    return found
 
 
 def functional(graph: GraphModule) -> tuple[GraphModule, list[int], int]:
@@ -232,9 +196,8 @@ class Lowering:
 
 
 def _written_inputs(graph: GraphModule) -> Iterator[int]:
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    roots = {root_of(operand) for node in graph.graph.nodes for operand in written_by(node)}
-    yield from (at for at, node in enumerate(inputs) if node in roots)
+    written = {operand for node in graph.graph.nodes for operand in written_by(node)}
+    yield from (at for at, node in enumerate(graph.graph.find_nodes(op="placeholder")) if node in written)
 
 
 def _copied(arguments: list[Any], written: list[int]) -> list[Any]:
