@@ -1,8 +1,9 @@
-"""Templates rendered in a process of their own, which the operating system ends at a limit of time or memory.
+"""Templates and tools' schemas in a process of their own, which the operating system ends at its limits.
 
 A template is a program of whoever made the checkpoint. Jinja's sandbox keeps it from Python, not from loops in loops,
-from `'a' * 10**10`, or from one call into C that takes minutes; only the system can end those. The process imports
-Jinja and nothing else of weight, is started when the first template comes, and serves all of this process's templates.
+from `'a' * 10**10`, or from one call into C that takes minutes; only the system can end those. A
+schema is a client's, and may be made to run as long. The process imports Jinja, jsonschema where a schema comes, and
+nothing else of weight; it is started when the first comes, and serves all of this process.
 """
 
 from __future__ import annotations
@@ -121,20 +122,34 @@ def render(
         TokenizerError: it goes beyond a limit, nests too deeply, fails in any way a template can fail, or treats its
             special tokens so that whose they are cannot be told.
     """
+    return [(text, own) for text, own in _asked(tuple(names), (source, variables, own or {}), seconds) if text]
+
+
+def schema_problems(arguments: Any, schemas: list[Any]) -> list[str | None]:
+    """Of each schema why it refuses arguments, in a few words; None if it takes them.
+
+    Raises:
+        TokenizerError: together they go beyond a limit of time or memory, or nest too deeply.
+    """
+    return _asked(None, (arguments, schemas), MAX_SECONDS)
+
+
+def _asked(names: tuple[str, ...] | None, given: tuple[Any, ...], seconds: float) -> list[Any]:
+    """What the process makes of plain data: of a template with the names of special tokens, or of schemas without."""
     try:
-        given = marshal.dumps((source, variables, own or {}))
+        data = marshal.dumps(given)
     except ValueError:  # deeper than 2000
         raise TokenizerError("messages or tools: nested too deeply") from None
-    seconds = min(seconds, MAX_SECONDS) + len(given) * 1e-6
-    memory, most = MAX_MEMORY + MEMORY_A_BYTE * len(given), MAX_WRITTEN + WRITTEN_A_BYTE * len(given)
-    reply = _RENDERER.ask(seconds, memory, most, marshal.dumps((tuple(names), given)))
+    seconds = min(seconds, MAX_SECONDS) + len(data) * 1e-6
+    memory, most = MAX_MEMORY + MEMORY_A_BYTE * len(data), MAX_WRITTEN + WRITTEN_A_BYTE * len(data)
+    reply = _RENDERER.ask(seconds, memory, most, marshal.dumps((names, data)))
     if reply == -signal.SIGPROF:
         raise TokenizerError(f"it takes more than {seconds:.2g} s of CPU time")
     if isinstance(reply, int):
         raise TokenizerError(f"it ended its process with status {reply}")
     if isinstance(reply, dict):
         raise TokenizerError(reply["error"])
-    return [(text, own) for text, own in reply if text]
+    return reply
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:

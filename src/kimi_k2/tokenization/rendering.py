@@ -1,5 +1,7 @@
 """The process that `renderer` starts: reads templates and variables, writes texts and whose their special tokens are.
 
+Or reads arguments of a call and schemas of tools, and writes why each does not take them.
+
 Its Jinja environment is the stock sandbox with the names, filters and tags that transformers gives chat templates
 (`transformers.utils.chat_template_utils`, 5.23). A template is rendered twice: as it is, and with characters that
 nobody's text has in place of those of special tokens, and of their beginnings and ends, in its own source. Put back,
@@ -17,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,25 @@ def _text(marked: str, marks: _Marks) -> str:
     return text
 
 
+def _problems(arguments: Any, schemas: list[Any]) -> Iterator[str | None]:
+    """Of each schema why it does not take the arguments, None if it does."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+
+    for given in schemas:
+        schema = {"type": "object"} if given in (None, {}) else given
+        try:
+            Draft202012Validator.check_schema(schema)
+            error = next(Draft202012Validator(schema, registry=REGISTRY).iter_errors(arguments), None)
+            yield None if error is None else f"arguments do not fit the schema: {error.message[:200]}"
+        except SchemaError as wrong:
+            yield f"the tool's schema cannot be used: {wrong.message[:200]}"
+        except MemoryError:
+            raise
+        except Exception as wrong:  # any: a reference may lead to what is no schema, and is taken for one
+            yield f"the tool's schema cannot be used: {str(wrong)[:200] or type(wrong).__name__}"
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -245,7 +266,8 @@ def _texts(value: Any) -> Iterator[str]:
 def _reply(request: bytes) -> bytes:
     try:
         names, given = marshal.loads(request)
-        return json.dumps(_rendered(names, *marshal.loads(given))).encode()
+        made = _problems if names is None else partial(_rendered, names)
+        return json.dumps(list(made(*marshal.loads(given)))).encode()
     except MemoryError:
         problem = "it takes too much memory"
     except RecursionError:

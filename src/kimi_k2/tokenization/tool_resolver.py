@@ -15,22 +15,18 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import regex
+from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.renderer import schema_problems
 
 PREFIXES = ("functions.", "functions_")
 _INDEX = re.compile(r"(?P<name>.+)[:._]-?[0-9]+", re.DOTALL)
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 # Of a schema, words that say nothing of the arguments; `properties` and `required` where they are empty.
 _SILENT = {"type", "title", "description", "properties", "required", "default", "examples", "$schema", "$id"}
-# Schemas and arguments of strangers: a thread's seconds that they may take of one reply, and seconds of a pattern.
-MAX_SECONDS, PATTERN_SECONDS = 2.0, 0.1
 
 
 def name_of_id(text: str) -> str | None:
@@ -65,7 +61,7 @@ class ToolResolver:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._schemas: list[tuple[str, Any]] = list(_functions(tools or ()))
-        self._any_name, self._seconds = tools is None, MAX_SECONDS
+        self._any_name = tools is None
         self._names = {name for name, _ in self._schemas}
         self.arguments_tell = bool(self._schemas)
 
@@ -87,17 +83,16 @@ class ToolResolver:
             return None
         if not isinstance(parsed, dict):
             return None
-        found = {name for name, schema in self._schemas if self._takes(schema, parsed)}
-        return Resolved(header.strip(), found.pop()) if len(found) == 1 else None
-
-    def _takes(self, schema: Any, arguments: dict[str, Any]) -> bool:
         # A schema that says nothing tells no call from another tool's: among several it takes none with arguments.
-        if arguments and len(self._names) > 1 and _says_nothing(schema):
-            return False
-        begun = time.thread_time()
-        problem = schema_problem(arguments, schema, self._seconds)
-        self._seconds -= time.thread_time() - begun
-        return problem is None
+        silent = bool(parsed) and len(self._names) > 1
+        asked = [(name, schema) for name, schema in self._schemas if not (silent and _says_nothing(schema))]
+        try:
+            problems = schema_problems(parsed, [schema for _, schema in asked])
+        except TokenizerError:  # it is not tried again: a reply may have many calls
+            self._schemas.clear()
+            return None
+        found = {name for (name, _), problem in zip(asked, problems, strict=True) if problem is None}
+        return Resolved(header.strip(), found.pop()) if len(found) == 1 else None
 
     def _sanitised(self, text: str) -> str | None:
         """The only tool whose name a client wrote so, in letters that all APIs take."""
@@ -106,99 +101,18 @@ class ToolResolver:
         return found.pop() if len(found) == 1 else None
 
 
-def schema_problem(arguments: Any, schema: Any, seconds: float = MAX_SECONDS) -> str | None:
+def schema_problem(arguments: Any, schema: Any) -> str | None:
     """Why a tool's schema refuses arguments, in a few words; None if it takes them.
 
     Args:
         arguments: parsed JSON.
-        schema: the tool's `parameters`, an object or a boolean, by JSON Schema 2020-12 whatever its `$schema` says;
-            None and {} take any object. Nothing is fetched for it, and `unevaluatedItems` and
-            `unevaluatedProperties`, whose check has no bound, are refused.
-        seconds: of this thread's work, after which the check is given up.
+        schema: the tool's `parameters`, an object or a boolean, by JSON Schema 2020-12 or the draft that a part of it
+            names; None and {} take any object. Nothing is fetched for it.
     """
-    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
-
-    schema, kind = {"type": "object"} if schema in (None, {}) else schema, _validator()
-    unusable, _CLOCK.end = "the tool's schema cannot be used", time.thread_time() + seconds
-    itself = kind(kind.META_SCHEMA, registry=REGISTRY, format_checker=kind.FORMAT_CHECKER)
     try:
-        if error := next(itself.iter_errors(schema), None):
-            return f"{unusable}: {error.message[:200]}"
-        error = next(kind(schema, registry=REGISTRY).iter_errors(arguments), None)
-    except Exception as wrong:  # any: a reference may lead to what is no schema, and jsonschema takes it for one
-        return f"{unusable}: {str(wrong)[:200] or type(wrong).__name__}"
-    return None if error is None else f"arguments do not fit the schema: {error.message[:200]}"
-
-
-_CLOCK = threading.local()
-
-
-@cache
-def _validator() -> Any:
-    """jsonschema's, with a limit of time: no step of it takes longer than its schema and arguments are long."""
-    from jsonschema import Draft202012Validator, ValidationError, validators
-
-    def bounded(check: Callable[..., Iterable[ValidationError] | None]) -> Callable[..., Iterator[ValidationError]]:
-        def run(*given: Any) -> Iterator[ValidationError]:
-            if time.thread_time() > _CLOCK.end:
-                raise TimeoutError("it takes too long")
-            yield from check(*given) or ()
-
-        return run
-
-    def matches(wanted: str, text: str) -> bool:
-        return regex.search(wanted, text, timeout=PATTERN_SECONDS) is not None
-
-    def pattern(_: Any, wanted: str, instance: Any, __: Any) -> Iterator[ValidationError]:
-        if isinstance(instance, str) and not matches(wanted, instance):
-            yield ValidationError(f"{instance!r} does not match {wanted!r}")
-
-    def by_pattern(validator: Any, wanted: dict[str, Any], instance: Any, _: Any) -> Iterator[ValidationError]:
-        for name, value in instance.items() if isinstance(instance, dict) else ():
-            for pattern, schema in wanted.items():
-                if matches(pattern, name):
-                    yield from validator.descend(value, schema, path=name)
-
-    def additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        for name in instance.keys() - schema.get("properties", {}).keys() if isinstance(instance, dict) else ():
-            if any(matches(pattern, name) for pattern in schema.get("patternProperties", ())):
-                continue
-            if wanted is False:
-                yield ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")
-            else:
-                yield from validator.descend(instance[name], wanted, path=name)
-
-    def unique(_: Any, wanted: bool, instance: Any, __: Any) -> Iterator[ValidationError]:
-        if wanted and isinstance(instance, list) and len({*map(_frozen, instance)}) < len(instance):
-            yield ValidationError(f"{instance!r} has non-unique elements")
-
-    def refused(*_: Any) -> Iterator[ValidationError]:
-        raise TimeoutError("unevaluatedItems and unevaluatedProperties are not supported")
-
-    checks = Draft202012Validator.VALIDATORS | {
-        "pattern": pattern, "patternProperties": by_pattern, "additionalProperties": additional, "uniqueItems": unique,
-        "unevaluatedItems": refused, "unevaluatedProperties": refused,
-    }  # fmt: skip
-    made: Any = validators.extend(Draft202012Validator, {name: bounded(check) for name, check in checks.items()})  # type: ignore[no-untyped-call]
-    own = made.evolve
-
-    def evolve(self: Any, **changes: Any) -> Any:
-        # For a schema with a `$schema` its own takes jsonschema's class of that name.
-        if isinstance(schema := changes.get("schema"), dict):
-            changes["schema"] = {name: value for name, value in schema.items() if name != "$schema"}
-        return own(self, **changes)
-
-    made.evolve = evolve
-    return made
-
-
-def _frozen(value: Any) -> Any:
-    """What is equal and hashes alike exactly where JSON's values are the same; 1 is 1.0 and not true."""
-    if isinstance(value, dict):
-        return frozenset((name, _frozen(item)) for name, item in value.items())
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    return (bool, value) if isinstance(value, bool) else value
+        return schema_problems(arguments, [schema])[0]
+    except TokenizerError as wrong:
+        return f"the tool's schema cannot be used: {wrong}"
 
 
 def _refuse(constant: str) -> Any:
