@@ -25,9 +25,8 @@ def test_presence_and_frequency_count_the_reply_alone() -> None:
     assert [int(present(logits)) for _ in range(4)] == [0, 1, 0, 0]  # 1; 0.7 < 0.75; 0.7 > 0.45
 
 
-@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.51, 0.75])
-def test_tokens_of_one_probability_are_cut_where_transformers_cuts_them(top_p: float) -> None:
-    logits = torch.zeros(1, 4)
+def test_tokens_of_one_probability_are_cut_where_transformers_cuts_them() -> None:
+    logits, top_p = torch.zeros(1, 4), 0.5
     kept = Sampler(SamplingParams(temperature=1.0, top_p=top_p), [[0]]).probabilities(logits) > 0
     assert int(kept.sum()) == int(TopPLogitsWarper(top_p)(torch.zeros(1, 0), logits).isfinite().sum())
 

@@ -187,14 +187,10 @@ def test_images_are_turned_upright() -> None:
     assert open_image(lying).size == (20, 30)
 
 
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
-    levels = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
-    image = open_image(saved(Image.fromarray(levels), "PNG"))
-    assert np.asarray(to_rgb(image))[..., 0].tolist() == (levels >> 8).tolist()
-
-
-def test_wide_levels_that_fit_a_byte_are_bytes() -> None:
-    """And shares of one are of 255, rounded."""
-    whole, shares = np.array([[0, 7, 255]], np.int32), np.array([[0, 0.5, 1]], np.float32)
-    for levels, wanted in ((whole, [0, 7, 255]), (shares, [0, 128, 255])):
-        assert np.asarray(to_rgb(Image.fromarray(levels)))[0, :, 0].tolist() == wanted
+def test_levels_of_more_than_eight_bits_are_scaled_not_clipped() -> None:
+    """Those that fit a byte are bytes, and shares of one are of 255, rounded."""
+    steps, whole = np.arange(0, 65536, 4096, dtype=np.uint16), np.array([0, 7, 255], np.int32)
+    shares = np.array([0, 0.5, 1], np.float32)
+    for kind, levels, wanted in (("PNG", steps, steps >> 8), ("TIFF", whole, whole), ("TIFF", shares, [0, 128, 255])):
+        image = open_image(saved(Image.fromarray(levels[None]), kind))
+        assert np.array_equal(np.asarray(to_rgb(image))[0, :, 0], wanted)

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 from parser_cases import as_tuples, call, check_cuts, section
 
 from kimi_k2.tokenization.tool_resolver import ToolResolver, schema_problem
@@ -134,29 +133,20 @@ def test_forms_of_an_id(name: str) -> None:
         assert resolver.by_id(form.format("undeclared", "undeclared")) is None
 
 
-Q, SLOW, DIFFERENT = "a" * 60 + "!", "^(a+)+$", [{"a": k} for k in range(20_000)]
-
-
 @pytest.mark.parametrize(
-    ("schema", "given"),
+    "schema",
     [
-        ({"type": "object", "properties": {"q": {"pattern": SLOW}}}, {}),
-        ({"allOf": [{"$schema": Draft202012Validator.META_SCHEMA["$id"], "properties": {"q": {"pattern": SLOW}}}]}, {}),
-        ({"additionalProperties": False, "patternProperties": {SLOW: {}}}, {Q: 1}),
-        ({"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)}
-         | {"40": False}}, {}),
-        ({"$ref": "#"}, {}),
-        ({"type": DIFFERENT}, {}),
-        ({"properties": {"p": {"uniqueItems": True}}}, {"p": DIFFERENT}),
-        # Every item looks for itself in a list of the others.
-        ({"properties": {"p": {"unevaluatedItems": False, "contains": {"const": 0}}}},
-         {"p": [0] * 30_000 + [1] * 30_000}),
-        ({"unevaluatedProperties": False, "properties": {"q": {}}, "patternProperties": {SLOW: {}}}, {Q: 1}),
+        {"type": "object", "properties": {"q": {"pattern": "^(a+)+$"}}},
+        {"$ref": "#/$defs/0", "$defs": {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(40)}
+         | {"40": False}},
+        {"$ref": "#"},
+        {"type": [{"a": number} for number in range(20_000)]},
+        {"anyOf": [{"type": "integer"}] * 20_000},  # each says what is wrong with all of it
     ],
 )  # fmt: skip
-def test_a_schema_that_would_run_for_minutes(schema: Any, given: Any) -> None:
+def test_a_schema_that_would_run_for_minutes(schema: Any) -> None:
     """Schemas are the client's, and arguments what it made the model write: three tools, many calls."""
-    begun, arguments = time.monotonic(), {"q": Q} | given
+    begun, arguments = time.monotonic(), {"q": "a" * 100_000 + "!"}
     resolver = ToolResolver([tool(name, schema) for name in "abc"])
     for _ in range(30):
         assert resolver.by_arguments("0", json.dumps(arguments)) is None
@@ -183,10 +173,3 @@ def test_nothing_is_fetched_for_a_schema() -> None:
         assert "cannot be used" in str(schema_problem({}, schema))
         with pytest.raises(BlockingIOError):
             server.accept()
-
-
-def test_long_arguments_are_checked_as_jsonschema_checks_them() -> None:
-    schema = {"properties": {"q": {"items": {"type": "integer"}}}}
-    for last in (0, "0"):
-        arguments = {"q": [0] * 50_000 + [last]}
-        assert (schema_problem(arguments, schema) is None) == Draft202012Validator(schema).is_valid(arguments)

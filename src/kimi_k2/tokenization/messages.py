@@ -226,13 +226,19 @@ def _calls(message: Message, index: int) -> list[Any]:
     return list(calls or ())
 
 
+def function_of(holder: Any) -> Mapping[str, Any] | None:
+    """The function of a call or of a tool's definition, if it has a name."""
+    function = holder.get("function") if isinstance(holder, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return function if isinstance(name, str) and name else None
+
+
 def _check_assistant(message: Message, index: int) -> None:
     for name in REASONING_FIELDS:
         _check_text(message, name, index)
     for number, call in enumerate(_calls(message, index)):
         where = f"tool_calls[{number}]"
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (function := function_of(call)) is None:
             raise _error(index, f"{where}.function.name", "expected a function's name")
         if not isinstance(function.get("arguments"), (str, Mapping, type(None))):
             raise _error(index, f"{where}.function.arguments", "expected JSON text or an object")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.messages import function_of
 
 _INDENT = "  "
 _CONSTRAINTS = {
@@ -51,8 +52,7 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
             raise TokenizerError(f"tool {index}: expected an object, got {type(tool).__name__}")
         if tool.get("type", "function") != "function":
             continue
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (function := function_of(tool)) is None:
             raise TokenizerError(f"tool {index}: field 'function.name': expected a function's name")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise TokenizerError(f"tool {index}: field 'function.parameters': expected a JSON schema object")

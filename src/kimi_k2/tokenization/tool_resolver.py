@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_k2.errors import TokenizerError
+from kimi_k2.tokenization.messages import function_of
 from kimi_k2.tokenization.renderer import schema_problems
 
 PREFIXES = ("functions.", "functions_")
@@ -137,6 +138,5 @@ def _names_of(text: str) -> Iterator[str]:
 def _functions(tools: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Names and parameters."""
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]:
+        if (function := function_of(tool)) is not None:
             yield function["name"], function.get("parameters")
