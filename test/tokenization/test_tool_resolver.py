@@ -148,9 +148,9 @@ def test_a_schema_that_would_run_for_minutes(schema: Any) -> None:
     """Schemas are the client's, and arguments what it made the model write: three tools, many calls."""
     begun, arguments = time.monotonic(), {"q": "a" * 100_000 + "!"}
     resolver = ToolResolver([tool(name, schema) for name in "abc"])
-    for _ in range(30):
+    for _ in range(100):
         assert resolver.by_arguments("0", json.dumps(arguments)) is None
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     assert "cannot be used" in str(schema_problem(arguments, schema))
 
 
