@@ -290,6 +290,20 @@ def test_sharp_scores(heads: int) -> None:
     assert distance(out, reference(q, rows, [8000, 8192], 20.0)) < EXACT
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("form", ["plan", "rounded"])
+def test_growing_scores(form: str, heads: int) -> None:
+    """Every head's largest score is multiplied by 2**8 or 2**16 three times: no weight is too large for its format."""
+    lengths = [8192, 3000, 5000]
+    q, rows, *_, seq_lens = paged_case(lengths, heads, 8192)
+    rows = rows.nan_to_num().to(E4M3)
+    q, scale = exact_case(rows, rows, q.shape[:2])
+    for one, length in zip(rows, lengths, strict=True):
+        one[:length, LATENT:] = (torch.arange(length, device="cuda")[:, None] * 4 // length - 3).to(E4M3)
+    found = attend(form, q, rows, seq_lens, None, 8 * scale, HALF)
+    assert distance(found, reference(q, rows.float() * HALF, lengths, 8 * scale)) < EXACT
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.memory(6)
 def test_offsets_beyond_32_bits(heads: int) -> None:

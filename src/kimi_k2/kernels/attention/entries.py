@@ -82,7 +82,7 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """`mla_decode`.
 
-    `rounded`: over an e4m3 cache, queries and weights are rounded to e4m3 too, by a plan.
+    `rounded`: over an e4m3 cache, queries are rounded to e4m3 too, of 8 heads weights as well, by a plan.
     """
     if batch_invariant():
         if plan is None:

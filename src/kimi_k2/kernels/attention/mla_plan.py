@@ -47,12 +47,12 @@ class Costs:
     part: float
 
 
-# (8 or 16 heads, e4m3 cache) -> costs; over such a cache those of two terms (csrc/mla_fp8.cuh).
+# (8 or 16 heads, e4m3 cache) -> costs; over such a cache those of queries in two terms (csrc/mla_fp8.cuh).
 COSTS = {
     (True, False): Costs(1.55, 0.0164, 1.2, 0.0075, 1.5, 0.03),
     (False, False): Costs(1.9, 0.0164, 3.0, 0.03, 2.0, 0.05),
     (True, True): Costs(1.4, 0.0084, 1.5, 0.006, 1.5, 0.03),
-    (False, True): Costs(1.8, 0.0084, 3.0, 0.015, 2.0, 0.05),
+    (False, True): Costs(1.3, 0.0084, 4.0, 0.015, 2.0, 0.05),
 }
 
 # 8 or 16 heads -> costs over an e4m3 cache with rounded queries (csrc/mla_fp8.cuh).

@@ -140,9 +140,15 @@ __device__ __forceinline__ bool has_neighbours(const Arguments& a, int request, 
   return load_l2(last) == load_l2(last - a.table_stride);
 }
 
+// So many steps of a block's first part, `most` of them at most, may come before the launch ahead has ended, where it
+// writes the context's last `tokens` rows alone.
+__device__ __forceinline__ int settled_steps(const Arguments& a, const Part& part, int request, int most) {
+  if (has_neighbours(a, request, part.length)) return 0;
+  return max(0, min(min(part.count, most), (part.length - a.tokens) / kRows - part.first));
+}
+
 // How a block begins that follows a plan, which is there as a whole before any launch behind it starts; so is the table
-// of pages, of which the warps that copy get the first item's first 32. Where the launch ahead writes the context's
-// last `tokens` rows alone, those before them may come before it has ended.
+// of pages, of which the warps that copy get the first item's first 32.
 template <bool FP8_CACHE, class M>
 __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const CUtensorMap* query,
                                                const CUtensorMap* cache, int* page) {
@@ -157,8 +163,7 @@ __device__ __forceinline__ Items begin_planned(M& m, const Arguments& a, const C
     part = Part(item), request = item.request;
     *page = page_of(a, part, request, lane % 32);
     const int steps = min(part.count, kStages);
-    if (!FP8_CACHE && !has_neighbours(a, request, part.length))
-      items.settled = max(0, min(steps, (part.length - a.tokens) / kRows - part.first));
+    if (!FP8_CACHE) items.settled = settled_steps(a, part, request, kStages);
     if (lane >= items.settled && lane < steps) ask<FP8_CACHE>(a, part, row_of(a, part, request, *page, lane), lane);
   }
   __syncthreads();

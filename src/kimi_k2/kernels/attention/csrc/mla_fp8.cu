@@ -1,5 +1,5 @@
-// Host side of MLA decode attention over an e4m3 cache with queries and weights in e4m3, in one term or two.
-#include "mla_fp8.cuh"
+// Host side of MLA decode attention over an e4m3 cache with queries in e4m3, in one term or two.
+#include "mla_fp8_eight.cuh"
 #include "mla_merge_launch.cuh"
 
 namespace mla {
@@ -18,23 +18,22 @@ static int encode(CUtensorMap* map, const Arguments& a, int columns) {
              : 0;
 }
 
-template <int HEADS, int TERMS>
-static int launch_fp8(const __nv_bfloat16* q, const Arguments& a, cudaStream_t stream) {
-  static_assert(sizeof(Fp8Memory<HEADS, TERMS>) <= host::kMaxShared, "a block does not have so much shared memory");
+template <class Held, class Kernel>
+static int launch_fp8(Kernel kernel, const __nv_bfloat16* q, const Arguments& a, cudaStream_t stream) {
+  static_assert(sizeof(Held) <= host::kMaxShared, "a block does not have so much shared memory");
   CUtensorMap latent, rope;
   if (int rc = encode(&latent, a, 128)) return rc;
   if (int rc = encode(&rope, a, 64)) return rc;
-  return host::launch(attend_fp8<HEADS, TERMS>, {dim3(a.blocks), kFp8Threads, sizeof(Fp8Memory<HEADS, TERMS>), stream},
-                      latent, rope, q, a);
+  return host::launch(kernel, {dim3(a.blocks), kFp8Threads, sizeof(Held), stream}, latent, rope, q, a);
 }
 
 template <int TERMS>
 static int launch_fp8(const __nv_bfloat16* q, const Arguments& a, cudaStream_t stream) {
   switch (a.heads) {
-    case 8: return launch_fp8<8, TERMS>(q, a, stream);
-    case 16: return launch_fp8<16, TERMS>(q, a, stream);
-    case 32: return launch_fp8<32, TERMS>(q, a, stream);
-    case 64: return launch_fp8<64, TERMS>(q, a, stream);
+    case 8: return launch_fp8<EightMemory<TERMS>>(attend_fp8_eight<TERMS>, q, a, stream);
+    case 16: return launch_fp8<Fp8Memory<16, TERMS>>(attend_fp8<16, TERMS>, q, a, stream);
+    case 32: return launch_fp8<Fp8Memory<32, TERMS>>(attend_fp8<32, TERMS>, q, a, stream);
+    case 64: return launch_fp8<Fp8Memory<64, TERMS>>(attend_fp8<64, TERMS>, q, a, stream);
     default: return host::kNoInstance;
   }
 }

@@ -67,52 +67,80 @@ __device__ __forceinline__ void round_query(M& m, const uint4 (&raw)[9], int hea
   }
 }
 
-// By the warpgroup that scores: a request's queries, four heads of a warp at once, the next four on their way.
+// A request's queries, by so many warps: four heads of a warp at once, the next four on their way.
 template <class M>
-__device__ __forceinline__ void take_query(M& m, const Arguments& a, const __nv_bfloat16* query, int request) {
-  constexpr int kRounds = M::kHeads < 16 ? M::kHeads / 4 : 4;
-  const int head = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8;
-  named_sync(kScorers, 128);  // the last one is no longer read
-  if (threadIdx.x / 32 * 16 < M::kHeads) {
-    const uint4* from =
-        reinterpret_cast<const uint4*>(query + (int64_t(request) * M::kHeads + head) * kRow) + threadIdx.x % 8;
-    uint4 raw[9], next[9];
+__device__ __forceinline__ void take_query(M& m, const Arguments& a, const __nv_bfloat16* query, int request,
+                                           int warps) {
+  const int warp = threadIdx.x / 32, within = threadIdx.x % 32 / 8;
+  const uint4* const from =
+      reinterpret_cast<const uint4*>(query + int64_t(request) * M::kHeads * kRow) + threadIdx.x % 8;
+  const auto load = [&](uint4(&to)[9], int head) {
 #pragma unroll
-    for (int j = 0; j < 9; ++j) next[j] = __ldcg(from + j * 8);
+    for (int j = 0; j < 9; ++j) to[j] = __ldcg(from + head * (kRow / 8) + j * 8);
+  };
+  uint4 raw[9], next[9];
+  if (warp * 4 < M::kHeads) load(next, warp * 4 + within);
 #pragma unroll 1
-    for (int round = 0; round < kRounds; ++round) {
+  for (int four = warp * 4; four < M::kHeads; four += warps * 4) {
 #pragma unroll
-      for (int j = 0; j < 9; ++j) raw[j] = next[j];
-      if (round + 1 < kRounds)
-#pragma unroll
-        for (int j = 0; j < 9; ++j) next[j] = __ldcg(from + (round + 1) * 4 * (kRow / 8) + j * 8);
-      round_query(m, raw, head + round * 4, a.scale);
-    }
+    for (int j = 0; j < 9; ++j) raw[j] = next[j];
+    if (four + warps * 4 < M::kHeads) load(next, four + warps * 4 + within);
+    round_query(m, raw, four + within, a.scale);
   }
   fence_proxy_async();
+}
+
+// The first item's queries, by all that compute.
+template <class M>
+__device__ __forceinline__ void take_first_query(M& m, const Arguments& a, const __nv_bfloat16* query,
+                                                 const Items& items) {
+  take_query(m, a, query, item_of(a, items.begin).request, kTakers);
+  named_sync(kAllTakers, kTakers * 32);
+}
+
+// By the warpgroup that scores, behind an item before.
+template <class M>
+__device__ __forceinline__ void take_next_query(M& m, const Arguments& a, const __nv_bfloat16* query, int request) {
+  named_sync(kScorers, 128);  // the last one is no longer read
+  take_query(m, a, query, request, 4);
   named_sync(kScorers, 128);
 }
 
-// Asks the tensor cores for the scores of 64 cache rows; `n` steps of the block come before it. Small terms first.
-template <class M>
-__device__ __forceinline__ void ask_scores(M& m, float (&score)[32], int n) {
-  mbar_wait(&m.full[n % M::kDepth], n / M::kDepth & 1);
-  const uint32_t queries = lower_half(m.query), keys = lower_half(m.stage[n % M::kDepth]);
-  fence_regs(score);
-  wgmma_fence();
-#pragma unroll
-  for (int term = M::kTerms - 1; term >= 0; --term) {
-    const uint32_t query = queries + term * (kTile / 16);
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const int at = (k / 4 * kWideBox + k % 4 * 32) / 16;
-      scores_128(score, query + at, keys + at, k > 0 || term < M::kTerms - 1);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) scores_64(score, query + kRope / 16 + k * 2, keys + kRope / 16 + k * 2, 1);
+// Scores of 64 cache rows that the tensor cores are asked for in pieces of EACH instructions: a warp that asks for all
+// at once waits for nearly all of them, as few instructions are taken ahead. `n` steps of the block come before. Small
+// terms first.
+template <class M, int EACH = 4>
+struct AskedScores {
+  static constexpr int kTerm = kRow / 32, kAll = M::kTerms * kTerm, kLast = 7;
+  float (&score)[32];
+  uint32_t queries, keys;
+  __device__ __forceinline__ AskedScores(M& m, float (&score)[32], int n)
+      : score(score), queries(lower_half(m.query)), keys(lower_half(m.stage[n % M::kDepth])) {
+    mbar_wait(&m.full[n % M::kDepth], n / M::kDepth & 1);
+    fence_regs(score);
   }
-  wgmma_commit();
-}
+  // Pieces 0 to `kLast`, each once.
+  __device__ __forceinline__ void ask(int piece) const {
+    if (piece * EACH < kAll) wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) {
+      if (min(i / EACH, kLast) != piece) continue;
+      const int k = i % kTerm, at = k < 16 ? (k / 4 * kWideBox + k % 4 * 32) / 16 : kRope / 16 + (k - 16) * 2;
+      const uint32_t query = queries + (M::kTerms - 1 - i / kTerm) * (kTile / 16) + at;
+      if (k < 16) scores_128(score, query, keys + at, i > 0);
+      else scores_64(score, query, keys + at, 1);
+    }
+    if (piece == kLast) wgmma_commit();
+  }
+  __device__ __forceinline__ void ask_all() const {
+#pragma unroll
+    for (int piece = 0; piece <= kLast; ++piece) ask(piece);
+  }
+};
+// Behind an item's last step.
+struct NoScores {
+  __device__ __forceinline__ void ask(int) const {}
+};
 
 // Those scores, once they are there.
 template <class M>
@@ -146,86 +174,95 @@ __device__ __forceinline__ void finish_scores(M& m, const Arguments& a, const Sc
   }
 }
 
-// The weights of scores, of whose rows `rows` are there, `to` the second warpgroups.
+// Scores of this thread's two heads, `row` and the eighth behind it, over rows that they do not see; `rows` are there.
 template <class M>
+__device__ __forceinline__ void hide_rows(const Arguments& a, float (&score)[32], int row, int pair, int rows) {
+  if (rows >= kRows + a.tokens - 1) return;
+  const int heads = M::kHeads / a.tokens, first = rows - (a.tokens - 1);
+  const int seen[2] = {first + row / heads, first + (row + 8) / heads};
+#pragma unroll
+  for (int j = 0; j < 32; ++j)
+    if (j / 4 * 8 + pair * 2 + j % 2 >= seen[j % 4 / 2]) score[j] = -INFINITY;
+}
+
+// The weights of scores, of whose rows `rows` are there, `to` the second warpgroups; `next` is asked for in between.
+template <class M, class Next>
 __device__ __forceinline__ void weigh(M& m, const Arguments& a, ScoreState& state, float (&score)[32], int n, int rows,
-                                      bool last, int64_t item, bool alone) {
+                                      bool last, int64_t item, bool alone, const Next& next) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 + lane / 4, pair = lane % 4, to = n % 2;
   const float scale[2] = {m.scale[row], m.scale[row + 8]};
-  if (rows < kRows + a.tokens - 1) {
-    const int heads = M::kHeads / a.tokens, first = rows - (a.tokens - 1);
-    const int seen[2] = {first + row / heads, first + (row + 8) / heads};
+  next.ask(0);
+  hide_rows<M>(a, score, row, pair, rows);
+  float best[2] = {score[0], score[2]}, shrink[2], base[2], sum[2] = {};
 #pragma unroll
-    for (int j = 0; j < 32; ++j)
-      if (j / 4 * 8 + pair * 2 + j % 2 >= seen[j % 4 / 2]) score[j] = -INFINITY;
-  }
-  float shrink[2], base[2], sum[2] = {};
+  for (int j = 0; j < 32; ++j) best[j % 4 / 2] = fmaxf(best[j % 4 / 2], score[j]);
+  fence_regs(best);
+  next.ask(1);
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) best[lower] = fmaxf(best[lower], __shfl_xor_sync(~0u, best[lower], mask));
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    float best = score[2 * lower];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) best = fmaxf(best, score[j / 2 * 4 + 2 * lower + j % 2]);
-#pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, mask));
-    best = fmaxf(state.top[lower], best * scale[lower]);
+    best[lower] *= scale[lower];
+    const float top = best[lower] > state.top[lower] + kSlack ? best[lower] : state.top[lower];
     // Nothing seen yet: a token that came before others may find its last rows in another part.
-    base[lower] = best == -INFINITY ? 0.f : best;
+    base[lower] = top == -INFINITY ? 0.f : top;
     shrink[lower] = exp2_approximate(state.top[lower] - base[lower]);
-    state.top[lower] = best, base[lower] -= kWeightLog;
+    state.top[lower] = top, base[lower] -= kWeightLog;
   }
+  fence_regs(base);
+  next.ask(2);
+  mbar_wait(&m.weights_empty[to], (n / 2 & 1) ^ 1);
+  // A matrix is 8 heads by 8 rows; four are both eights of this warp's heads by 16 rows.
+  const uint32_t place = smem_u32(m.weights[to]) + (warp * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
 #pragma unroll
-  for (int j = 0; j < 32; ++j) {
-    score[j] = exp2_approximate(score[j] * scale[j % 4 / 2] - base[j % 4 / 2]);
-    sum[j % 4 / 2] += score[j];
+  for (int k = 0; k < 4; ++k) {
+    float s[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      s[j] = exp2_approximate(score[8 * k + j] * scale[j % 4 / 2] - base[j % 4 / 2]);
+      sum[j % 4 / 2] += s[j];
+    }
+    if (warp * 16 < M::kHeads)
+      stmatrix_x4(place ^ k * 32, pack_f16(s[0], s[1]), pack_f16(s[2], s[3]), pack_f16(s[4], s[5]),
+                  pack_f16(s[6], s[7]));
+    next.ask(3 + k);
   }
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) state.total[lower] = state.total[lower] * shrink[lower] + sum[lower];
-
-  mbar_wait(&m.weights_empty[to], (n / 2 & 1) ^ 1);
-#pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    const int head = row + 8 * lower;
-    if (head >= M::kHeads) continue;
-    // In the order of `take_values`: of 16 rows this thread's pair of the first 8, then that of the last 8.
-#pragma unroll
-    for (int four = 0; four < 4; ++four) {
-      const float* s = score + 8 * four + 2 * lower;
-      uint8_t* const place = m.weights[to][0] + head * kRows + (four ^ (head / 2 % 4)) * 16 + pair * 4;
-      const uint32_t left = to_e4m3(s[0], s[1]), right = to_e4m3(s[4], s[5]);
-      *reinterpret_cast<uint32_t*>(place) = left | right << 16;
-      if (M::kTerms > 1)
-        *reinterpret_cast<uint32_t*>(place + M::kWeights) = rest_of(left, s[0], s[1]) | rest_of(right, s[4], s[5])
-                                                                                            << 16;
-    }
-    if (pair == 0) m.shrink[to][head] = shrink[lower];
-  }
+  const bool grown =
+      __any_sync(~0u, (row < M::kHeads && shrink[0] != 1.f) || (row + 8 < M::kHeads && shrink[1] != 1.f));
+  if (pair == 0) m.shrink[to][row] = shrink[0], m.shrink[to][row + 8] = shrink[1];
+  if (lane == 0) reinterpret_cast<uint8_t*>(&m.grown[to])[warp] = grown;
   if (last) finish_scores(m, a, state, to, item, alone);
   fence_proxy_async();
   __syncwarp();
   if (lane == 0) mbar_arrive(&m.weights_full[to]);
+  next.ask(7);
 }
 
 template <class M>
 __device__ __forceinline__ void score_items(M& m, const Arguments& a, const __nv_bfloat16* query, const Items& items) {
+  take_first_query(m, a, query, items);
   for (int number = items.begin, n = 0; number < items.end; ++number) {
     const PlannedItem item = item_of(a, number);
     const Part part(item);
     const bool alone = Work<true>(number, item).alone(a);
     const int rows = part.length - part.first * kRows, last = part.count - 1;
-    take_query(m, a, query, item.request);
+    if (n > 0) take_next_query(m, a, query, item.request);
     ScoreState state;
     float score[32], held[32];
-    ask_scores(m, score, n);
+    AskedScores<M>(m, score, n).ask_all();
     for (int i = 0; i < last; ++i) {
       await_scores(m, score, n + i);
 #pragma unroll
       for (int j = 0; j < 32; ++j) held[j] = score[j];
       fence_regs(held);
-      ask_scores(m, score, n + i + 1);
-      weigh(m, a, state, held, n + i, rows - i * kRows, false, number, alone);
+      weigh(m, a, state, held, n + i, rows - i * kRows, false, number, alone, AskedScores<M>(m, score, n + i + 1));
     }
     await_scores(m, score, n + last);
-    weigh(m, a, state, score, n + last, rows - last * kRows, true, number, alone);
+    weigh(m, a, state, score, n + last, rows - last * kRows, true, number, alone, NoScores{});
     n += part.count;
   }
 }
