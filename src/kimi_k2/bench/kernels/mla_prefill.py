@@ -32,30 +32,25 @@ def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tenso
     )
 
 
-def flash_attention_3(
-    nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor
-) -> tuple[Callable[[], object], Callable[[], Tensor]]:
-    """vLLM's FlashAttention 3 over one sequence, and what joins its keys and queries for it."""
+def flash_attention_3(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Callable[[], object]:
+    """vLLM's FlashAttention 3 over one sequence, and what joins its keys; queries and values are made before."""
     interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
     keys, values = expanded[0].transpose(0, 1).split([NOPE, VALUE], dim=-1)
     new, old = (torch.tensor([0, len(rows)], dtype=torch.int32, device="cuda") for rows in (nope[0], keys))
+    rotated = cache[0, :, None, -ROPE:].expand(-1, keys.shape[1], -1)
+    q, v = torch.cat((nope[0], rope[0]), dim=-1), values.contiguous()
 
-    def join() -> Tensor:
-        return torch.cat((keys, cache[0, :, None, -ROPE:].expand(-1, keys.shape[1], -1)), dim=-1)
+    def attend() -> object:
+        return interface.flash_attn_varlen_func(
+            q, torch.cat((keys, rotated), dim=-1), v, max_seqlen_q=len(q), cu_seqlens_q=new, max_seqlen_k=len(v),
+            cu_seqlens_k=old, softmax_scale=SOFTMAX_SCALE, causal=True, fa_version=3,
+        )  # fmt: skip
 
-    q, k, v = torch.cat((nope[0], rope[0]), dim=-1), join(), values.contiguous()
-    run = partial(
-        interface.flash_attn_varlen_func, q, k, v, max_seqlen_q=len(q), cu_seqlens_q=new, max_seqlen_k=len(k),
-        cu_seqlens_k=old, softmax_scale=SOFTMAX_SCALE, causal=True, fa_version=3,
-    )  # fmt: skip
-    return run, join
+    return attend
 
 
 def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, Callable[[], object]]:
-    """The ways over one sequence whose last `queries` tokens are new: inputs as the model leaves them.
-
-    FlashAttention 3 alone, with keys and values made before it; joining its keys; and the GEMM before ours and it.
-    """
+    """The ways over one sequence whose last `queries` tokens are new, behind the GEMM that makes keys and values."""
     shapes = (1, queries, heads, NOPE + ROPE), (1, slots, RANK + ROPE), (heads, NOPE + VALUE, RANK)
     q, cache, kv_b = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     kv_b *= RANK**-0.5
@@ -63,12 +58,10 @@ def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, C
     nope, rope = q.split([NOPE, ROPE], dim=-1)
     expanded = expand(cache, kv_b)
     ways: dict[str, Callable[[], object]] = {
-        "ours": partial(mla_prefill, nope, rope, expanded, cache, positions, SOFTMAX_SCALE),
-        "the GEMM before": partial(expand, cache, kv_b),
+        "ours": partial(mla_prefill, nope, rope, expanded, cache, positions, SOFTMAX_SCALE)
     }
     if with_peers and importlib.util.find_spec("vllm") is not None:
-        run, join = flash_attention_3(nope, rope, expanded, cache)
-        ways |= {"FlashAttention 3": run, "joining its keys": join}
+        ways["FlashAttention 3"] = flash_attention_3(nope, rope, expanded, cache)
     if with_peers and queries == slots and queries <= 8192:
         ways["PyTorch SDPA"] = partial(padded, nope, rope, expanded, cache)
     return ways
