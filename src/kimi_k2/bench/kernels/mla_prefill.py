@@ -1,4 +1,4 @@
-"""Cases of MLA prefill attention at the real head sizes, beside FlashAttention 3 where vLLM is, and PyTorch's."""
+"""Cases of MLA prefill attention at the real head sizes, beside FlashAttention 3 where vLLM is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k2.bench.kernels.harness import Case
@@ -19,17 +18,6 @@ SHAPES = (
     *((8, 1024, 16384), (8, 16384, 65536)),
 )  # heads, new tokens, slots
 SOFTMAX_SCALE = 192**-0.5
-
-
-def padded(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Tensor:
-    """The same where no tokens are cached before: values padded to the keys' width, as PyTorch's operation wants."""
-    keys, values = expanded.split([NOPE, VALUE], dim=-1)
-    rotated = cache[:, None, :, -ROPE:].expand(-1, keys.shape[1], -1, -1)
-    q = torch.cat((nope, rope), dim=-1).transpose(1, 2)
-    wide = F.pad(values, (0, ROPE))
-    return F.scaled_dot_product_attention(
-        q, torch.cat((keys, rotated), dim=-1), wide, is_causal=True, scale=SOFTMAX_SCALE
-    )
 
 
 def flash_attention_3(nope: Tensor, rope: Tensor, expanded: Tensor, cache: Tensor) -> Callable[[], object]:
@@ -62,8 +50,6 @@ def calls(heads: int, queries: int, slots: int, with_peers: bool) -> dict[str, C
     }
     if with_peers and importlib.util.find_spec("vllm") is not None:
         ways["FlashAttention 3"] = flash_attention_3(nope, rope, expanded, cache)
-    if with_peers and queries == slots and queries <= 8192:
-        ways["PyTorch SDPA"] = partial(padded, nope, rope, expanded, cache)
     return ways
 
 
