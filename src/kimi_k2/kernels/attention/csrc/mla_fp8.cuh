@@ -1,12 +1,12 @@
 // MLA decode attention over an e4m3 cache with queries in e4m3 too, by a plan, of 16 heads and more (mla_fp8_eight.cuh:
 // of 8): in shared memory nothing of the cache is converted. Queries are rounded, or the sum of two terms, which holds
 // bfloat16's bits (mla_fp8_memory.cuh). A block takes all heads of one request over one item, 64 cache rows a step. The
-// first warpgroup computes the scores and their online softmax in base 2, asks for the next rows' scores while it weighs
-// these, and leaves the weights in shared memory in float16, heads along rows. The second and third compute 256 columns
-// of the values each, transposed: columns lie along the 64 rows of the matrix instruction and heads along its columns.
-// The cache comes to the registers by a transposing ldmatrix, a byte permutation and two conversions to float16 for each
-// four of its values, so that the tensor cores add up in float32 over all steps: over e4m3 they keep fewer bits. One
-// warp of the fourth copies.
+// first warpgroup computes the scores and their online softmax in base 2, asks for the next rows' scores while it
+// weighs these, and leaves the weights in shared memory in float16, heads along rows. The second and third compute 256
+// columns of the values each, transposed: columns lie along the 64 rows of the matrix instruction and heads along its
+// columns. The cache comes to the registers by a transposing ldmatrix, a byte permutation and two conversions to
+// float16 for each four of its values, so that the tensor cores add up in float32 over all steps: over e4m3 they keep
+// fewer bits. One warp of the fourth copies.
 #pragma once
 #include "mla_fp8_scores.cuh"
 #include "mla_fp8_values.cuh"

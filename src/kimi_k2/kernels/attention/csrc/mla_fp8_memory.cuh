@@ -12,8 +12,8 @@ constexpr int kScoreRegisters = HEADS > 32 ? 136 : 160;
 template <int HEADS>
 constexpr int kValueRegisters = HEADS > 32 ? 176 : 160;
 constexpr int kCopyRegisters = 24;
-// Weights are times two to `kWeightLog`. In float16 what they are relative to moves to a larger score only where that is
-// more than two to `kSlack` as large, so that sums seldom shrink: weights lie below 2^12.
+// Weights are times two to `kWeightLog`. In float16 what they are relative to moves to a larger score only where that
+// is more than two to `kSlack` as large, so that sums seldom shrink: weights lie below 2^12.
 constexpr float kWeightLog = 8, kSlack = 4;
 constexpr int kScorers = 6, kAllTakers = 5;  // named barriers
 // Warps that round the first item's queries; those of the others the first warpgroup alone.
