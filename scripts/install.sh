@@ -54,6 +54,15 @@ def needed(lines):
 print(*about["build-system"]["requires"], sep="\n")
 print(*needed([*about["project"]["dependencies"], f"kimi-k2[{sys.argv[1]}]"]), sep="\n")
 PY
-pip -c "$lists/constraints" -r "$lists/others"
-[ -z "$pytorch" ] || wait "$pytorch"
+others=0 cpu=0
+pip -c "$lists/constraints" -r "$lists/others" || others=$?
+[ -z "$pytorch" ] || wait "$pytorch" || cpu=$?
+if [ "$cpu" != 0 ]; then
+    echo "install: no index that can be reached has PyTorch's CPU build; its default one comes instead" >&2
+    pip "$torch"
+    grep -v '^triton==' requirements.txt >"$lists/constraints"  # it has brought the Triton that it needs
+    pip -c "$lists/constraints" -r "$lists/others"
+elif [ "$others" != 0 ]; then
+    exit "$others"
+fi
 pip -c "$lists/constraints" --no-build-isolation -e ".[$extra]"
