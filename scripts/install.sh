@@ -33,13 +33,15 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         pytorch=$!
     fi
 fi
-# PyTorch's CUDA build brings the Triton that it needs.
-if "$venv/bin/python" -c 'import triton' 2>/dev/null; then
-    grep -v '^triton==' requirements.txt >"$lists/constraints"
-else
-    cp requirements.txt "$lists/constraints"
-fi
-# What builds the project, and what it needs that does not itself need PyTorch.
+# What builds the project, and what it needs that does not itself need PyTorch, whose CUDA build brings its own Triton.
+others() {
+    if "$venv/bin/python" -c 'import triton' 2>/dev/null; then
+        grep -v '^triton==' requirements.txt >"$lists/constraints"
+    else
+        cp requirements.txt "$lists/constraints"
+    fi
+    pip -c "$lists/constraints" -r "$lists/others"
+}
 "$venv/bin/python" - "$extra" >"$lists/others" <<'PY'
 import re, sys, tomllib
 with open("pyproject.toml", "rb") as file:
@@ -54,15 +56,14 @@ def needed(lines):
 print(*about["build-system"]["requires"], sep="\n")
 print(*needed([*about["project"]["dependencies"], f"kimi-k2[{sys.argv[1]}]"]), sep="\n")
 PY
-others=0 cpu=0
-pip -c "$lists/constraints" -r "$lists/others" || others=$?
+built=0 cpu=0
+others || built=$?
 [ -z "$pytorch" ] || wait "$pytorch" || cpu=$?
 if [ "$cpu" != 0 ]; then
     echo "install: no index that can be reached has PyTorch's CPU build; its default one comes instead" >&2
     pip "$torch"
-    grep -v '^triton==' requirements.txt >"$lists/constraints"  # it has brought the Triton that it needs
-    pip -c "$lists/constraints" -r "$lists/others"
-elif [ "$others" != 0 ]; then
-    exit "$others"
+    others
+elif [ "$built" != 0 ]; then
+    exit "$built"
 fi
 pip -c "$lists/constraints" --no-build-isolation -e ".[$extra]"
